@@ -1,0 +1,32 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`. Both build .venv themselves.
+
+PYTHON ?= python3
+VENV   ?= .venv
+CONFIG ?= examples/digits.yaml
+STAMP  := $(VENV)/.installed
+
+.PHONY: train test lint bench clean
+
+train: $(STAMP)
+	$(VENV)/bin/lockstep train $(CONFIG)
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/ddp.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Lockstep needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
