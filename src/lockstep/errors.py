@@ -1,0 +1,97 @@
+"""Every exception that Lockstep raises for failures of the world.
+
+Bad arguments to a function are plain `ValueError` and `TypeError`. Everything else is in this tree:
+
+    LockstepError                    RuntimeError
+    +-- UsageError                   the command line prints the message alone and exits with 2
+    |   +-- ConfigError              a config file or one of its values
+    |   +-- DataFileError            a data file that is missing, truncated or not what it should be
+    |   +-- DeviceError              devices that are not there, or not as many as asked for
+    |   +-- RunDirectoryError        a run directory that exists, or cannot be made
+    |   +-- CheckpointError          a checkpoint that cannot be written or read
+    +-- GroupError                   process groups: set-up, tear-down, use before set-up
+    +-- ParameterMismatchError       ranks wrap different models
+    +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
+    +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
+    +-- WorkerFailedError            a worker raised, was killed, or returned what cannot be sent
+
+An exception may cross from a data-loading process or a worker to its parent, which builds it anew from its
+message: so every class here can be made from one string.
+"""
+
+from dataclasses import dataclass
+
+
+class LockstepError(RuntimeError):
+    """Root of the tree."""
+
+
+class UsageError(LockstepError):
+    """The user can mend this without reading a traceback."""
+
+
+class ConfigError(UsageError):
+    """A config file, or a value in it, is not usable."""
+
+
+class DataFileError(UsageError):
+    """A data file is missing, truncated or not what it should be."""
+
+
+class DeviceError(UsageError):
+    """The devices asked for are not there."""
+
+
+class RunDirectoryError(UsageError):
+    """A run directory exists already, is missing, or cannot be made."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint cannot be written or read."""
+
+
+class GroupError(LockstepError):
+    """A process group cannot be set up, or is used before it is."""
+
+
+class ParameterMismatchError(LockstepError):
+    """Two ranks wrap models that differ."""
+
+
+class ReductionError(LockstepError):
+    """Gradients arrived in a way that cannot be reduced correctly."""
+
+
+class LossError(LockstepError):
+    """A loss function returned something that cannot be trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailure:
+    """How one worker ended, when it did not end well."""
+
+    rank: int
+    """Rank of the worker."""
+    reason: str
+    """One line: the exception, or the signal, or the exit code."""
+    traceback: str
+    """The worker's traceback, or empty when it died without one."""
+    error: BaseException | None
+    """The exception itself, where it could be sent."""
+
+
+class WorkerFailedError(LockstepError):
+    """A worker raised, was killed, or returned what cannot be sent.
+
+    Attributes:
+        failures: Every failure seen, the first in time (the cause) first.
+    """
+
+    def __init__(self, message: str, failures: tuple[WorkerFailure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+    @property
+    def rank(self) -> int:
+        """Rank of the worker that failed first, or -1 when it is not known."""
+        return self.failures[0].rank if self.failures else -1

@@ -1,0 +1,110 @@
+"""What happened in a run, as records, and where they go.
+
+A recorder is handed in by whoever wants to know (a progress bar, a metrics file); code that has something to
+tell calls `recorder.record(event)` and knows no more. The default is `NULL_RECORDER`, which does nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """Training begins, or goes on."""
+
+    world_size: int
+    """Number of workers."""
+    device: str
+    """Device of the worker that records."""
+    num_shards: int
+    """Number of shards of the run."""
+    num_parameters: int
+    """Trainable parameters, in elements."""
+    num_train_samples: int
+    """Samples of the training set."""
+    num_test_samples: int
+    """Samples of the test set; 0 without one."""
+    first_epoch: int
+    """Epoch that comes first, counted from 0."""
+    num_epochs: int
+    """Epoch before which the run ends."""
+    num_steps: int
+    """Steps of one epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    """One optimizer update is done on every worker."""
+
+    epoch: int
+    """Epoch, counted from 0."""
+    step: int
+    """Step within the epoch, counted from 0."""
+    global_step: int
+    """Updates since the run began, this one included."""
+    loss: float
+    """Weighted mean loss of the global batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFinished:
+    """One pass over the training set is done and evaluated."""
+
+    epoch: int
+    """Epoch, counted from 0."""
+    global_step: int
+    """Updates since the run began."""
+    train_loss: float
+    """Weighted mean of the losses of the epoch's steps."""
+    test: Mapping[str, float]
+    """Mean of each metric over the test set, each sample counted once; empty without a test set."""
+    samples_per_second: float
+    """Training samples of all workers per second of training time."""
+    learning_rate: float
+    """Of the first parameter group, in the epoch's last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint is whole and durable."""
+
+    path: Path
+    """The file."""
+    global_step: int
+    """Updates since the run began."""
+
+
+Event = RunStarted | StepFinished | EpochFinished | CheckpointSaved
+
+
+class Recorder(Protocol):
+    """Something that wants to know what happened."""
+
+    def record(self, event: Event) -> None:
+        """Take one event; called on the worker's main thread, in order."""
+
+
+@final
+class NullRecorder:
+    """A recorder that records nothing."""
+
+    def record(self, event: Event) -> None:
+        """Do nothing with the event."""
+
+
+@final
+class Recorders:
+    """Several recorders as one."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+
+    def record(self, event: Event) -> None:
+        """Hand the event to each in turn."""
+        for recorder in self._recorders:
+            recorder.record(event)
+
+
+NULL_RECORDER: Recorder = NullRecorder()

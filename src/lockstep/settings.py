@@ -1,0 +1,54 @@
+"""The one file that reads and writes the environment of this process.
+
+Everything else gets frozen values from here, so that a grep of this file shows every variable that can change
+what Lockstep does, and a test can hand in a mapping of its own.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CUBLAS_WORKSPACE = ":4096:8"
+"""The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldVariables:
+    """What a launcher said about this worker, as text; None where it said nothing."""
+
+    rank: str | None
+    """RANK: number of this worker in the world."""
+    world_size: str | None
+    """WORLD_SIZE: how many workers there are."""
+    local_rank: str | None
+    """LOCAL_RANK: number of this worker on its host."""
+    master_addr: str | None
+    """MASTER_ADDR: host of the rendezvous."""
+    master_port: str | None
+    """MASTER_PORT: its TCP port."""
+
+
+def read_world(environ: Mapping[str, str] | None = None) -> WorldVariables:
+    """Read the `env://` variables of torch.distributed.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return WorldVariables(
+        rank=source.get("RANK"),
+        world_size=source.get("WORLD_SIZE"),
+        local_rank=source.get("LOCAL_RANK"),
+        master_addr=source.get("MASTER_ADDR"),
+        master_port=source.get("MASTER_PORT"),
+    )
+
+
+def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a child process: this one's, with `overrides` on top."""
+    return {**(os.environ if environ is None else environ), **overrides}
+
+
+def set_cublas_workspace() -> None:
+    """Ask cuBLAS for reproducible results; takes effect if CUDA is not initialised yet. A user's choice stays."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
