@@ -1,0 +1,28 @@
+"""Moving what a loader made to where the model is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return `value` with every tensor in it on `device`; containers are rebuilt, other things left as they are.
+
+    Args:
+        value: A tensor, or tuples, named tuples, lists and mappings of such; anything with a `to` method
+            of its own that returns a copy (a packed sequence, a user's batch class) is asked to move itself.
+        device: Where to; copies from pinned memory do not block.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        build = getattr(type(value), "_make", tuple)  # a named tuple is built by its own _make
+        return build(to_device(item, device) for item in value)
+    if isinstance(value, list):
+        return [to_device(item, device) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    move = getattr(value, "to", None)
+    return move(device) if callable(move) else value
