@@ -1,0 +1,14 @@
+"""Communication: process groups and what is built on their collectives.
+
+A *group* is a `torch.distributed.ProcessGroup`; there is no other interface to communication in Lockstep. A
+*world* is what one worker knows of its group: its rank, how many there are, and the group, or None when it is alone.
+
+Invariants: one default group per process; tearing down twice is fine; code that takes a world works without a
+group, as the only worker.
+"""
+
+from lockstep.comm.broadcast import broadcast_tensors
+from lockstep.comm.group import destroy_process_group, init_process_group
+from lockstep.comm.world import World, current_world
+
+__all__ = ["World", "broadcast_tensors", "current_world", "destroy_process_group", "init_process_group"]

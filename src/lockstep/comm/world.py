@@ -1,0 +1,36 @@
+"""What one worker knows of its group."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A worker's place among the workers."""
+
+    rank: int
+    """Number of this worker in the group."""
+    world_size: int
+    """How many workers there are."""
+    group: ProcessGroup | None
+    """Their group; None for a worker that is alone."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every worker's `value`, in rank order (collective; small, picklable values)."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+
+def current_world(group: ProcessGroup | None = None) -> World:
+    """Return this worker's place in `group`, or in the default group, or alone if there is none (local)."""
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return World(rank=0, world_size=1, group=None)
+        group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
+    return World(rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
