@@ -1,0 +1,13 @@
+"""Shards: the fixed slices of a step's work, and who runs them.
+
+A run has `num_shards` shards, whatever the number of workers. Every worker runs a contiguous range of them, in
+order; the random state of a shard follows from the seed, the place in the data and the shard's number.
+
+Invariants: pure (numbers in, numbers out); every shard is run by exactly one worker; ranges are as even as they
+can be and in rank order; what a shard works on does not depend on the number of workers.
+"""
+
+from lockstep.shards.assignment import shard_range, slice_bounds
+from lockstep.shards.seeds import derive_seed
+
+__all__ = ["derive_seed", "shard_range", "slice_bounds"]
