@@ -1,0 +1,9 @@
+"""The drop-in layer: torch's names, signatures and semantics, on Lockstep's reducer.
+
+Invariants: a wrapped module has rank 0's parameters and buffers from construction on; after every backward that is
+not under `no_sync`, each parameter's `.grad` is the mean over ranks, however the forward was called.
+"""
+
+from lockstep.parallel.ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
