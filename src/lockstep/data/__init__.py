@@ -1,0 +1,15 @@
+"""Data: which sample is seen where and when.
+
+The *cursor* says where in the data a run stands: epoch and step, nothing else. The global batch of a step is a pure
+function of (seed, epoch, step); it is cut into one slice per shard, and a worker loads the slices that it runs.
+
+Invariants: within an epoch every sample is seen exactly once, nothing padded and nothing dropped; what a slice holds
+does not depend on the number of workers; the random state in which a sample is made is keyed by the sample, so it
+does not depend on the number of data-loading processes either.
+"""
+
+from lockstep.data.cursor import Cursor
+from lockstep.data.loader import ShardedBatch, ShardedLoader, Slice
+from lockstep.data.sampler import DistributedSampler
+
+__all__ = ["Cursor", "DistributedSampler", "ShardedBatch", "ShardedLoader", "Slice"]

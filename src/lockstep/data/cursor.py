@@ -1,0 +1,19 @@
+"""Where in the data a run stands."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor:
+    """The next step to be taken."""
+
+    epoch: int = 0
+    """Epoch, counted from 0."""
+    step: int = 0
+    """Step within the epoch, counted from 0."""
+
+    def advance(self, num_steps: int) -> "Cursor":
+        """Return the cursor one step on, in epochs of `num_steps` steps."""
+        if self.step + 1 < num_steps:
+            return Cursor(self.epoch, self.step + 1)
+        return Cursor(self.epoch + 1, 0)

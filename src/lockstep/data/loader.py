@@ -1,0 +1,168 @@
+"""`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep.comm import World, current_world
+from lockstep.data.cursor import Cursor
+from lockstep.data.keyed import KeyedDataset, SampleKey
+from lockstep.data.order import epoch_order, step_slices
+from lockstep.processes import die_with_parent
+from lockstep.shards import derive_seed, shard_range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What one shard works on in one step."""
+
+    shard: int
+    """Number of the shard."""
+    num_samples: int
+    """How many samples it holds; at least 1."""
+    data: Any
+    """The collated samples, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedBatch:
+    """This worker's part of the global batch of one step."""
+
+    cursor: Cursor
+    """Which step of which epoch."""
+    num_steps: int
+    """Steps of the epoch."""
+    num_samples: int
+    """Samples of the global batch, over all workers."""
+    num_shards: int
+    """Number of shards of the loader that made it."""
+    slices: tuple[Slice, ...]
+    """Slices of this worker's shards, in shard order; those without a sample are left out."""
+
+
+@final
+class ShardedLoader:
+    """Load a map-style data set in global batches that are cut into shards.
+
+    The global batch of a step depends on (seed, epoch, step) alone. The last batch of an epoch is smaller where the
+    batch size does not divide the data set: nothing is padded, nothing is dropped.
+
+    Args:
+        dataset: A map-style data set (`__getitem__` and `__len__`).
+        batch_size: Samples of a step over *all* workers.
+        num_shards: Slices of a batch; the number of shards of the run.
+        seed: Of the order and of the samples' random states; the same on every worker.
+        shuffle: A new order for every epoch; else the order of the data set.
+        num_workers: Data-loading processes of each worker, as in `torch.utils.data.DataLoader`.
+        collate_fn: Makes a batch of a list of samples; torch's default when None.
+        pin_memory: Put batches into pinned memory, for GPUs.
+        world: The workers; None for the default group, or alone.
+
+    Raises:
+        TypeError: A data set without a length or without indexing.
+        ValueError: A batch smaller than the number of shards, an empty data set, or more workers than shards.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        num_shards: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        world: World | None = None,
+    ) -> None:
+        self.num_samples = _check_dataset(dataset)
+        if batch_size < num_shards:
+            raise ValueError(
+                f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "
+                f"batch. Use a batch_size of at least {num_shards}, or fewer shards."
+            )
+        world = current_world() if world is None else world
+        self.batch_size = batch_size
+        self.num_shards = num_shards
+        self._seed = seed
+        self._shuffle = shuffle
+        self._shards = shard_range(world.rank, world.world_size, num_shards)
+        self._plan: list[list[SampleKey]] = []
+        self._loader = DataLoader(
+            KeyedDataset(dataset),
+            batch_sampler=self._plan,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=partial(_start_loading_process, os.getpid()),
+            # Its own generator: the default would draw from the global one, once per epoch.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return math.ceil(self.num_samples / self.batch_size)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[ShardedBatch]:
+        """Yield this worker's part of each batch of an epoch, from `start_step` on.
+
+        Raises:
+            ValueError: A negative epoch, or a step outside the epoch.
+        """
+        if epoch < 0 or not 0 <= start_step <= len(self):
+            raise ValueError(
+                f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0 and have {len(self)} steps."
+            )
+        return self._iterate(epoch, start_step)
+
+    def _iterate(self, epoch: int, start_step: int) -> Iterator[ShardedBatch]:
+        order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        cuts = [
+            step_slices(order, step, batch_size=self.batch_size, num_shards=self.num_shards)
+            for step in range(len(self))
+        ]
+        wanted = [
+            [(shard, cuts[step][shard]) for shard in self._shards if len(cuts[step][shard]) > 0]
+            for step in range(start_step, len(self))
+        ]
+        self._plan[:] = [
+            [(derive_seed("sample", self._seed, epoch, index), index) for index in indices]
+            for slices in wanted
+            for _, indices in slices
+        ]
+        loaded = iter(self._loader)
+        for step, slices in enumerate(wanted, start=start_step):
+            yield ShardedBatch(
+                cursor=Cursor(epoch, step),
+                num_steps=len(self),
+                num_samples=sum(map(len, cuts[step])),
+                num_shards=self.num_shards,
+                slices=tuple(
+                    Slice(shard=shard, num_samples=len(indices), data=next(loaded)) for shard, indices in slices
+                ),
+            )
+
+
+def _start_loading_process(parent_pid: int, _number: int) -> None:
+    die_with_parent(parent_pid)
+
+
+def _check_dataset(dataset: Dataset[Any]) -> int:
+    length = getattr(type(dataset), "__len__", None)
+    if isinstance(dataset, IterableDataset) or length is None or getattr(dataset, "__getitem__", None) is None:
+        raise TypeError(
+            f"A ShardedLoader needs a data set with __len__ and __getitem__, but {type(dataset).__name__} is not "
+            "one: which sample comes when must be known beforehand."
+        )
+    num_samples = int(length(dataset))
+    if num_samples < 1:
+        raise ValueError("The data set is empty; expected at least one sample.")
+    return num_samples
