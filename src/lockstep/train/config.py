@@ -1,0 +1,218 @@
+"""The config of a run: YAML in, one checked and frozen value out."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from lockstep.errors import ConfigError
+
+ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
+Arguments = dict[str, Any]
+
+
+class Config(BaseModel):
+    """What `lockstep train` reads; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    model: ImportPath
+    """Import path of the model: called with `model_args`, returns a `torch.nn.Module`."""
+    model_args: Arguments = {}
+    data: ImportPath
+    """Import path of the data: called with `data_args`, returns `(train, test)`; test may be None."""
+    data_args: Arguments = {}
+    loss: ImportPath = "torch.nn.functional:cross_entropy"
+    """Import path of the loss: a function of (output, target), or a class of such functions."""
+    loss_args: Arguments = {}
+    optimizer: ImportPath = "torch.optim:AdamW"
+    """Import path of the optimizer: called with the parameters and `optimizer_args`."""
+    optimizer_args: Arguments = {}
+    scheduler: ImportPath | None = None
+    """Import path of the learning-rate scheduler: called with the optimizer and `scheduler_args`."""
+    scheduler_args: Arguments = {}
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    """How often the scheduler steps."""
+    metric: ImportPath | None = None
+    """Import path of a function of (output, target) that returns a sum and a count; None for accuracy if it applies."""
+    finish: ImportPath | None = None
+    """Import path of a function that is called with the trained model on rank 0; what it returns is printed."""
+    finish_args: Arguments = {}
+    batch_size: int = Field(default=128, ge=1)
+    """Samples of a step over all workers."""
+    num_shards: int = Field(default=4, ge=1)
+    """Slices of a step's batch: belongs to the run, so that the number of workers does not change the result."""
+    epochs: int = Field(default=10, ge=1)
+    """Passes over the training set."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient's 2-norm to this."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of everything that is random."""
+    deterministic: bool = True
+    """Deterministic operators only: the same digest each time."""
+    device_ids: str | list[int] = "auto"
+    """Which devices: auto, auto:3, cpu, cpu:2, or a list of GPU numbers."""
+    workers: int | None = Field(default=None, ge=1)
+    """How many workers, where device_ids leaves that open."""
+    threads_per_worker: int = Field(default=1, ge=1)
+    """CPU threads of each worker; part of the run, for it changes the last bits of a matrix product."""
+    loader_workers: int = Field(default=0, ge=0)
+    """Data-loading processes of each worker."""
+    run_dir: str | None = Field(default=None, min_length=1)
+    """Where the run is kept; must not exist yet. None for a new numbered one under runs/."""
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints to keep, the newest."""
+
+    @model_validator(mode="after")
+    def _check_shards(self) -> "Config":
+        if self.batch_size < (self.workers or 1):
+            raise ValueError(f"batch_size is {self.batch_size}, smaller than the {self.workers} workers that share it")
+        if self.batch_size < self.num_shards:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, smaller than num_shards ({self.num_shards}): each shard needs a "
+                "sample of every batch"
+            )
+        return self
+
+    def check_workers(self, num_workers: int) -> None:
+        """Check the number of workers that the devices come to.
+
+        Raises:
+            ConfigError: More workers than shards.
+        """
+        if num_workers > self.num_shards:
+            raise ConfigError(
+                f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
+                f"to do. Use at most {self.num_shards} workers, or set num_shards to {num_workers} or more."
+            )
+
+    def to_yaml(self) -> str:
+        """Return the config with every default filled in, as YAML."""
+        stream = StringIO()
+        yaml = YAML(typ="safe", pure=True)
+        yaml.default_flow_style = False
+        yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+        yaml.dump(self.model_dump(), stream)
+        return stream.getvalue()
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply `key=value` overrides.
+
+    Args:
+        path: A YAML 1.2 file.
+        overrides: `key=value`, the value as YAML; dots reach into arguments: `optimizer_args.lr=1e-3`.
+
+    Raises:
+        ConfigError: The file is missing or not YAML, a key is unknown, a value has the wrong type. One message for all
+            that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"There is no config file {path}. Check the path; examples/digits.yaml is one to start from."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {_kind(values)}, expected keys and values such as `batch_size: 128`.")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values, str(path))
+
+
+def parse_config(values: Mapping[str, Any], source: str) -> Config:
+    """Check the values of a config.
+
+    Raises:
+        ConfigError: One message for all that is wrong with them.
+    """
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_explain(details) for details in error.errors(include_url=False)]
+        if len(problems) == 1:
+            raise ConfigError(f"{source}: {problems[0]}") from error
+        raise ConfigError(
+            f"{source} has {len(problems)} mistakes:\n" + "\n".join(f"  {p}" for p in problems)
+        ) from error
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{source} is not YAML{place}: {problem}.") from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not (key and equals):
+        raise ConfigError(
+            f"{override!r} is not an override, expected key=value, e.g. epochs=3 or optimizer_args.lr=0.01."
+        )
+    *parents, last = key.split(".")
+    place = values
+    for parent in parents:
+        inner = place.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}.")
+        place = inner
+    place[last] = _parse_yaml(text, f"the value of {key}")
+
+
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "keys and values",
+    "string_pattern_mismatch": "an import path of the form package.module:name",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than": "less than {lt}",
+    "literal_error": "{expected}",
+    "string_too_short": "some text",
+}
+
+
+def _explain(details: ErrorDetails) -> str:
+    place = [str(part) for part in details["loc"]]
+    name = place[0] if place else ""
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return f"there is no key {name!r}.{_suggest(name, Config.model_fields)}"
+    if kind == "missing":
+        return f"the key {name!r} is missing."
+    if kind == "value_error":
+        return f"{details['ctx']['error']}."
+    if name == "device_ids":
+        return (
+            f"device_ids is {details['input']!r}, expected auto, auto:3, cpu, cpu:2, or a list of GPU numbers such as "
+            "[0, 2]."
+        )
+    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
+    return f"{name} is {details['input']!r}, expected {expected}."
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, cast("list[str]", list(known)), n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" Known keys: {', '.join(known)}."
+
+
+def _kind(value: object) -> str:
+    kinds: dict[type, str] = {type(None): "nothing", str: "text", list: "a list", dict: "keys and values"}
+    return kinds.get(type(value), f"the value {value!r}")

@@ -1,0 +1,70 @@
+"""Means over a data set that count every sample once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A sum and how much it is a sum of."""
+
+    total: float
+    """The sum."""
+    weight: float
+    """Number of samples (or tokens, or whatever the metric counts) in it."""
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN of nothing."""
+        return self.total / self.weight if self.weight else float("nan")
+
+
+def add_means(means: Iterable[Mean]) -> Mean:
+    """Add sums and weights, in the order given."""
+    total = weight = 0.0
+    for mean in means:
+        total += mean.total
+        weight += mean.weight
+    return Mean(total=total, weight=weight)
+
+
+def has_classes(output: object, target: object) -> bool:
+    """Return whether `accuracy` can be asked: whole-number targets and one score per class."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return False
+    return target.dtype != torch.bool and _class_dim(output, target) is not None
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    """Count the predictions that are right.
+
+    Args:
+        output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
+        target: Class numbers, [N, ...].
+
+    Returns:
+        How many are right, and of how many.
+
+    Raises:
+        ValueError: The shapes do not go together.
+    """
+    dim = _class_dim(output, target)
+    if dim is None:
+        raise ValueError(
+            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together; "
+            "expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]."
+        )
+    right = output.argmax(dim) == target
+    return float(right.sum()), target.numel()
+
+
+def _class_dim(output: Tensor, target: Tensor) -> int | None:
+    if output.ndim != target.ndim + 1:
+        return None
+    for dim in (1, output.ndim - 1):
+        if output.shape[:dim] + output.shape[dim + 1 :] == target.shape:
+            return dim
+    return None

@@ -1,0 +1,137 @@
+"""The run directory: a run's own folder, made once and never written over.
+
+runs/digits/
+  config.yaml            the resolved config
+  metrics.jsonl          one JSON object per line: steps and epochs
+  step-00000132.ckpt     the newest checkpoints, named by the updates behind them
+  curves.png             loss and accuracy
+"""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
+from lockstep.checkpoint.manifest import decode_state, encode_state
+from lockstep.errors import RunDirectoryError
+from lockstep.events import CheckpointSaved, Recorder
+from lockstep.train.config import Config
+from lockstep.train.trainer import Scheduler, Trainer
+
+CONFIG_NAME = "config.yaml"
+METRICS_NAME = "metrics.jsonl"
+CURVES_NAME = "curves.png"
+
+_CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
+_RUNS = Path("runs")
+
+
+def make_run_directory(run_dir: str | None, name: str) -> Path:
+    """Make the directory of a new run.
+
+    Args:
+        run_dir: Where; None for the first free one of runs/NAME, runs/NAME-2, ...
+        name: What a numbered one is called.
+
+    Raises:
+        RunDirectoryError: It exists already, or cannot be made.
+    """
+    try:
+        if run_dir is not None:
+            Path(run_dir).mkdir(parents=True)
+            return Path(run_dir)
+        return _make_numbered(name)
+    except FileExistsError as error:
+        raise RunDirectoryError(
+            f"The run directory {run_dir} exists already, and a run is never written over. "
+            "Go on with it with --resume, or choose another name: run_dir=NAME."
+        ) from error
+    except OSError as error:
+        raise RunDirectoryError(f"The run directory {run_dir or _RUNS / name} cannot be made: {error}.") from error
+
+
+def find_run_directory(run_dir: str | None, name: str) -> Path:
+    """Return the directory of a run to resume: `run_dir`, or the newest of runs/NAME, runs/NAME-2, ...
+
+    Raises:
+        RunDirectoryError: There is none.
+    """
+    numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    found = {int(match[1] or 1): path for path in _RUNS.glob(f"{name}*") if (match := numbered.fullmatch(path.name))}
+    path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
+    if not path.is_dir():
+        raise RunDirectoryError(f"There is no run directory {path} to resume. Leave --resume out to begin a run.")
+    return path
+
+
+def find_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest first."""
+    numbered = {int(match[1]): path for path in run_dir.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
+
+
+def save_trainer(
+    trainer: Trainer, scheduler: Scheduler | None, config: Config, run_dir: Path, recorder: Recorder
+) -> None:
+    """Write a checkpoint and remove those that are too old (local; call it on one rank).
+
+    Raises:
+        CheckpointError: It could not be written; the ones before are whole.
+    """
+    state = trainer.state_dict()
+    tensors: dict[str, object] = {}
+    optimizer = encode_state(state["optimizer"], "optimizer", tensors)  # type: ignore[arg-type]
+    made = encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors) if scheduler else None  # type: ignore[arg-type]
+    manifest = Manifest(
+        epoch=state["epoch"],
+        step=state["step"],
+        global_step=state["global_step"],
+        num_shards=state["num_shards"],
+        seed=state["seed"],
+        digest=trainer.digest(),
+        optimizer=optimizer,
+        scheduler=made,
+        config=config.model_dump(),
+        versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
+    )
+    path = run_dir / f"step-{trainer.global_step:08d}.ckpt"
+    save_checkpoint(path, Checkpoint(model=state["model"], optimizer=tensors, manifest=manifest))  # type: ignore[arg-type]
+    recorder.record(CheckpointSaved(path=path, global_step=trainer.global_step))
+    for old in find_checkpoints(run_dir)[config.keep :]:
+        old.unlink(missing_ok=True)
+
+
+def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: Checkpoint) -> None:
+    """Bring a trainer to where a checkpoint was written (local: every worker calls, with the same file).
+
+    Raises:
+        CheckpointError: The checkpoint is of another model or another run.
+    """
+    manifest = checkpoint.manifest
+    trainer.load_state_dict(
+        {
+            "model": checkpoint.model,
+            "optimizer": decode_state(manifest.optimizer, checkpoint.optimizer),
+            "scheduler": None,
+            "epoch": manifest.epoch,
+            "step": manifest.step,
+            "global_step": manifest.global_step,
+            "num_shards": manifest.num_shards,
+            "seed": manifest.seed,
+        }
+    )
+    if scheduler is not None and manifest.scheduler is not None:
+        scheduler.load_state_dict(decode_state(manifest.scheduler, checkpoint.optimizer))
+
+
+def _make_numbered(name: str) -> Path:
+    _RUNS.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        path = _RUNS / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()  # the file system decides between two runs that begin at once
+        except FileExistsError:
+            number += 1
+        else:
+            return path
