@@ -1,0 +1,283 @@
+"""The parent: starts workers, waits for their reports, stops the rest when one fails.
+
+launcher                                            worker r
+--------                                            --------
+1 store on a port that the kernel picks
+2 start the process, send the assignment     ->     join the group, run the function
+3 wait for reports and deaths                <-     report: result or failure
+4 on the first failure: wait a moment for an earlier one, terminate, then kill, all that are left
+"""
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, BinaryIO, final
+
+import torch.distributed as dist
+
+from lockstep.devices import DeviceRequest, choose_devices, count_gpus
+from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
+from lockstep.settings import worker_environment
+
+_SETTLE_SECONDS = 0.5
+"""After the first failure: how long to wait for one that came before it but is heard of later."""
+_TERMINATE_SECONDS = 2.0
+"""How long a worker may take to end after SIGTERM, before SIGKILL."""
+_BOOTSTRAP = """
+import json, os, sys
+down, up, life = map(int, sys.argv[1:4])
+stream = os.fdopen(down, "rb")
+sys.path[:] = json.loads(stream.readline())
+from lockstep.launch.worker import main
+main(stream, up, life)
+"""
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int | None = None,
+    devices: DeviceRequest = None,
+    threads_per_worker: int = 1,
+    seed: int = 0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(run, *args, **kwargs)` in every one of several new processes; return what each returned.
+
+    Each worker has a process group (the default group) when the function begins, its GPU, if any, as current device,
+    and its global generators seeded alike. `run` is a `Run`. The function may be local, or come from a script or a
+    notebook cell: it is sent by value, so that no `if __name__ == "__main__"` is needed. Workers take part in no
+    Ctrl-C: it interrupts the caller, who stops them.
+
+    Args:
+        function: What to run.
+        args: Its positional arguments after `run`; anything that pickles.
+        workers: How many; on as many GPUs if there are any, else on the CPU.
+        devices: `"auto"`, `"auto:3"`, `"cpu"`, `"cpu:2"` or GPU numbers such as `[0, 2, 5]`; None for `"auto"`.
+        threads_per_worker: CPU threads of torch's operators in each worker. It is not derived from the number of
+            workers, because it changes the last bits of results.
+        seed: Of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
+        kwargs: Keyword arguments of the function.
+
+    Returns:
+        One result per worker, in rank order.
+
+    Raises:
+        DeviceError: No or zero workers, or devices that are not there.
+        WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    placement = choose_devices(devices, workers=workers, num_gpus=count_gpus())
+    try:
+        call = pack_call(function, args, kwargs)
+    except Exception as error:
+        raise TypeError(
+            f"{function!r} cannot be sent to workers ({error}). Open files, locks, generators and the like must be "
+            "made inside the function."
+        ) from error
+    with ExitStack() as stack:
+        store = _open_store()
+        lifeline, held = os.pipe()
+        stack.callback(os.close, held)
+        crew = _Crew()
+        stack.callback(crew.stop)
+        try:
+            for rank, device in enumerate(placement):
+                crew.start(
+                    Assignment(
+                        rank=rank,
+                        world_size=len(placement),
+                        device=device,
+                        store_port=store.port,
+                        threads=threads_per_worker,
+                        seed=seed,
+                        parent_pid=os.getpid(),
+                        argv=tuple(sys.argv),
+                        call=call,
+                    ),
+                    lifeline,
+                )
+        finally:
+            os.close(lifeline)
+        reports = crew.wait()
+    return [pickle.loads(report.result or b"") for report in reports]  # noqa: S301 - from our own children
+
+
+def _open_store() -> dist.TCPStore:
+    """Open the rendezvous: on loopback, on a port that is never free for another to take."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@final
+class _Worker:
+    """One started process, as the launcher sees it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], upward: int) -> None:
+        self.rank = rank
+        self.process = process
+        self.upward = upward
+        self.received = b""
+        self.report: Report | None = None
+        self.died_at: float | None = None
+
+
+@final
+class _Crew:
+    """The workers of one launch."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def start(self, assignment: Assignment, lifeline: int) -> None:
+        """Start one worker."""
+        down_read, down_write = os.pipe()
+        up_read, up_write = os.pipe()
+        command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                command,
+                pass_fds=(down_read, up_write, lifeline),
+                stdin=subprocess.DEVNULL,
+                env=worker_environment(_variables(assignment)),
+            )
+        except BaseException:
+            os.close(down_write)
+            os.close(up_read)
+            raise
+        finally:
+            os.close(down_read)
+            os.close(up_write)
+        self._workers.append(_Worker(assignment.rank, process, up_read))
+        with os.fdopen(down_write, "wb") as downward:
+            _send(downward, assignment)
+
+    def wait(self) -> list[Report]:
+        """Return every worker's report, in rank order.
+
+        Raises:
+            WorkerFailedError: One failed.
+        """
+        deadline: float | None = None
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                os.set_blocking(worker.upward, False)
+                selector.register(worker.upward, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                for key, _ in selector.select(left):
+                    if _hear(key.data):
+                        selector.unregister(key.fd)
+                if deadline is None and any(_failed(worker) for worker in self._workers):
+                    deadline = time.monotonic() + _SETTLE_SECONDS
+        failures = [_describe_failure(worker) for worker in self._workers if _failed(worker)]
+        if failures:
+            failures.sort(key=lambda pair: pair[0])
+            raise _failed_error(tuple(failure for _, failure in failures))
+        return [worker.report for worker in self._workers if worker.report is not None]
+
+    def stop(self) -> None:
+        """End every process that is still there; none is left when this returns."""
+        for worker in self._workers:
+            os.close(worker.upward)
+            if worker.report is None and worker.process.poll() is None:
+                worker.process.terminate()
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+
+def _variables(assignment: Assignment) -> dict[str, str]:
+    """Return the environment of torchrun, for code that reads it; Gloo is kept on loopback."""
+    threads = str(assignment.threads)
+    return {
+        "RANK": str(assignment.rank),
+        "LOCAL_RANK": str(assignment.rank),
+        "WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_WORLD_SIZE": str(assignment.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(assignment.store_port),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+
+
+def _send(downward: BinaryIO, assignment: Assignment) -> None:
+    try:
+        write_down(downward, sys.path, assignment)
+        downward.flush()
+    except BrokenPipeError:
+        # The worker is dead already; `wait` hears of it and says so with its exit code.
+        return
+
+
+def _hear(worker: _Worker) -> bool:
+    """Read what a worker has written; return whether that was the last of it."""
+    chunk = os.read(worker.upward, 1 << 20)
+    if chunk:
+        worker.received += chunk
+        return False
+    worker.report = read_up(worker.received)
+    worker.received = b""
+    if worker.report is None:
+        worker.died_at = time.monotonic()
+    return True
+
+
+def _failed(worker: _Worker) -> bool:
+    return worker.died_at is not None or (worker.report is not None and worker.report.result is None)
+
+
+def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
+    """Return when the worker failed, and how.
+
+    A worker that died without a word is heard of when the kernel closes its pipe, about when the others lose their
+    connections to it: so it counts as a little earlier than it was heard of.
+    """
+    report = worker.report
+    if report is None:
+        assert worker.died_at is not None
+        code = worker.process.wait()
+        failure = WorkerFailure(rank=worker.rank, reason=_describe_exit(code), traceback="", error=None)
+        return worker.died_at - _SETTLE_SECONDS, failure
+    error = pickle.loads(report.error) if report.error is not None else None  # noqa: S301 - from our own child
+    return report.time, WorkerFailure(rank=worker.rank, reason=report.reason, traceback=report.traceback, error=error)
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} and no report"
+    name = signal.Signals(-code).name
+    hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _failed_error(failures: Sequence[WorkerFailure]) -> WorkerFailedError:
+    first, *others = failures
+    message = f"Worker {first.rank} failed first: {first.reason}"
+    if first.traceback:
+        message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
+    if others:
+        consequences = ", ".join(f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others)
+        message += f"\n\nFailed after it, probably because of it: {consequences}."
+    error = WorkerFailedError(message, tuple(failures))
+    error.__cause__ = first.error
+    return error

@@ -1,0 +1,101 @@
+"""What crosses between the launcher and a worker: one value down, one value up, each as bytes on a pipe.
+
+launcher                                   worker
+--------                                   ------
+search path (JSON line)            ->      so that the next can be unpickled at all
+Assignment (cloudpickle)           ->
+                                   <-      Report (pickle)
+"""
+
+import json
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import cloudpickle
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a worker's function is told of its place."""
+
+    rank: int
+    """Number of this worker."""
+    world_size: int
+    """How many workers there are."""
+    local_rank: int
+    """Number of this worker on its host."""
+    device: torch.device
+    """Where it should train; the current device already, if it is a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the launcher gives a worker."""
+
+    rank: int
+    """Number of the worker."""
+    world_size: int
+    """How many there are."""
+    device: str
+    """Device name."""
+    store_port: int
+    """Port of the rendezvous store, on loopback, held by the launcher."""
+    threads: int
+    """CPU threads for torch's operators."""
+    seed: int
+    """Seed of the global generators when the function begins."""
+    parent_pid: int
+    """The launcher."""
+    argv: tuple[str, ...]
+    """The launcher's `sys.argv`."""
+    call: bytes
+    """The function, its positional and its keyword arguments, by cloudpickle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a worker's function ended."""
+
+    rank: int
+    """Number of the worker."""
+    time: float
+    """When, on the host's monotonic clock, in seconds."""
+    result: bytes | None
+    """What it returned, pickled; None if it failed."""
+    reason: str
+    """One line on the failure; empty without one."""
+    traceback: str
+    """The traceback; empty without one."""
+    error: bytes | None
+    """The exception, pickled, where it can be."""
+
+
+def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle a call; a function of a script or a notebook cell is taken by value."""
+    packed: bytes = cloudpickle.dumps((function, args, dict(kwargs)))
+    return packed
+
+
+def write_down(stream: BinaryIO, search_path: list[str], assignment: Assignment) -> None:
+    """Send a worker its search path and its assignment."""
+    stream.write(json.dumps(search_path).encode() + b"\n" + pickle.dumps(assignment))
+
+
+def write_up(stream: BinaryIO, report: Report) -> None:
+    """Send the launcher a report: its length, then its bytes."""
+    payload = pickle.dumps(report)
+    stream.write(struct.pack("<Q", len(payload)) + payload)
+    stream.flush()
+
+
+def read_up(received: bytes) -> Report | None:
+    """Return the report in what a worker wrote; None if the worker ended before it was whole."""
+    header = struct.calcsize("<Q")
+    if len(received) < header or len(received) < header + struct.unpack_from("<Q", received)[0]:
+        return None
+    report: Report = pickle.loads(received[header:])  # noqa: S301 - from our own child, over a pipe only it holds
+    return report

@@ -1,0 +1,110 @@
+"""The child: takes an assignment, joins the group, runs the function, reports. Runs in the worker process only."""
+
+import datetime
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import BinaryIO
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import destroy_process_group, init_process_group
+from lockstep.comm.group import choose_backend
+from lockstep.launch.messages import Assignment, Report, Run, write_up
+from lockstep.processes import die_with_parent
+from lockstep.train.reproducibility import seed_generators
+
+_RENDEZVOUS_SECONDS = 300
+
+
+def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -> None:
+    """Run one worker from start to end.
+
+    Args:
+        downward: Where the assignment comes from, the search path already read off.
+        report_descriptor: Where the report goes.
+        lifeline_descriptor: A pipe that the launcher holds open as long as it lives.
+    """
+    assignment: Assignment = pickle.loads(downward.read())  # noqa: S301 - from our own parent, over a pipe only we hold
+    downward.close()
+    # Ctrl-C reaches every process of the terminal; what to do about it is the launcher's decision alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(assignment.parent_pid)
+    threading.Thread(target=_end_with_launcher, args=(lifeline_descriptor,), daemon=True).start()
+    sys.argv[:] = assignment.argv
+    report = _run(assignment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(report_descriptor, "wb") as upward:
+        write_up(upward, report)
+
+
+def _end_with_launcher(lifeline_descriptor: int) -> None:
+    """Wait until the launcher is gone, then end: for systems without a kernel that does it (`die_with_parent`)."""
+    os.read(lifeline_descriptor, 1)
+    os._exit(1)
+
+
+def _run(assignment: Assignment) -> Report:
+    try:
+        run = _set_up(assignment)
+        function, args, kwargs = cloudpickle.loads(assignment.call)
+        result = function(run, *args, **kwargs)
+        packed = _pack_result(result)
+    except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
+        return _failure(assignment.rank, error)
+    # Leave together: a worker that tears down while another still communicates would look like a lost one.
+    dist.barrier()
+    destroy_process_group()
+    return Report(rank=assignment.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
+
+
+def _set_up(assignment: Assignment) -> Run:
+    torch.set_num_threads(assignment.threads)
+    device = torch.device(assignment.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        assignment.store_port,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS),
+    )
+    init_process_group(choose_backend(device), store=store, rank=assignment.rank, world_size=assignment.world_size)
+    seed_generators(assignment.seed)
+    return Run(rank=assignment.rank, world_size=assignment.world_size, local_rank=assignment.rank, device=device)
+
+
+def _pack_result(result: object) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"The function returned a {type(result).__name__} that cannot be sent to the launcher ({error}). "
+            "Return numbers, text, containers or CPU tensors."
+        ) from error
+    return packed
+
+
+def _failure(rank: int, error: BaseException) -> Report:
+    try:
+        packed = cloudpickle.dumps(error)
+        cloudpickle.loads(packed)
+    except Exception:  # noqa: BLE001 - whatever a user's exception does when pickled, its text is still sent
+        packed = None
+    # The first frame is this module's; a reader wants their own.
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return Report(
+        rank=rank,
+        time=time.monotonic(),
+        result=None,
+        reason="".join(traceback.format_exception_only(error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        error=packed,
+    )
