@@ -1,0 +1,70 @@
+"""`curves.png`: loss and the test metrics of a run, drawn from its metrics file."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from lockstep.report.metrics_file import read_metrics
+
+_STEP_COLOUR, _TRAIN_COLOUR, _TEST_COLOUR = "#b8c4d6", "#2f5d9b", "#c8553d"
+_SIZE_INCHES = (9.0, 4.0)
+_DPI = 130
+
+
+def draw_curves(metrics: Path, picture: Path, title: str) -> None:
+    """Draw the curves of a metrics file into a PNG; nothing is drawn before the first epoch is done.
+
+    Left, the training loss of each step and epoch and the test loss; right, the other test metrics, if there are any.
+    """
+    rows = list(read_metrics(metrics))
+    epochs = [row for row in rows if row["kind"] == "epoch"]
+    if not epochs:
+        return
+    names = [key for key in epochs[-1] if key.startswith("test_") and key != "test_loss"]
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(1, 1 + bool(names), squeeze=False)[0]
+    _draw_loss(axes[0], [row for row in rows if row["kind"] == "step"], epochs)
+    if names:
+        _draw_metrics(axes[1], epochs, names)
+    figure.savefig(picture)
+
+
+def _draw_loss(axes: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+    per_epoch = epochs[-1]["global_step"] / (epochs[-1]["epoch"] + 1)
+    places = [row["global_step"] / per_epoch for row in steps]
+    axes.plot(places, [row["loss"] for row in steps], color=_STEP_COLOUR, linewidth=0.8, label="training, each step")
+    _draw_epochs(axes, epochs, "train_loss", "training, mean of the epoch", _TRAIN_COLOUR)
+    if "test_loss" in epochs[-1]:
+        _draw_epochs(axes, epochs, "test_loss", "test", _TEST_COLOUR)
+    lowest = min(value for row in [*steps, *epochs] for key, value in row.items() if key in {"loss", "train_loss"})
+    if lowest > 0:
+        axes.set_yscale("log")
+    _finish(axes, "loss")
+
+
+def _draw_metrics(axes: Axes, epochs: list[dict[str, Any]], names: list[str]) -> None:
+    for name in names:
+        last = epochs[-1][name]
+        shown = f"{last:.2%}" if name == "test_accuracy" else f"{last:.4g}"
+        label = f"{name.removeprefix('test_')} on the test set, last {shown}"
+        _draw_epochs(axes, epochs, name, label, _TEST_COLOUR if len(names) == 1 else None)
+    if names == ["test_accuracy"]:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _finish(axes, ", ".join(name.removeprefix("test_") for name in names))
+
+
+def _draw_epochs(axes: Axes, epochs: list[dict[str, Any]], key: str, label: str, colour: str | None) -> None:
+    places = [row["epoch"] + 1 for row in epochs]
+    axes.plot(places, [row[key] for row in epochs], marker="o", markersize=3.5, color=colour, label=label)
+
+
+def _finish(axes: Axes, name: str) -> None:
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=True, alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")

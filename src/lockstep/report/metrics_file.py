@@ -1,0 +1,62 @@
+"""`metrics.jsonl`: one JSON object per line, for steps and for epochs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+
+
+@final
+class MetricsFile:
+    """A recorder that appends to a file; every line is on its way to the disk when `record` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def record(self, event: Event) -> None:
+        """Append the event, unless the file has no use for it."""
+        line = _as_line(event)
+        if line is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a metrics file; a last line that was cut off by a kill is passed over.
+
+    When a run was resumed, what came after the checkpoint stands there twice: the later lines count.
+    """
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[row["kind"], row["global_step"]] = row
+    yield from rows.values()
+
+
+def _as_line(event: Event) -> dict[str, Any] | None:
+    match event:
+        case StepFinished():
+            return {
+                "kind": "step",
+                "epoch": event.epoch,
+                "step": event.step,
+                "global_step": event.global_step,
+                "loss": event.loss,
+            }
+        case EpochFinished():
+            return {
+                "kind": "epoch",
+                "epoch": event.epoch,
+                "global_step": event.global_step,
+                "train_loss": event.train_loss,
+                **{f"test_{name}": value for name, value in event.test.items()},
+                "samples_per_second": event.samples_per_second,
+                "learning_rate": event.learning_rate,
+            }
+        case RunStarted() | CheckpointSaved():
+            return None
