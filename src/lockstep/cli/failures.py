@@ -1,0 +1,46 @@
+"""How a command ends when something fails: the message, and the exit code."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from lockstep.errors import LockstepError, UsageError, WorkerFailedError
+
+USAGE_EXIT = 2
+FAILURE_EXIT = 1
+INTERRUPTED_EXIT = 130
+
+
+@contextmanager
+def failures_shown(*, debug: bool) -> Iterator[None]:
+    """Turn what is raised inside into a message and an exit code.
+
+    Args:
+        debug: Show the traceback of bad input too.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted; every worker has ended.", err=True)
+        raise typer.Exit(INTERRUPTED_EXIT) from None
+    except WorkerFailedError as error:
+        cause = error.__cause__
+        if isinstance(cause, UsageError):
+            _show(cause, error.failures[0].traceback if debug else "")
+            raise typer.Exit(USAGE_EXIT) from None
+        if isinstance(cause, LockstepError) and not debug:
+            _show(cause, "")
+            raise typer.Exit(FAILURE_EXIT) from None
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(FAILURE_EXIT) from None
+    except UsageError as error:
+        _show(error, traceback.format_exc() if debug else "")
+        raise typer.Exit(USAGE_EXIT) from None
+
+
+def _show(error: BaseException, trace: str) -> None:
+    if trace:
+        typer.echo(trace, err=True)
+    typer.echo(f"error: {error}", err=True)
