@@ -8,6 +8,7 @@ launcher                                            worker r
 4 on the first failure: wait a moment for an earlier one, terminate, then kill, all that are left
 """
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -31,6 +32,8 @@ _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""
 _TERMINATE_SECONDS = 2.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
+_LEAVE_SECONDS = 30.0
+"""How long a worker may take to tear down once all have reported, before SIGKILL."""
 _BOOTSTRAP = """
 import json, os, sys
 down, up, life = map(int, sys.argv[1:4])
@@ -86,8 +89,7 @@ def launch(
     with ExitStack() as stack:
         store = _open_store()
         lifeline, held = os.pipe()
-        stack.callback(os.close, held)
-        crew = _Crew()
+        crew = _Crew(held)
         stack.callback(crew.stop)
         try:
             for rank, device in enumerate(placement):
@@ -135,10 +137,16 @@ class _Worker:
 
 @final
 class _Crew:
-    """The workers of one launch."""
+    """The workers of one launch.
 
-    def __init__(self) -> None:
+    Args:
+        lifeline: The end of their lifeline that only the launcher holds: open while it lives, a byte for each to leave.
+    """
+
+    def __init__(self, lifeline: int) -> None:
+        self._lifeline = lifeline
         self._workers: list[_Worker] = []
+        self._released = False
 
     def start(self, assignment: Assignment, lifeline: int) -> None:
         """Start one worker."""
@@ -187,21 +195,25 @@ class _Crew:
         if failures:
             failures.sort(key=lambda pair: pair[0])
             raise _failed_error(tuple(failure for _, failure in failures))
+        with contextlib.suppress(BrokenPipeError):  # all have ended already, killed after their reports
+            os.write(self._lifeline, b"." * len(self._workers))
+        self._released = True
         return [worker.report for worker in self._workers if worker.report is not None]
 
     def stop(self) -> None:
         """End every process that is still there; none is left when this returns."""
         for worker in self._workers:
             os.close(worker.upward)
-            if worker.report is None and worker.process.poll() is None:
+            if not self._released and worker.process.poll() is None:
                 worker.process.terminate()
-        deadline = time.monotonic() + _TERMINATE_SECONDS
+        deadline = time.monotonic() + (_LEAVE_SECONDS if self._released else _TERMINATE_SECONDS)
         for worker in self._workers:
             try:
                 worker.process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+        os.close(self._lifeline)
 
 
 def _variables(assignment: Assignment) -> dict[str, str]:
@@ -266,8 +278,8 @@ def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code} and no report"
     name = signal.Signals(-code).name
-    hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    hint = ", by somebody or by the kernel because memory ran out" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
 
 
 def _failed_error(failures: Sequence[WorkerFailure]) -> WorkerFailedError:
@@ -275,9 +287,14 @@ def _failed_error(failures: Sequence[WorkerFailure]) -> WorkerFailedError:
     message = f"Worker {first.rank} failed first: {first.reason}"
     if first.traceback:
         message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
-    if others:
-        consequences = ", ".join(f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others)
-        message += f"\n\nFailed after it, probably because of it: {consequences}."
+    alike = [str(other.rank) for other in others if other.reason == first.reason]
+    after = [
+        f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others if other.reason != first.reason
+    ]
+    if alike:
+        message += f"\n\nFailed in the same way: worker {', '.join(alike)}."
+    if after:
+        message += f"\n\nFailed after it, probably because of it: {', '.join(after)}."
     error = WorkerFailedError(message, tuple(failures))
     error.__cause__ = first.error
     return error

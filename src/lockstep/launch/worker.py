@@ -36,19 +36,29 @@ def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -
     # Ctrl-C reaches every process of the terminal; what to do about it is the launcher's decision alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(assignment.parent_pid)
-    threading.Thread(target=_end_with_launcher, args=(lifeline_descriptor,), daemon=True).start()
+    released = threading.Event()
+    threading.Thread(target=_watch_launcher, args=(lifeline_descriptor, released), daemon=True).start()
     sys.argv[:] = assignment.argv
     report = _run(assignment)
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(report_descriptor, "wb") as upward:
         write_up(upward, report)
+    if report.result is not None:
+        # Leave together: a worker that tears down while another still communicates would look like a lost one.
+        released.wait()
+        destroy_process_group()
 
 
-def _end_with_launcher(lifeline_descriptor: int) -> None:
-    """Wait until the launcher is gone, then end: for systems without a kernel that does it (`die_with_parent`)."""
-    os.read(lifeline_descriptor, 1)
-    os._exit(1)
+def _watch_launcher(lifeline_descriptor: int, released: threading.Event) -> None:
+    """Wait for the launcher's leave to end, a byte; or end at once when it is gone, which closes the pipe.
+
+    The second is for systems without a kernel that does it by itself (`die_with_parent`).
+    """
+    if os.read(lifeline_descriptor, 1):
+        released.set()
+    else:
+        os._exit(1)
 
 
 def _run(assignment: Assignment) -> Report:
@@ -59,9 +69,6 @@ def _run(assignment: Assignment) -> Report:
         packed = _pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         return _failure(assignment.rank, error)
-    # Leave together: a worker that tears down while another still communicates would look like a lost one.
-    dist.barrier()
-    destroy_process_group()
     return Report(rank=assignment.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
 
 
