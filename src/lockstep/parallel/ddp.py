@@ -3,6 +3,7 @@
 First form: the arguments below, `no_sync`, buffers of rank 0. The reduction itself is `lockstep.reduce`.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves  # the walk that torch itself uses o
 from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.devices import to_device
 from lockstep.errors import GroupError
+from lockstep.parallel.module_hook import ModuleHook
 from lockstep.reduce import BucketLimits, Reducer, check_same_parameters, describe_parameters
 
 
@@ -82,8 +84,12 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
         self._reducer = Reducer(parameters, self.process_group, limits=_limits(bucket_cap_mb), average=True)
         # On the inner module, so that a forward through `.module` is seen as well.
-        module.register_forward_pre_hook(self._before_forward)
-        module.register_forward_hook(self._after_forward)
+        handles = [
+            module.register_forward_pre_hook(ModuleHook(weakref.WeakMethod(self._before_forward))),
+            module.register_forward_hook(ModuleHook(weakref.WeakMethod(self._after_forward))),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -5,7 +5,7 @@ through the module itself, or twice before the first backward.
 
     backward of one rank          reducer                                       the group
     --------------------          -------                                       ---------
-    1 gradient accumulated   ->   `_on_gradient`: copy into the bucket
+    1 gradient accumulated   ->   `take_gradient`: copy into the bucket
     2 bucket's last gradient ->   `_send_ready`: buckets leave in plan order ->  all_reduce starts
     3 more gradients ...          ... while earlier buckets are under way        (overlap)
     4 end of backward        ->   `_complete`: absent gradients filled in,   ->  the last all_reduce
@@ -17,6 +17,7 @@ would run too early. Therefore the outermost task is marked where it begins, at 
 (`mark`), and gradients that arrive in a task within it wait for the end of the marked one.
 """
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
 from functools import partial
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.bucket import Bucket, Slot
@@ -75,11 +77,14 @@ class Reducer:
         self._any_arrived = False
         self._waits_for_end = False
         self._works: list[dist.Work] = []
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+        # Held weakly: when the owner lets go of the reducer, its hooks go too, and the model can be wrapped anew.
+        deliver = partial(_deliver, weakref.ref(self))
+        handles = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(deliver, slot))
             for bucket in self._buckets
             for slot in bucket.slots
         ]
+        weakref.finalize(self, _remove, handles)
 
     def mark(self, output: Tensor) -> None:
         """Mark where a backward begins: at `output`, a module's output or a loss. [Note: the end of a backward]."""
@@ -99,16 +104,12 @@ class Reducer:
         self._phase = _Phase.COLLECTING
         self._complete()
 
-    def close(self) -> None:
-        """Stop watching gradients (local)."""
-        for handle in self._handles:
-            handle.remove()
-
     def _on_output(self, _gradient: Tensor) -> None:
         if self.synchronizes and self._phase is _Phase.IDLE:
             self._begin()
 
-    def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
+    def take_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
+        """Take in a gradient that was just accumulated; called by the hook of its parameter."""
         _check_dense(slot, parameter)
         if slot.has_arrived and self._has_left(slot.bucket):
             raise ReductionError(
@@ -178,6 +179,17 @@ class Reducer:
         self._waits_for_end = False
         self._task = _NO_TASK
         self._phase = _Phase.IDLE
+
+
+def _deliver(reducer: "weakref.ref[Reducer]", slot: Slot, parameter: nn.Parameter) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.take_gradient(slot, parameter)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _check_dense(slot: Slot, parameter: nn.Parameter) -> None:
