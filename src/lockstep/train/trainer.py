@@ -123,13 +123,15 @@ class Trainer:
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
 
+        The model stays in the mode in which it is, training mode unless you changed it. The global generators of
+        Python, NumPy and torch are seeded anew for each shard.
+
         Raises:
             LossError: The loss is not a scalar or not finite, or the summed weight is not positive.
             ValueError: The batch was cut into another number of shards, or its slices are not this worker's.
         """
         self._check_batch(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.train()
         total, weight = self._backward(batch)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, weight)
@@ -152,7 +154,7 @@ class Trainer:
         Returns:
             The means by name; a metric that returns a bare pair is called `"metric"`.
         """
-        was_training = self.model.training
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         sums: dict[int, dict[str, Mean]] = {}
         try:
@@ -162,7 +164,9 @@ class Trainer:
                     values = metric(self.model, to_device(part.data, self._device))
                     _add_values(sums.setdefault(part.shard, {}), values)
         finally:
-            self.model.train(was_training)
+            # Each its own: a model that is fine-tuned may have parts in evaluation mode.
+            for module, training in modes.items():
+                module.training = training
         by_shard: dict[int, dict[str, Mean]] = {}
         for gathered in self.world.gather_objects(sums):
             by_shard.update(gathered)
