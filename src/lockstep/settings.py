@@ -49,6 +49,11 @@ def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] 
     return {**(os.environ if environ is None else environ), **overrides}
 
 
-def set_cublas_workspace() -> None:
-    """Ask cuBLAS for reproducible results; takes effect if CUDA is not initialised yet. A user's choice stays."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+def set_determinism_variables(deterministic: bool) -> None:
+    """Tell cuBLAS and torch's compiler, which read the environment when they are first used, what is wanted.
+
+    A user's own choice of cuBLAS workspace stays.
+    """
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from lockstep.settings import set_cublas_workspace
+from lockstep.settings import set_determinism_variables
 
 
 def seed_generators(seed: int) -> None:
@@ -29,9 +29,12 @@ def set_deterministic(deterministic: bool) -> None:
     fastest kernel by trying.
     See https://docs.pytorch.org/docs/stable/notes/randomness.html.
     """
-    if deterministic:
-        set_cublas_workspace()
-    torch.use_deterministic_algorithms(deterministic)
+    set_determinism_variables(deterministic)
+    compiler = sys.modules.get("torch._inductor.config")
+    if compiler is not None:
+        compiler.deterministic = deterministic  # type: ignore[attr-defined]
+    # What torch.use_deterministic_algorithms does, but that imports the compiler, which takes a second.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # Without this every torch.empty would be filled with NaN, a cost that only finds reads of unset memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
