@@ -20,6 +20,7 @@ from lockstep.train.run_directory import (
     CONFIG_NAME,
     CURVES_NAME,
     METRICS_NAME,
+    discard_unused,
     find_checkpoints,
     find_run_directory,
     make_run_directory,
@@ -54,7 +55,9 @@ def train(
                 threads_per_worker=config.threads_per_worker,
             )
         finally:
+            Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
             _draw(run_dir)
+            discard_unused(run_dir)
         _show_result(first, run_dir)
 
 
@@ -77,6 +80,7 @@ def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | 
             f"{run_dir} holds no checkpoint to resume from: the run ended before its first epoch did. "
             "Leave --resume out and begin a new run."
         )
+    (run_dir / CONFIG_NAME).write_text(config.to_yaml(), encoding="utf-8")
     return run_dir, checkpoints[0]
 
 

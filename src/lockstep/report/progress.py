@@ -46,7 +46,6 @@ class ProgressBar:
         self._task = self._progress.add_task("train", epoch="", loss="", total=None)
 
     def __enter__(self) -> "ProgressBar":
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,6 +58,7 @@ class ProgressBar:
                 total = event.num_epochs * event.num_steps
                 done = event.first_epoch * event.num_steps
                 self._progress.update(self._task, total=total, completed=done, epoch=str(event.first_epoch + 1))
+                self._progress.start()
             case StepFinished():
                 self._progress.update(
                     self._task,
@@ -77,6 +77,7 @@ def _describe_run(event: RunStarted) -> str:
     return (
         f"training {event.num_parameters:,} parameters on {event.num_train_samples:,} samples "
         f"with {workers} on {kind}, {event.num_shards} shards per step"
+        + (f", going on with epoch {event.first_epoch + 1}" if event.first_epoch else "")
     )
 
 

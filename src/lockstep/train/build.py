@@ -78,7 +78,9 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
 def _build_model(config: Config, device: torch.device) -> nn.Module:
     model = call_object("model", import_object("model", config.model), **config.model_args)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {config.model!r}, which returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(
+            f"model is {config.model!r}, which made a value of type {type(model).__name__}, not a torch.nn.Module."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient.")
     return model.to(device)
@@ -98,7 +100,7 @@ def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer is {config.optimizer!r}, which returned a {type(optimizer).__name__}, "
+            f"optimizer is {config.optimizer!r}, which made a value of type {type(optimizer).__name__}, "
             "not a torch.optim.Optimizer."
         )
     return optimizer
@@ -113,7 +115,7 @@ def _build_scheduler(config: Config, optimizer: Optimizer) -> Scheduler | None:
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(scheduler, method, None)):
             raise ConfigError(
-                f"scheduler is {config.scheduler!r}, which returned a {type(scheduler).__name__} without a "
+                f"scheduler is {config.scheduler!r}, which made a value of type {type(scheduler).__name__} without a "
                 f"{method} method, so not a learning-rate scheduler."
             )
     made: Scheduler = scheduler

@@ -138,7 +138,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_explain(details) for details in error.errors(include_url=False)]
+        problems = list(dict.fromkeys(_explain(details) for details in error.errors(include_url=False)))
         if len(problems) == 1:
             raise ConfigError(f"{source}: {problems[0]}") from error
         raise ConfigError(

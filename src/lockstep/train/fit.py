@@ -58,7 +58,7 @@ def fit(
     parts = build_parts(config, device)
     trainer = parts.trainer
     if resume_from is not None:
-        restore_trainer(trainer, parts.scheduler, load_checkpoint(resume_from))
+        restore_trainer(trainer, parts.scheduler, load_checkpoint(resume_from), config)
     recorder.record(_describe_run(config, parts, device))
     test: dict[str, Any] = {}
     start = trainer.cursor

@@ -7,13 +7,16 @@ runs/digits/
   curves.png             loss and accuracy
 """
 
+import json
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
 from lockstep.checkpoint.manifest import decode_state, encode_state
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.train.config import Config
 from lockstep.train.trainer import Scheduler, Trainer
@@ -24,6 +27,10 @@ CURVES_NAME = "curves.png"
 
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _RUNS = Path("runs")
+_MAY_CHANGE = frozenset(
+    {"device_ids", "epochs", "finish", "finish_args", "keep", "loader_workers", "metric", "run_dir", "workers"}
+)
+"""Config keys that may differ when a run is resumed: they do not change what is computed, only where or how long."""
 
 
 def make_run_directory(run_dir: str | None, name: str) -> Path:
@@ -48,6 +55,14 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
         ) from error
     except OSError as error:
         raise RunDirectoryError(f"The run directory {run_dir or _RUNS / name} cannot be made: {error}.") from error
+
+
+def discard_unused(run_dir: Path) -> None:
+    """Remove the directory of a run that ended before it began, so that its name is free for the next try."""
+    config = run_dir / CONFIG_NAME
+    if set(run_dir.iterdir()) <= {config}:
+        config.unlink(missing_ok=True)
+        run_dir.rmdir()
 
 
 def find_run_directory(run_dir: str | None, name: str) -> Path:
@@ -91,9 +106,11 @@ def save_trainer(
         digest=trainer.digest(),
         optimizer=optimizer,
         scheduler=made,
-        config=config.model_dump(),
+        config=json.loads(config.model_dump_json()),
         versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
     )
+    for leftover in run_dir.glob(".*.ckpt.*.tmp"):  # of a save that was killed
+        leftover.unlink(missing_ok=True)
     path = run_dir / f"step-{trainer.global_step:08d}.ckpt"
     save_checkpoint(path, Checkpoint(model=state["model"], optimizer=tensors, manifest=manifest))  # type: ignore[arg-type]
     recorder.record(CheckpointSaved(path=path, global_step=trainer.global_step))
@@ -101,13 +118,14 @@ def save_trainer(
         old.unlink(missing_ok=True)
 
 
-def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: Checkpoint) -> None:
+def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: Checkpoint, config: Config) -> None:
     """Bring a trainer to where a checkpoint was written (local: every worker calls, with the same file).
 
     Raises:
         CheckpointError: The checkpoint is of another model or another run.
     """
     manifest = checkpoint.manifest
+    _check_same_run(manifest.config or {}, config)
     trainer.load_state_dict(
         {
             "model": checkpoint.model,
@@ -122,6 +140,16 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
     )
     if scheduler is not None and manifest.scheduler is not None:
         scheduler.load_state_dict(decode_state(manifest.scheduler, checkpoint.optimizer))
+
+
+def _check_same_run(saved: Mapping[str, Any], config: Config) -> None:
+    now = json.loads(config.model_dump_json())
+    changed = [key for key in now if key in saved and saved[key] != now[key] and key not in _MAY_CHANGE]
+    if changed:
+        listed = "; ".join(f"{key} was {saved[key]!r} and is {now[key]!r}" for key in changed)
+        raise CheckpointError(
+            f"The run was begun with another config: {listed}. To go on, set it back; to change it, begin a new run."
+        )
 
 
 def _make_numbered(name: str) -> Path:
