@@ -1,0 +1,124 @@
+"""`ls.init_process_group`: every way in, and what is said when it does not work."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.errors import GroupError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_and_sum(rank: int, how: str, queue: Any) -> None:
+    port = how.rpartition(":")[2]
+    if how.startswith("env"):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        ls.init_process_group()
+    elif how.startswith("store"):
+        store = dist.TCPStore("127.0.0.1", int(port), 2, is_master=rank == 0, timeout=timedelta(seconds=40))
+        ls.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    else:
+        ls.init_process_group(init_method=how, rank=rank, world_size=2)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    queue.put((dist.get_backend(), total.item()))
+    ls.destroy_process_group()
+    ls.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
+def test_every_way_in_makes_one_group(method: str, tmp_path: Path) -> None:
+    places = {
+        "env": f"env:{free_port()}",
+        "tcp": f"tcp://127.0.0.1:{free_port()}",
+        "file": f"file://{tmp_path}/rendezvous",
+        "store": f"store:{free_port()}",
+    }
+    context = get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=join_and_sum, args=(rank, places[method], queue)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=50) for _ in processes]
+    for process in processes:
+        process.join()
+    assert [total for _, total in found] == [3.0, 3.0]
+    if not torch.cuda.is_available():
+        assert [backend for backend, _ in found] == ["gloo", "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "said"),
+    [
+        ({}, {}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, {}, "MASTER_ADDR is not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}, "RANK is 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}, "ranks are 0 to 1"),
+        ({}, {"init_method": "tcp://127.0.0.1:1"}, "give both"),
+        ({}, {"init_method": "tcp://127.0.0.1:1", "rank": 5, "world_size": 2}, "Rank 5 is outside"),
+        ({}, {"backend": "nopenope", "rank": 0, "world_size": 1}, "has no backend 'nopenope'; it has: .*gloo"),
+        ({}, {"backend": "mpi"}, "has no backend 'mpi'"),
+    ],
+)
+def test_a_group_that_cannot_be_made_is_explained(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], options: dict[str, Any], said: str
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=said):
+        ls.init_process_group(**options)
+    assert not dist.is_initialized()
+
+
+def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(GroupError, match="port is in use by another program"):
+            ls.init_process_group("gloo")
+
+
+def test_a_store_and_a_method_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="drop one"):
+        ls.init_process_group(store=dist.HashStore(), init_method="env://")
+
+
+def test_tearing_down_without_a_group_does_nothing() -> None:
+    ls.destroy_process_group()
+
+
+@pytest.fixture
+def single_group() -> Callable[[], None]:
+    def make() -> None:
+        ls.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    return make
+
+
+def test_a_group_can_be_made_again_after_tearing_down(single_group: Callable[[], None]) -> None:
+    for _ in range(2):
+        single_group()
+        assert dist.get_world_size() == 1
+        with pytest.raises(GroupError, match="already"):
+            single_group()
+        ls.destroy_process_group()

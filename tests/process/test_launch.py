@@ -1,0 +1,248 @@
+"""`ls.launch`: results, failures, and that nothing is left behind. Real processes, real kills."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.errors import DeviceError, GroupError, WorkerFailedError
+
+CPU2 = "cpu:2"
+
+
+def add_ranks(run: ls.Run, offset: int, *, scale: int = 1) -> tuple[int, int]:
+    total = torch.tensor([run.rank + offset])
+    dist.all_reduce(total)
+    return run.rank, int(total) * scale
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def assert_all_end(processes: list[psutil.Process], within: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def test_each_worker_returns_its_result_in_rank_order() -> None:
+    assert ls.launch(add_ranks, 10, devices="cpu:3", scale=2) == [(0, 66), (1, 66), (2, 66)]
+
+
+def test_a_worker_knows_its_place_and_its_settings() -> None:
+    secret = object()  # a closure, so the function goes by value
+
+    def describe(run: ls.Run) -> dict[str, Any]:
+        assert secret is not None
+        return {
+            "run": (run.rank, run.world_size, run.local_rank, str(run.device)),
+            "environment": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
+            "threads": torch.get_num_threads(),
+            "draw": torch.rand(()).item(),
+            "argv": sys.argv,
+        }
+
+    secret_free = describe
+    found = ls.launch(secret_free, devices=CPU2, threads_per_worker=1, seed=3)
+    torch.manual_seed(3)
+    draw = torch.rand(()).item()
+    for rank in (0, 1):
+        assert found[rank]["run"] == (rank, 2, rank, "cpu")
+        assert found[rank]["environment"] == [str(rank), str(rank), "2", "2"]
+        assert found[rank]["threads"] == 1
+        assert found[rank]["draw"] == draw
+        assert found[rank]["argv"] == sys.argv
+
+
+def test_launches_at_the_same_moment_do_not_clash() -> None:
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(ls.launch(add_ranks, 0, devices=CPU2))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[(0, 1), (1, 1)]] * 3
+
+
+def test_the_first_failure_is_reported_with_its_traceback_and_the_rest_are_stopped() -> None:
+    def fail_on_one(run: ls.Run) -> None:
+        if run.rank == 1:
+            raise KeyError("the culprit")
+        dist.barrier()
+
+    before = workers_of(os.getpid())
+    with pytest.raises(WorkerFailedError) as caught:
+        ls.launch(fail_on_one, devices="cpu:3")
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in fail_on_one" in str(caught.value)
+    assert 'raise KeyError("the culprit")' in str(caught.value)
+    assert workers_of(os.getpid()) == before
+
+
+def test_a_killed_worker_is_the_cause_and_not_those_that_lost_it() -> None:
+    def die_on_one(run: ls.Run) -> None:
+        dist.barrier()
+        if run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(WorkerFailedError, match="Worker 1 failed first: killed by SIGKILL") as caught:
+        ls.launch(die_on_one, devices=CPU2)
+    assert caught.value.rank == 1
+
+
+def test_a_worker_that_exits_is_a_failure() -> None:
+    def leave(run: ls.Run) -> None:
+        os._exit(7)
+
+    with pytest.raises(WorkerFailedError, match="ended with exit code 7 and no report"):
+        ls.launch(leave, devices="cpu")
+
+
+def test_a_worker_that_ignores_being_stopped_is_killed() -> None:
+    def stubborn(run: ls.Run) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.barrier()
+        if run.rank == 1:
+            raise ValueError("now")
+        signal.pause()
+
+    before = workers_of(os.getpid())
+    with pytest.raises(WorkerFailedError, match="now"):
+        ls.launch(stubborn, devices=CPU2)
+    assert workers_of(os.getpid()) == before
+
+
+def test_what_cannot_be_sent_is_explained() -> None:
+    with pytest.raises(WorkerFailedError, match="returned a lock that cannot be sent"):
+        ls.launch(lambda _run: threading.Lock(), devices="cpu")
+    with pytest.raises(TypeError, match="made inside the function"):
+        ls.launch(lambda _run, _lock: None, threading.Lock(), devices="cpu")
+
+
+def test_no_workers_is_refused() -> None:
+    with pytest.raises(DeviceError, match="1 or more"):
+        ls.launch(add_ranks, 0, workers=0)
+
+
+def test_a_second_group_in_a_worker_is_explained() -> None:
+    def set_up_again(run: ls.Run) -> str:
+        try:
+            ls.init_process_group("gloo")
+        except GroupError as error:
+            message = str(error)
+        ls.destroy_process_group()
+        ls.destroy_process_group()  # twice is fine
+        return message
+
+    [message] = ls.launch(set_up_again, devices="cpu")
+    assert "This process is rank 0 of a process group already" in message
+
+
+SCRIPT = """
+import os, sys, time
+import lockstep as ls
+
+class Holder:  # a class of the script itself, without a main guard below
+    def __init__(self, value): self.value = value
+
+def main(run, holder):
+    if holder.value == "wait":
+        open(f"ready-{run.rank}", "w").close()
+        while True: time.sleep(0.05)
+    return Holder(holder.value + run.rank)
+
+print([result.value for result in ls.launch(main, Holder(eval(sys.argv[1])), devices="cpu:2")])
+"""
+
+
+def start_script(tmp_path: Path, argument: str) -> subprocess.Popen[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, "script.py", argument], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    out, err = start_script(tmp_path, "40").communicate(timeout=50)
+    assert out.strip() == "[40, 41]", err
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals) -> None:
+    process = start_script(tmp_path, "'wait'")
+    deadline = time.monotonic() + 40
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline, "the workers did not start"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    workers = workers_of(process.pid)
+    assert len(workers) >= 2
+    process.send_signal(how)
+    assert_all_end(workers, within=4.0 if how is signal.SIGINT else 2.0)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    if how is signal.SIGINT:
+        assert "KeyboardInterrupt" in err
+
+
+NOTEBOOK = """
+import code
+cell = '''
+import lockstep as ls
+offset = 5
+def work(run):
+    return run.rank + offset
+print(ls.launch(work, devices="cpu:2"))
+'''
+code.InteractiveInterpreter({"__name__": "__main__"}).runcode(compile(cell, "<cell>", "exec"))
+"""
+
+
+def test_a_function_of_a_notebook_cell_is_sent_by_value() -> None:
+    found = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=50, check=False)
+    assert found.stdout.strip() == "[5, 6]", found.stderr
+
+
+def test_the_rendezvous_is_on_loopback_only() -> None:
+    def listening(run: ls.Run) -> list[str]:
+        connections = psutil.Process(os.getppid()).net_connections("tcp")
+        return [row.laddr.ip for row in connections if row.status == psutil.CONN_LISTEN]
+
+    [addresses] = ls.launch(listening, devices="cpu")
+    assert set(addresses) == {"127.0.0.1"}
+
+
+def test_a_launch_leaves_no_descriptor_open() -> None:
+    ls.launch(add_ranks, 0, devices="cpu")
+    before = psutil.Process().num_fds()
+    ls.launch(add_ranks, 0, devices="cpu")
+    with pytest.raises(WorkerFailedError):
+        ls.launch(lambda _run: 1 / 0, devices="cpu")
+    assert psutil.Process().num_fds() <= before
+
+
+def test_two_kinds_of_start_see_one_port_each() -> None:
+    # The port is held by the launcher from before the workers start: binding it again must fail meanwhile.
+    def try_port(run: ls.Run) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+
+    assert ls.launch(try_port, devices=CPU2) == [True, True]

@@ -1,0 +1,149 @@
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, load_weights, save_checkpoint, state_digest
+from lockstep.checkpoint.manifest import FORMAT_VERSION, decode_state, encode_state
+from lockstep.errors import CheckpointError
+
+
+def manifest(**changes: Any) -> Manifest:
+    values: dict[str, Any] = {
+        "epoch": 2,
+        "step": 3,
+        "global_step": 25,
+        "num_shards": 4,
+        "seed": 7,
+        "digest": "d",
+        "optimizer": {"state": {}},
+        "scheduler": None,
+        "config": None,
+    }
+    return Manifest(**values | changes)
+
+
+def checkpoint(model: nn.Module) -> Checkpoint:
+    return Checkpoint(model=model.state_dict(), optimizer={"optimizer/0": torch.ones(2)}, manifest=manifest())
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model[0].weight.data = model[0].weight.data.bfloat16()
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(model))
+    read = load_checkpoint(tmp_path / "a.ckpt")
+    assert read.manifest == manifest()
+    assert state_digest(read.model) == state_digest(model.state_dict())
+    assert list(read.optimizer) == ["optimizer/0"]
+
+
+def test_shared_parameters_are_written_under_both_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(model))
+    read = load_checkpoint(tmp_path / "a.ckpt").model
+    assert torch.equal(read["0.weight"], read["1.weight"])
+
+
+def test_other_readers_find_the_weights_under_the_models_names(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(model))
+    tensors = load_file(tmp_path / "a.ckpt")
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
+    nn.Linear(3, 2).load_state_dict(weights)
+
+
+def test_load_weights_fills_a_model(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(model))
+    load_weights(tmp_path / "a.ckpt", other)
+    assert state_digest(other.state_dict()) == state_digest(model.state_dict())
+
+
+def test_load_weights_names_what_does_not_fit(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(3, 2)))
+    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+        load_weights(tmp_path / "a.ckpt", nn.Linear(3, 4))
+
+
+def test_a_failed_save_leaves_the_file_before_it_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, checkpoint(nn.Linear(3, 2)))
+    before = path.read_bytes()
+    (tmp_path / "b.ckpt").mkdir()  # renaming a file onto a directory fails, after everything is written
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save_checkpoint(tmp_path / "b.ckpt", checkpoint(nn.Linear(3, 2)))
+    assert path.read_bytes() == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_missing_directory_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save_checkpoint(tmp_path / "gone" / "a.ckpt", checkpoint(nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -8])
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, checkpoint(nn.Linear(30, 20)))
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path)
+
+
+def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    later = Checkpoint(model={}, optimizer={}, manifest=manifest(format_version=FORMAT_VERSION + 1))
+    save_checkpoint(tmp_path / "a.ckpt", later)
+    with pytest.raises(CheckpointError, match="Update Lockstep"):
+        load_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
+        load_checkpoint(tmp_path / "a.safetensors")
+
+
+def test_a_model_tensor_may_not_take_the_optimizers_names(tmp_path: Path) -> None:
+    clash = Checkpoint(model={"optimizer/w": torch.ones(1)}, optimizer={}, manifest=manifest())
+    with pytest.raises(CheckpointError, match="are taken"):
+        save_checkpoint(tmp_path / "a.ckpt", clash)
+
+
+def test_state_survives_json() -> None:
+    state = {
+        "state": {0: {"step": torch.tensor(3.0), "moments": (torch.ones(2), None)}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "params": [0, 1]}],
+        "milestones": Counter({10: 1}),
+        "$odd": True,
+    }
+    tensors: dict[str, Tensor] = {}
+    encoded = manifest(optimizer=encode_state(state, "optimizer", tensors)).to_json()
+    decoded = decode_state(Manifest.from_json(encoded).optimizer, tensors)
+    assert set(tensors) == {"optimizer/state/0/step", "optimizer/state/0/moments/0"}
+    assert torch.equal(decoded["state"][0]["moments"][0], torch.ones(2))
+    assert decoded["param_groups"] == state["param_groups"]
+    assert decoded["milestones"] == Counter({10: 1})
+    assert decoded["$odd"] is True
+
+
+def test_state_that_cannot_be_stored_is_named() -> None:
+    with pytest.raises(CheckpointError, match="'optimizer/hook' holds a function"):
+        encode_state({"hook": test_state_survives_json}, "optimizer", {})
+
+
+def test_digest_sees_bits_names_dtypes_and_shapes_but_not_order_or_layout() -> None:
+    one = {"a": torch.zeros(2, 3), "b": torch.ones(1)}
+    assert state_digest(one) == state_digest({"b": torch.ones(1), "a": torch.zeros(3, 2).t()})
+    others: list[dict[str, Tensor]] = [
+        {"a": -torch.zeros(2, 3), "b": torch.ones(1)},
+        {"a": torch.zeros(3, 2), "b": torch.ones(1)},
+        {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.ones(1)},
+        {"a": torch.zeros(2, 3), "c": torch.ones(1)},
+    ]
+    assert len({state_digest(tensors) for tensors in [one, *others]}) == 5

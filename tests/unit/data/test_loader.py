@@ -1,0 +1,131 @@
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from lockstep.comm import World
+from lockstep.data import ShardedBatch, ShardedLoader
+
+
+class Noisy(Dataset[Any]):
+    """Samples with augmentation from all three global generators."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, torch.rand(()).item(), random.random(), float(np.random.rand())  # noqa: NPY002
+
+
+def loader(rank: int = 0, world_size: int = 1, length: int = 23, **options: Any) -> ShardedLoader:
+    world = World(rank=rank, world_size=world_size, group=None)
+    settings = {"batch_size": 8, "num_shards": 4, "seed": 5} | options
+    return ShardedLoader(Noisy(length), world=world, **settings)
+
+
+def contents(batches: list[ShardedBatch]) -> dict[tuple[int, int], list[list[float]]]:
+    """Return what each shard of each step holds."""
+    return {
+        (batch.cursor.step, part.shard): [column.tolist() for column in part.data]
+        for batch in batches
+        for part in batch.slices
+    }
+
+
+def merged(world_size: int, epoch: int = 1, **options: Any) -> dict[tuple[int, int], list[list[float]]]:
+    result: dict[tuple[int, int], list[list[float]]] = {}
+    for rank in range(world_size):
+        result.update(contents(list(loader(rank, world_size, **options).epoch(epoch))))
+    return result
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_slices_do_not_depend_on_the_number_of_workers(world_size: int) -> None:
+    assert merged(world_size) == merged(1)
+
+
+def test_samples_do_not_depend_on_the_number_of_loading_processes() -> None:
+    assert merged(1, num_workers=2) == merged(1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_sees_each_sample_once(shuffle: bool) -> None:
+    seen = [index for columns in merged(3, shuffle=shuffle).values() for index in columns[0]]
+    assert sorted(seen) == list(range(23))
+
+
+def test_the_last_batch_is_smaller_and_says_so() -> None:
+    sizes = [batch.num_samples for batch in loader().epoch(0)]
+    assert sizes == [8, 8, 7]
+    assert len(loader()) == 3
+
+
+def test_a_last_batch_smaller_than_the_shards_leaves_slices_out() -> None:
+    *_, last = loader(length=9).epoch(0)
+    assert [part.shard for part in last.slices] == [0]
+    *_, last = loader(rank=1, world_size=2, length=9).epoch(0)
+    assert last.slices == ()
+
+
+def test_epochs_have_different_orders_and_augmentation() -> None:
+    whole = loader()
+    first, second = (contents(list(whole.epoch(epoch))) for epoch in (0, 1))
+    assert first != second
+    assert contents(list(whole.epoch(0))) == first
+
+
+def test_starting_in_the_middle_gives_the_rest_of_the_epoch() -> None:
+    rest = [batch for batch in loader().epoch(2) if batch.cursor.step >= 1]
+    assert contents(list(loader().epoch(2, start_step=1))) == contents(rest)
+
+
+def test_an_abandoned_epoch_does_not_leak_into_the_next() -> None:
+    whole = loader(num_workers=1)
+    next(iter(whole.epoch(0)))
+    assert contents(list(whole.epoch(1))) == merged(1)
+
+
+def test_loading_leaves_the_callers_generators_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())  # noqa: NPY002
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    expected = draw()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    list(loader().epoch(0))
+    assert draw() == expected
+
+
+def test_a_batch_smaller_than_the_shards_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size is 3 and num_shards is 4"):
+        loader(batch_size=3)
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        loader(length=0)
+
+
+def test_a_stream_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(TypeError, match="Stream is not one"):
+        ShardedLoader(Stream(), batch_size=4, num_shards=2)
+
+
+def test_a_step_outside_the_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match="have 3 steps"):
+        loader().epoch(0, start_step=4)

@@ -1,0 +1,59 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.reduce import BucketLimits, describe_parameters, plan_buckets
+from lockstep.reduce.plan import ALIGNMENT_BYTES, ParameterSpec
+
+
+def spec(number: int, num_elements: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
+    return ParameterSpec(
+        name=f"p{number}",
+        shape=(num_elements,),
+        stride=(1,),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        num_elements=num_elements,
+    )
+
+
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+SPECS = st.lists(st.tuples(st.integers(0, 3000), DTYPES), min_size=1, max_size=30)
+
+
+@given(parameters=SPECS, first=st.integers(1, 10_000), other=st.integers(1, 40_000))
+def test_every_gradient_has_a_place_of_its_own(
+    parameters: list[tuple[int, torch.dtype]], first: int, other: int
+) -> None:
+    specs = [spec(number, size, dtype) for number, (size, dtype) in enumerate(parameters)]
+    buckets = plan_buckets(specs, BucketLimits(first_bytes=first, other_bytes=other))
+    placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
+    assert placed == list(range(len(specs)))
+    for bucket in buckets:
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset >= end
+            assert slot.offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
+            assert specs[slot.parameter].dtype == bucket.dtype
+            end = slot.offset + specs[slot.parameter].num_elements
+        assert bucket.presence_offset >= end
+        assert bucket.num_elements == bucket.presence_offset + len(bucket.slots)
+
+
+def test_buckets_fill_in_reverse_order_behind_a_small_first_one() -> None:
+    specs = [spec(number, 256) for number in range(10)]  # 1 KiB each
+    buckets = plan_buckets(specs, BucketLimits(first_bytes=1 << 10, other_bytes=4 << 10))
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[9], [8, 7, 6, 5], [4, 3, 2, 1], [0]]
+
+
+def test_the_bucket_that_is_full_first_travels_first() -> None:
+    specs = [spec(0, 8), spec(1, 8, torch.float64), spec(2, 8), spec(3, 8, torch.float64)]
+    buckets = plan_buckets(specs, BucketLimits())
+    assert [bucket.dtype for bucket in buckets] == [torch.float64, torch.float32]
+
+
+def test_description_names_what_ranks_compare() -> None:
+    model = nn.Linear(3, 2).to(torch.float64)
+    lines = [str(described) for described in describe_parameters(model.named_parameters())]
+    assert lines == ["weight (2x3, torch.float64, strides [3, 1])", "bias (2, torch.float64, strides [1])"]

@@ -1,0 +1,112 @@
+import io
+from pathlib import Path
+
+from matplotlib.image import imread
+from rich.console import Console
+
+from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
+from lockstep.report.metrics_file import read_metrics
+
+STARTED = RunStarted(
+    world_size=2,
+    device="cpu",
+    num_shards=4,
+    num_parameters=1234,
+    num_train_samples=500,
+    num_test_samples=100,
+    first_epoch=0,
+    num_epochs=2,
+    num_steps=2,
+)
+
+
+def step(global_step: int, loss: float = 0.5) -> StepFinished:
+    return StepFinished(epoch=(global_step - 1) // 2, step=(global_step - 1) % 2, global_step=global_step, loss=loss)
+
+
+def epoch(number: int, **test: float) -> EpochFinished:
+    return EpochFinished(
+        epoch=number,
+        global_step=2 * number + 2,
+        train_loss=0.5,
+        test=test,
+        samples_per_second=1000.0,
+        learning_rate=0.1,
+    )
+
+
+EVENTS: list[Event] = [
+    STARTED,
+    step(1),
+    step(2),
+    epoch(0, loss=0.7, accuracy=0.5),
+    CheckpointSaved(path=Path("step-00000002.ckpt"), global_step=2),
+    step(3),
+    step(4),
+    epoch(1, loss=0.6, accuracy=0.75),
+]
+
+
+def test_metrics_file_reads_back(tmp_path: Path) -> None:
+    recorder = MetricsFile(tmp_path / "metrics.jsonl")
+    for event in EVENTS:
+        recorder.record(event)
+    rows = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [row["kind"] for row in rows] == ["step", "step", "epoch", "step", "step", "epoch"]
+    assert rows[-1]["test_accuracy"] == 0.75
+
+
+def test_a_line_cut_off_by_a_kill_is_passed_over_and_a_resumed_run_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.record(step(1))
+    first.record(step(2, loss=0.9))
+    with path.open("a") as file:
+        file.write('{"kind": "st\n')
+    first.record(step(2, loss=0.1))
+    assert [row["loss"] for row in read_metrics(path)] == [0.5, 0.1]
+
+
+def test_plain_lines_say_one_line_per_epoch() -> None:
+    stream = io.StringIO()
+    lines = PlainLines(Console(file=stream, force_terminal=False))
+    for event in EVENTS:
+        lines.record(event)
+    told = stream.getvalue().splitlines()
+    assert len(told) == 3
+    assert "1,234 parameters" in told[0]
+    assert "2 workers on the CPU" in told[0]
+    assert told[2] == "epoch 2/2  loss 0.5000  test loss 0.6000  test accuracy 75.00%  1,000 samples/s"
+
+
+def test_progress_bar_shows_steps_on_a_terminal() -> None:
+    stream = io.StringIO()
+    with ProgressBar(Console(file=stream, force_terminal=True, width=100)) as bar:
+        for event in EVENTS:
+            bar.record(event)
+    told = stream.getvalue()
+    assert "4/4" in told
+    assert "test accuracy 75.00%" in told
+
+
+def test_curves_are_drawn_with_and_without_a_test_set(tmp_path: Path) -> None:
+    cases: dict[str, list[Event]] = {
+        "both": EVENTS,
+        "train": [step(1), epoch(0)],
+        "negative": [step(1, -2.0), epoch(0)],
+    }
+    for name, events in cases.items():
+        recorder = MetricsFile(tmp_path / f"{name}.jsonl")
+        for event in events:
+            recorder.record(event)
+        draw_curves(tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png", name)
+        pixels = imread(tmp_path / f"{name}.png")
+        assert pixels.shape[0] > 400
+        assert pixels.std() > 0.02  # not an empty sheet
+
+
+def test_nothing_is_drawn_before_the_first_epoch(tmp_path: Path) -> None:
+    MetricsFile(tmp_path / "m.jsonl").record(step(1))
+    draw_curves(tmp_path / "m.jsonl", tmp_path / "m.png", "early")
+    assert not (tmp_path / "m.png").exists()

@@ -1,0 +1,145 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint import Checkpoint, load_checkpoint
+from lockstep.errors import CheckpointError, ConfigError, DataFileError
+from lockstep.events import NULL_RECORDER
+from lockstep.train.build import RunParts, build_parts
+from lockstep.train.config import parse_config
+from lockstep.train.run_directory import find_checkpoints, restore_trainer, save_trainer
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+from lockstep.errors import DataFileError
+
+class Net(nn.Linear):
+    def __init__(self, outputs=1):
+        super().__init__(6, outputs)
+
+def not_a_model():
+    return 3
+
+def frozen():
+    return Net().requires_grad_(False)
+
+def data(length=20, fail=None):
+    if fail == "os":
+        raise OSError("disk gone")
+    if fail == "file":
+        raise DataFileError("images.bin is truncated.")
+    inputs = torch.zeros(length, 6)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True)), None
+
+def triples():
+    return TensorDataset(*(torch.zeros(8, 6) for _ in range(3))), None
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+def stream():
+    return Stream(), None
+
+def no_optimizer(parameters):
+    return 5
+
+def no_scheduler(optimizer):
+    return 5
+
+a_number = 3
+"""
+VALUES: dict[str, Any] = {"model": "own_things:Net", "data": "own_things:data", "loss": "torch.nn:MSELoss"}
+
+
+@pytest.fixture(autouse=True)
+def _own_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_things.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def build(**changes: Any) -> RunParts:
+    return build_parts(parse_config(VALUES | changes, "config"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "own_things:not_a_model"}, "made a value of type int, not a torch.nn.Module"),
+        ({"model": "own_things:frozen"}, "no parameter that requires a gradient"),
+        ({"model": "own_things:Nett"}, "Did you mean 'Net'?"),
+        ({"model": "gone.deep:Net"}, "there is no module 'gone'"),
+        ({"model_args": {"outputz": 3}}, "unexpected keyword argument 'outputz'"),
+        ({"data_args": {"fail": "os"}}, "data could not be made: OSError: disk gone"),
+        ({"data_args": {"length": 0}}, "whose train set cannot be used: The data set is empty"),
+        ({"data": "own_things:stream"}, "Stream is not one"),
+        ({"data": "own_things:not_a_model"}, "int is not one"),
+        ({"loss": "own_things:a_number"}, "expected a function or a class"),
+        ({"optimizer": "own_things:no_optimizer"}, "not a torch.optim.Optimizer"),
+        ({"optimizer_args": {"lr": "fast"}}, "optimizer could not be made"),
+        ({"scheduler": "own_things:no_scheduler"}, "not a learning-rate scheduler"),
+        ({"metric": "own_things:a_number"}, "expected a function"),
+    ],
+)
+def test_what_a_config_names_is_checked(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(**changes)
+    assert said in str(caught.value)
+
+
+def test_a_data_file_error_keeps_its_message() -> None:
+    with pytest.raises(DataFileError, match=r"^images\.bin is truncated\.$"):
+        build(data_args={"fail": "file"})
+
+
+def test_samples_that_are_no_pairs_are_explained() -> None:
+    parts = build(data="own_things:triples")
+    with pytest.raises(ConfigError, match=r"expected pairs \(input, target\)"):
+        parts.trainer.step(next(iter(parts.train.epoch(0))))
+
+
+def test_models_do_not_depend_on_what_the_data_drew() -> None:
+    assert build().trainer.digest() == build(data_args={"length": 30}).trainer.digest()
+    assert build().trainer.digest() != build(seed=1).trainer.digest()
+
+
+def saved(tmp_path: Path) -> Checkpoint:
+    parts = build()
+    for batch in parts.train.epoch(0):
+        parts.trainer.step(batch)
+    save_trainer(parts.trainer, None, parse_config(VALUES, "config"), tmp_path, NULL_RECORDER)
+    return load_checkpoint(find_checkpoints(tmp_path)[0])
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    parts = build(epochs=50)
+    restore_trainer(parts.trainer, None, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
+    assert parts.trainer.digest() == checkpoint.manifest.digest
+    assert (parts.trainer.cursor.epoch, parts.trainer.cursor.step, parts.trainer.global_step) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"batch_size": 16}, {"optimizer_args": {"lr": 0.1}}])
+def test_a_run_does_not_go_on_as_another(tmp_path: Path, changes: dict[str, Any]) -> None:
+    checkpoint = saved(tmp_path)
+    [key] = changes
+    with pytest.raises(CheckpointError, match=f"begun with another config: {key} was"):
+        restore_trainer(build(**changes).trainer, None, checkpoint, parse_config(VALUES | changes, "config"))
+
+
+def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000001.ckpt.abc.tmp").touch()
+    parts = build()
+    config = parse_config(VALUES | {"keep": 2}, "config")
+    for epoch in range(4):
+        for batch in parts.train.epoch(epoch):
+            parts.trainer.step(batch)
+        save_trainer(parts.trainer, None, config, tmp_path, NULL_RECORDER)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "own_things.py" and path.is_file()) == [
+        "step-00000003.ckpt",
+        "step-00000004.ckpt",
+    ]

@@ -1,0 +1,219 @@
+"""The trainer with one worker, against plain PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.data import ShardedLoader
+from lockstep.errors import CheckpointError, LossError
+from lockstep.train import Trainer
+
+FEATURES = 6
+
+
+def data(length: int = 22) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5, dtype=torch.float64),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(5, 1, dtype=torch.float64),
+    )
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def trainer(net: nn.Module, num_shards: int = 4, **options: Any) -> Trainer:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return Trainer(net, optimizer, loss=options.pop("loss", mean_loss), num_shards=num_shards, **options)
+
+
+def loader(num_shards: int = 4, length: int = 22) -> ShardedLoader:
+    return ShardedLoader(data(length), batch_size=8, num_shards=num_shards, seed=3)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_steps_are_those_of_one_process_on_the_whole_batch(max_grad_norm: float | None) -> None:
+    # 22 samples in batches of 8: the last batch has 6, which 4 shards share unevenly as 2, 2, 1, 1.
+    ours, plain = model(), model()
+    training = trainer(ours, max_grad_norm=max_grad_norm)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for batch in [*loader().epoch(0), *loader().epoch(1)]:
+        result = training.step(batch)
+        inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(plain(inputs), target)
+        loss.backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
+        optimizer.step()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert result.weight == batch.num_samples
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_may_bring_its_own_weight() -> None:
+    def per_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        tokens = batch[0][:, 0] > 0  # uneven over the shards
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (losses * tokens).sum() / tokens.sum().clamp(min=1), tokens.sum()
+
+    ours, plain = model(), model()
+    batch = next(iter(loader().epoch(0)))
+    result = trainer(ours, loss=per_token).step(batch)
+    inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
+    loss, weight = per_token(plain, (inputs, target))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    loss.backward()
+    optimizer.step()
+    assert result.weight == weight.item()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_random_state_is_derived_so_a_run_repeats_itself_whatever_is_drawn_between() -> None:
+    def run(noise: int) -> str:
+        training = trainer(model(dropout=0.5), seed=9)
+        for batch in loader().epoch(0):
+            torch.rand(noise)
+            training.step(batch)
+        return training.digest()
+
+    assert run(0) == run(5)
+
+
+def test_shards_do_not_share_their_dropout() -> None:
+    masks: list[Tensor] = []
+
+    def remember(model: nn.Module, batch: Any) -> Tensor:
+        masks.append(torch.rand(4))
+        return mean_loss(model, batch)
+
+    trainer(model(), loss=remember).step(next(iter(loader().epoch(0))))
+    assert len({tuple(mask.tolist()) for mask in masks}) == 4
+
+
+def test_batchnorm_keeps_the_statistics_of_shard_0() -> None:
+    norm: Any = nn.Sequential(
+        nn.BatchNorm1d(FEATURES, dtype=torch.float64), nn.Linear(FEATURES, 1, dtype=torch.float64)
+    )
+    alone = nn.BatchNorm1d(FEATURES, dtype=torch.float64)
+    batch = next(iter(loader().epoch(0)))
+    trainer(norm).step(batch)
+    alone(batch.slices[0].data[0])
+    assert torch.equal(norm[0].running_mean, alone.running_mean)
+    assert int(norm[0].num_batches_tracked) == 1
+
+
+def test_a_part_in_evaluation_mode_stays_in_it() -> None:
+    norm: Any = nn.Sequential(
+        nn.BatchNorm1d(FEATURES, dtype=torch.float64), nn.Linear(FEATURES, 1, dtype=torch.float64)
+    )
+    norm[0].eval()
+    before = norm[0].running_mean.clone()
+    training = trainer(norm)
+    training.step(next(iter(loader().epoch(0))))
+    training.evaluate(loader(), lambda model, batch: (mean_loss(model, batch), 1))
+    assert (norm.training, norm[0].training, norm[1].training) == (True, False, True)
+    assert torch.equal(norm[0].running_mean, before)
+
+
+def test_state_goes_into_another_trainer_and_on() -> None:
+    def make() -> Trainer:
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return Trainer(net, optimizer, loss=mean_loss, num_shards=4, scheduler=schedule)
+
+    undisturbed, first, second = make(), make(), make()
+    batches = list(loader().epoch(0))
+    for batch in batches:
+        undisturbed.step(batch)
+    first.step(batches[0])
+    second.load_state_dict(first.state_dict())
+    assert (second.cursor.epoch, second.cursor.step, second.global_step) == (0, 1, 1)
+    for batch in loader().epoch(second.cursor.epoch, second.cursor.step):
+        second.step(batch)
+    assert second.digest() == undisturbed.digest()
+    assert second.state_dict().keys() == undisturbed.state_dict().keys()
+    assert (second.cursor.epoch, second.cursor.step) == (1, 0)
+
+
+def test_state_of_another_run_is_refused() -> None:
+    state = trainer(model()).state_dict()
+    with pytest.raises(CheckpointError, match="num_shards 4, and this run has 2"):
+        trainer(model(), num_shards=2).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        trainer(nn.Linear(FEATURES, 1)).load_state_dict(state)
+
+
+def test_evaluation_counts_each_sample_once_and_changes_nothing() -> None:
+    net = model(dropout=0.5)
+    training = trainer(net)
+    digest = training.digest()
+
+    def count(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
+        assert not model.training
+        return {"samples": (torch.tensor(float(len(batch[0]))), 1.0), "inputs": (batch[0].sum(), float(len(batch[0])))}
+
+    found = training.evaluate(loader(), count)
+    assert found["samples"].total == 22
+    assert found["inputs"].weight == 22
+    assert found["inputs"].total == pytest.approx(float(data().tensors[0].sum()))
+    assert net.training
+    assert training.digest() == digest
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(2, requires_grad=True), "a tensor of shape"),
+        (torch.ones(()), "depends on the model's parameters"),
+        (0.5, "a float"),
+    ],
+)
+def test_what_is_no_loss_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(LossError, match=said):
+        trainer(model(), loss=lambda _model, _batch: value).step(next(iter(loader().epoch(0))))
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
+    net = model()
+    training = trainer(net, loss=lambda model, batch: mean_loss(model, batch) * float("nan"))
+    digest = training.digest()
+    with pytest.raises(LossError, match="epoch 0, step 0"):
+        training.step(next(iter(loader().epoch(0))))
+    assert training.digest() == digest
+
+
+def test_weights_that_add_up_to_nothing_are_refused() -> None:
+    training = trainer(model(), loss=lambda model, batch: (mean_loss(model, batch), 0))
+    with pytest.raises(LossError, match=r"summed weight of the losses is 0\.0"):
+        training.step(next(iter(loader().epoch(0))))
+
+
+def test_a_batch_of_another_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut into 2 shards and the trainer has 4"):
+        trainer(model()).step(next(iter(loader(num_shards=2).epoch(0))))
+
+
+def test_models_that_cannot_be_trained_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    with pytest.raises(ValueError, match="nothing to train"):
+        Trainer(nn.ReLU(), optimizer, loss=mean_loss, num_shards=1)
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+        Trainer(3, optimizer, loss=mean_loss, num_shards=1)
+    with pytest.raises(TypeError, match="wrapped already"):
+        Trainer(nn.DataParallel(model()), optimizer, loss=mean_loss, num_shards=1)
