@@ -32,7 +32,7 @@ def add_means(means: Iterable[Mean]) -> Mean:
 
 
 def has_classes(output: object, target: object) -> bool:
-    """Return whether `accuracy` can be asked: whole-number targets and one score per class."""
+    """Return whether `accuracy` can be asked: whole-number targets, and a dimension of scores for the classes."""
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
         return False
     return target.dtype != torch.bool and _class_dim(output, target) is not None
@@ -49,13 +49,13 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
         How many are right, and of how many.
 
     Raises:
-        ValueError: The shapes do not go together.
+        ValueError: The shapes do not go together, or in two ways.
     """
     dim = _class_dim(output, target)
     if dim is None:
         raise ValueError(
-            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together; "
-            "expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]."
+            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together, "
+            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]."
         )
     right = output.argmax(dim) == target
     return float(right.sum()), target.numel()
@@ -64,7 +64,6 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
 def _class_dim(output: Tensor, target: Tensor) -> int | None:
     if output.ndim != target.ndim + 1:
         return None
-    for dim in (1, output.ndim - 1):
-        if output.shape[:dim] + output.shape[dim + 1 :] == target.shape:
-            return dim
-    return None
+    fitting = {dim for dim in (1, output.ndim - 1) if output.shape[:dim] + output.shape[dim + 1 :] == target.shape}
+    # Both fit when, say, a text is as long as its vocabulary is large: better no answer than a wrong one.
+    return fitting.pop() if len(fitting) == 1 else None

@@ -22,6 +22,13 @@ def test_shapes_that_do_not_go_together_are_refused() -> None:
         accuracy(torch.zeros(3, 2), torch.zeros(4, dtype=torch.long))
 
 
+def test_a_class_dimension_that_could_be_two_is_not_guessed() -> None:
+    scores, target = torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.long)
+    assert not has_classes(scores, target)
+    with pytest.raises(ValueError, match="or in two ways"):
+        accuracy(scores, target)
+
+
 @pytest.mark.parametrize(
     ("output", "target"),
     [
