@@ -20,6 +20,7 @@ class Slot:
         self.bucket = bucket
         self.has_arrived = False
         self.is_unsynced = False
+        self.is_scaled = False
         self.kept: Tensor | None = None
 
     def adopt_gradient(self) -> None:
@@ -32,6 +33,16 @@ class Slot:
         if gradient is not None and gradient is not self.view:
             self.view.copy_(gradient)
             self.parameter.grad = self.view
+
+    def adopt_scaled_gradient(self, scale: float) -> None:
+        """Make `.grad` the view, with the values it has times `scale`, in one pass over them."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.view or gradient.requires_grad:
+            self.adopt_gradient()
+        else:
+            torch.mul(gradient, scale, out=self.view)
+            self.parameter.grad = self.view
+            self.is_scaled = True
 
     def fill_in_for_absent(self) -> None:
         """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
@@ -69,6 +80,7 @@ class Bucket:
         self.num_pending = len(self.slots)
         for slot in self.slots:
             slot.has_arrived = False
+            slot.is_scaled = False
             slot.kept = None
 
     def write_presence(self) -> None:
@@ -79,6 +91,12 @@ class Bucket:
                 slot.fill_in_for_absent()
                 if not slot.is_unsynced:
                     self.presence[index] = 0
+
+    def scale(self, factor: float) -> None:
+        """Multiply by `factor` the gradients that were not when they arrived."""
+        for slot in self.slots:
+            if not slot.is_scaled:
+                slot.view.mul_(factor)
 
     def settle(self) -> None:
         """Give each parameter its reduced gradient.

@@ -69,7 +69,7 @@ class Reducer:
     ) -> None:
         self.synchronizes = True
         self._group = group
-        self._divisor = dist.get_world_size(group) if average else 1
+        self._scale = 1 / dist.get_world_size(group) if average else 1.0
         plans = plan_buckets(describe_parameters(parameters), limits)
         self._buckets = [Bucket(plan, parameters) for plan in plans]
         self._phase = _Phase.IDLE
@@ -111,21 +111,25 @@ class Reducer:
     def take_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Take in a gradient that was just accumulated; called by the hook of its parameter."""
         _check_dense(slot, parameter)
-        if slot.has_arrived and self._has_left(slot.bucket):
-            raise ReductionError(
-                f"Parameter {slot.name} got a second gradient in one backward after its bucket had been sent, which "
-                "happens when a parameter is used both inside and outside a reentrant checkpoint. Use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
-        slot.adopt_gradient()
         if not self.synchronizes:
+            slot.adopt_gradient()
             slot.is_unsynced = True
             return
         if self._phase is _Phase.IDLE:
             self._begin()
         self._any_arrived = True
+        if slot.is_scaled or (slot.has_arrived and self._has_left(slot.bucket)):
+            raise ReductionError(
+                f"Parameter {slot.name} got a second gradient in one backward when its first was on its way already, "
+                "which happens when a parameter is used both inside and outside a reentrant checkpoint. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
         if self._task != torch._C._current_graph_task_id():  # noqa: SLF001
             self._waits_for_end = True
+        if self._waits_for_end or self._scale == 1.0:
+            slot.adopt_gradient()
+        else:
+            slot.adopt_scaled_gradient(self._scale)
         if not slot.has_arrived:
             slot.has_arrived = True
             slot.bucket.num_pending -= 1
@@ -157,8 +161,8 @@ class Reducer:
 
     def _send(self, bucket: Bucket) -> None:
         bucket.write_presence()
-        if self._divisor != 1:
-            bucket.buffer.div_(self._divisor)
+        if self._scale != 1.0:
+            bucket.scale(self._scale)
         work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)

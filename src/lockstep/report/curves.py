@@ -5,13 +5,14 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from lockstep.report.metrics_file import read_metrics
 
 _STEP_COLOUR, _TRAIN_COLOUR, _TEST_COLOUR = "#b8c4d6", "#2f5d9b", "#c8553d"
 _SIZE_INCHES = (9.0, 4.0)
 _DPI = 130
+_DECADE = 10
 
 
 def draw_curves(metrics: Path, picture: Path, title: str) -> None:
@@ -40,9 +41,10 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, A
     _draw_epochs(axes, epochs, "train_loss", "training, mean of the epoch", _TRAIN_COLOUR)
     if "test_loss" in epochs[-1]:
         _draw_epochs(axes, epochs, "test_loss", "test", _TEST_COLOUR)
-    lowest = min(value for row in [*steps, *epochs] for key, value in row.items() if key in {"loss", "train_loss"})
-    if lowest > 0:
+    shown = [value for row in [*steps, *epochs] for key, value in row.items() if key.endswith("loss")]
+    if 0 < _DECADE * min(shown) < max(shown):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     _finish(axes, "loss")
 
 
