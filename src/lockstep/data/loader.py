@@ -2,20 +2,25 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.comm import World, current_world
 from lockstep.data.cursor import Cursor
-from lockstep.data.keyed import KeyedDataset, SampleKey
+from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
 from lockstep.processes import die_with_parent
 from lockstep.shards import derive_seed, shard_range
+
+_Plan = list[list[SampleKey]]
+"""Keys of the samples of each slice to load, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +99,12 @@ class ShardedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._shards = shard_range(world.rank, world.world_size, num_shards)
-        self._plan: list[list[SampleKey]] = []
-        self._loader = DataLoader(
-            KeyedDataset(dataset),
-            batch_sampler=self._plan,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-            worker_init_fn=partial(_start_loading_process, os.getpid()),
-            # Its own generator: the default would draw from the global one, once per epoch.
-            generator=torch.Generator(),
-        )
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
+        self._plan: _Plan = []
+        self._processes: DataLoader[Any] | None = None
+        self._is_iterating = False
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -133,22 +132,66 @@ class ShardedLoader:
             [(shard, cuts[step][shard]) for shard in self._shards if len(cuts[step][shard]) > 0]
             for step in range(start_step, len(self))
         ]
-        self._plan[:] = [
+        plan = [
             [(derive_seed("sample", self._seed, epoch, index), index) for index in indices]
             for slices in wanted
             for _, indices in slices
         ]
-        loaded = iter(self._loader)
-        for step, slices in enumerate(wanted, start=start_step):
-            yield ShardedBatch(
-                cursor=Cursor(epoch, step),
-                num_steps=len(self),
-                num_samples=sum(map(len, cuts[step])),
-                num_shards=self.num_shards,
-                slices=tuple(
-                    Slice(shard=shard, num_samples=len(indices), data=next(loaded)) for shard, indices in slices
-                ),
-            )
+        with self._loaded(plan) as loaded:
+            for step, slices in enumerate(wanted, start=start_step):
+                yield ShardedBatch(
+                    cursor=Cursor(epoch, step),
+                    num_steps=len(self),
+                    num_samples=sum(map(len, cuts[step])),
+                    num_shards=self.num_shards,
+                    slices=tuple(
+                        Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
+                        for shard, indices in slices
+                    ),
+                )
+
+    @contextmanager
+    def _loaded(self, plan: _Plan) -> Iterator[Iterator[Any]]:
+        """Load the slices of a plan, in loading processes that live on for the next epoch if there are any.
+
+        An epoch that begins while another is under way gets processes of its own.
+        """
+        if self._num_workers == 0 or self._is_iterating:
+            yield iter(self._make_loader(plan, persistent=False))
+            return
+        self._is_iterating = True
+        try:
+            if self._processes is None:
+                self._processes = self._make_loader(self._plan, persistent=True)
+            self._plan[:] = plan
+            yield iter(self._processes)
+        finally:
+            self._is_iterating = False
+
+    def _make_loader(self, plan: _Plan, *, persistent: bool) -> DataLoader[Any]:
+        # The kernel's tie is to the *thread* that starts a process: one that may end before the epoch must not tie.
+        ties = threading.current_thread() is threading.main_thread()
+        return DataLoader(
+            self._dataset,
+            batch_sampler=plan,
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin_memory,
+            persistent_workers=persistent,
+            worker_init_fn=partial(_start_loading_process, os.getpid()) if ties else None,
+            # Its own generator: the default would draw from the global one, once per epoch.
+            generator=torch.Generator(),
+        )
+
+
+def _as_it_is(collated: Any) -> Any:
+    return collated
+
+
+def _check_slice(data: Any) -> Any:
+    if isinstance(data, FailedSlice):
+        raise data.error
+    return data
 
 
 def _start_loading_process(parent_pid: int, _number: int) -> None:

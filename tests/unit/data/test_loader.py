@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader
+from lockstep.errors import DataFileError
 
 
 class Noisy(Dataset[Any]):
@@ -22,6 +23,16 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, float, float, float]:
         return index, torch.rand(()).item(), random.random(), float(np.random.rand())  # noqa: NPY002
+
+
+class Unreadable(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise DataFileError("3.png is truncated.")
+        return index
 
 
 def loader(rank: int = 0, world_size: int = 1, length: int = 23, **options: Any) -> ShardedLoader:
@@ -90,6 +101,34 @@ def test_an_abandoned_epoch_does_not_leak_into_the_next() -> None:
     whole = loader(num_workers=1)
     next(iter(whole.epoch(0)))
     assert contents(list(whole.epoch(1))) == merged(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_two_epochs_at_once_do_not_mix(num_workers: int) -> None:
+    whole = loader(num_workers=num_workers)
+    first = whole.epoch(0)
+    batches = [next(first)]
+    assert contents(list(whole.epoch(1))) == merged(1)
+    batches.extend(first)
+    assert contents(batches) == merged(1, epoch=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_error_comes_out_as_it_was_raised(num_workers: int) -> None:
+    broken = ShardedLoader(Unreadable(), batch_size=4, num_shards=2, num_workers=num_workers)
+    with pytest.raises(DataFileError, match=r"^3\.png is truncated\.$"):
+        list(broken.epoch(0))
+
+
+def test_collating_has_a_random_state_of_its_own() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return [torch.tensor([sample[0] for sample in samples]), torch.rand(1)]
+
+    alone, shared, processes = (
+        merged(workers, collate_fn=collate, num_workers=loading) for workers, loading in ((1, 0), (2, 0), (1, 1))
+    )
+    assert alone == shared == processes
+    assert len({columns[1][0] for columns in alone.values()}) == len(alone)
 
 
 def test_loading_leaves_the_callers_generators_alone() -> None:
