@@ -83,6 +83,19 @@ def parity(rank: int, answers: Answers) -> None:
         answers[f"ours {name}, small buckets"] = train_steps(in_small_buckets, rank, channels_last)
 
 
+def partly_frozen(rank: int) -> nn.Module:
+    layer = nn.Linear(2, 2 if rank else 3)
+    layer.bias = nn.Parameter(torch.zeros(3))
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def with_buffer_of(size: int) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("running_mean", torch.zeros(size))
+    return layer
+
+
 def construction(rank: int, answers: Answers) -> None:
     torch.manual_seed(rank)
     net = ConvNet()
@@ -94,6 +107,8 @@ def construction(rank: int, answers: Answers) -> None:
         "dtype": nn.Linear(3, 2).to(torch.float64 if rank else torch.float32),
         "count": nn.Linear(3, 2, bias=rank == 0),
         "order": nn.ModuleDict({key: nn.Linear(2, 2) for key in ("ab" if rank else "ba")}),
+        "frozen": partly_frozen(rank),
+        "buffer": with_buffer_of(2 + rank),
     }.items():
         try:
             ls.DistributedDataParallel(model)
@@ -160,6 +175,11 @@ def absence(rank: int, answers: Answers) -> None:
     model(one, both=False).sum().backward()
     answers["kept as it was"] = net.never.weight.grad.tolist()
     answers["averaged before, absent now"] = net.sometimes.weight.grad.tolist()
+    with model.no_sync():
+        model(one, both=True).sum().backward()
+    model.zero_grad()
+    model(one, both=False).sum().backward()
+    answers["accumulated, cleared, absent"] = net.sometimes.weight.grad
 
 
 class Checkpointed(nn.Module):
@@ -208,6 +228,16 @@ def interruptions(rank: int, answers: Answers) -> None:
         net[1].weight.fill_(1.0)
     model(one).sum().backward()
     answers["after an exception in backward"] = net[0].weight.grad.tolist()
+
+    # An exception before any gradient came, then a graph that was built before it: no forward tells of the new start.
+    model = ls.DistributedDataParallel(linear())
+    first, second = model(one).sum(), model(one).sum()
+    handle = first.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        first.backward()
+    handle.remove()
+    second.backward()
+    answers["after an exception, an older graph"] = model.module.weight.grad.tolist()
 
     embedding = ls.DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(ReductionError, match="sparse=False"):
@@ -308,8 +338,10 @@ def test_construction_takes_parameters_and_buffers_of_rank_0(answers: list[Answe
     [
         ("shape", "rank 1 has weight (3x3, torch.float32, strides [3, 1]), rank 0 has weight (2x3"),
         ("dtype", "rank 1 has weight (2x3, torch.float64"),
-        ("count", "Rank 1 wraps 1 trainable parameters but rank 0 wraps 2"),
-        ("order", "is parameter 0: rank 1 has a.weight"),
+        ("count", "Rank 1 has 1 trainable parameters but rank 0 has 2"),
+        ("order", "is trainable parameter 0: rank 1 has a.weight"),
+        ("frozen", "is frozen parameter 0: rank 1 has weight (2x2"),
+        ("buffer", "is buffer 0: rank 1 has running_mean (3, torch.float32), rank 0 has running_mean (2"),
     ],
 )
 def test_models_that_differ_are_an_error_on_every_rank(answers: list[Answers], what: str, said: str) -> None:
@@ -331,6 +363,7 @@ def test_models_that_differ_are_an_error_on_every_rank(answers: list[Answers], w
         ("used on one rank", 1.0),
         ("averaged before, absent now", 1.0),
         ("after an exception in backward", 1.5),
+        ("after an exception, an older graph", 1.5),
         ("gradient of the original", 1.5),
         ("wrapped again", 1.5),
     ],
@@ -356,6 +389,7 @@ def test_gradients_live_in_the_bucket(answers: list[Answers]) -> None:
 def test_a_gradient_that_nobody_had_is_left_untouched(answers: list[Answers]) -> None:
     for found in answers:
         assert found["used on no rank"] is None
+        assert found["accumulated, cleared, absent"] is None
         assert found["kept as it was"] == torch.full((1, 3), 0.1).tolist()
 
 

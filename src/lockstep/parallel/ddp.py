@@ -17,7 +17,7 @@ from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.devices import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.module_hook import ModuleHook
-from lockstep.reduce import BucketLimits, Reducer, check_same_parameters, describe_parameters
+from lockstep.reduce import BucketLimits, Reducer, check_same_model
 
 
 @final
@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module):
         self._world = _require_world(process_group)
         parameters = _trainable_parameters(module)
         if init_sync:
-            check_same_parameters(describe_parameters(parameters), self._world)
+            check_same_model(module, self._world)
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
         self._reducer = Reducer(parameters, self.process_group, limits=_limits(bucket_cap_mb), average=True)
         # On the inner module, so that a forward through `.module` is seen as well.

@@ -12,7 +12,7 @@ Invariants:
 - A parameter that no rank had a gradient for keeps its `.grad` as it was. [Note: presence]
 """
 
-from lockstep.reduce.agreement import check_same_parameters
+from lockstep.reduce.agreement import check_same_model
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, describe_parameters, plan_buckets
 from lockstep.reduce.reducer import Reducer
 
@@ -20,7 +20,7 @@ __all__ = [
     "BucketLimits",
     "ParameterSpec",
     "Reducer",
-    "check_same_parameters",
+    "check_same_model",
     "describe_parameters",
     "plan_buckets",
 ]

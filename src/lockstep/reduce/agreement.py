@@ -1,46 +1,61 @@
 """Do all ranks wrap the same model? Compared at construction, because later it shows only as wrong numbers."""
 
 import hashlib
-from collections.abc import Sequence
 from itertools import zip_longest
+
+from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.plan import ParameterSpec
+from lockstep.reduce.plan import describe_parameters
 
 _REMEDY = "Build the model identically on every rank before wrapping it."
 
 
-def check_same_parameters(specs: Sequence[ParameterSpec], world: World) -> None:
-    """Compare names, shapes, dtypes, strides and order of the parameters across ranks (collective).
+def check_same_model(module: nn.Module, world: World) -> None:
+    """Compare the parameters and buffers of `module` across ranks (collective).
+
+    Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
+    broadcast, in names, order, shapes and dtypes.
 
     Args:
-        specs: This rank's trainable parameters, in registration order.
+        module: This rank's model.
         world: The workers; each must call.
 
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
-    lines = [str(spec) for spec in specs]
-    fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    described = _describe(module)
+    fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
     if len(set(world.gather_objects(fingerprint))) == 1:
         return
     # Only now, when something differs, are the descriptions themselves worth sending.
-    expected, *others = world.gather_objects(lines)
+    expected, *others = world.gather_objects(described)
     for rank, found in enumerate(others, start=1):
-        if found != expected:
-            raise ParameterMismatchError(_describe_difference(rank, found, expected))
+        for kind in expected:
+            if found[kind] != expected[kind]:
+                raise ParameterMismatchError(_explain(rank, kind, found[kind], expected[kind]))
 
 
-def _describe_difference(rank: int, found: list[str], expected: list[str]) -> str:
+def _describe(module: nn.Module) -> dict[str, list[str]]:
+    trainable = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
+    frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
+    return {
+        "trainable parameter": [str(spec) for spec in describe_parameters(trainable)],
+        "frozen parameter": [_describe_tensor(name, value) for name, value in frozen],
+        "buffer": [_describe_tensor(name, value) for name, value in module.named_buffers()],
+    }
+
+
+def _describe_tensor(name: str, value: Tensor) -> str:
+    shape = "x".join(map(str, value.shape)) or "scalar"
+    return f"{name} ({shape}, {value.dtype})"
+
+
+def _explain(rank: int, kind: str, found: list[str], expected: list[str]) -> str:
+    pairs = enumerate(zip_longest(found, expected, fillvalue="nothing"))
+    number, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    start = "The first difference"
     if len(found) != len(expected):
-        start = (
-            f"Rank {rank} wraps {len(found)} trainable parameters but rank 0 wraps {len(expected)}; "
-            "the first difference"
-        )
-    else:
-        start = "The first difference"
-    for number, (here, there) in enumerate(zip_longest(found, expected, fillvalue="nothing")):
-        if here != there:
-            return f"{start} is parameter {number}: rank {rank} has {here}, rank 0 has {there}. {_REMEDY}"
-    raise AssertionError("called with equal lists")
+        start = f"Rank {rank} has {len(found)} {kind}s but rank 0 has {len(expected)}; the first difference"
+    return f"{start} is {kind} {number}: rank {rank} has {here}, rank 0 has {there}. {_REMEDY}"

@@ -88,6 +88,8 @@ class Bucket:
         self.presence.fill_(1)
         for index, slot in enumerate(self.slots):
             if not slot.has_arrived:
+                # What was accumulated under no_sync counts as had, unless it was cleared since.
+                slot.is_unsynced = slot.is_unsynced and slot.parameter.grad is not None
                 slot.fill_in_for_absent()
                 if not slot.is_unsynced:
                     self.presence[index] = 0

@@ -18,7 +18,7 @@ would run too early. Therefore the outermost task is marked where it begins, at 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import final
@@ -74,6 +74,7 @@ class Reducer:
         self._buckets = [Bucket(plan, parameters) for plan in plans]
         self._phase = _Phase.IDLE
         self._task = _NO_TASK
+        self._callback: Callable[[], partial[None] | None] = _no_callback
         self._any_arrived = False
         self._waits_for_end = False
         self._works: list[dist.Work] = []
@@ -88,29 +89,34 @@ class Reducer:
 
     def mark(self, output: Tensor) -> None:
         """Mark where a backward begins: at `output`, a module's output or a loss. [Note: the end of a backward]."""
-        if output.requires_grad:
+        if output.grad_fn is not None:
             output.register_hook(self._on_output)
 
     def abandon_interrupted(self) -> None:
-        """Forget a backward that ended in an exception, so that the next one starts clean (local)."""
-        inside_backward = torch._C._current_graph_task_id() != _NO_TASK  # noqa: SLF001 - torch's own hooks ask so
-        if self._phase is _Phase.COLLECTING and not inside_backward:
+        """Forget a backward that ended in an exception, so that the next one starts clean (local).
+
+        The engine holds the callback as long as the backward runs, and lets go of it uncalled when it fails.
+        """
+        if self._phase is _Phase.COLLECTING and self._callback() is None:
             for work in self._works:
                 work.wait()
             self._reset()
 
     def reduce_without_backward(self) -> None:
         """Take part in a reduction for which this rank has no gradient at all (collective)."""
+        self.abandon_interrupted()
         self._phase = _Phase.COLLECTING
         self._complete()
 
     def _on_output(self, _gradient: Tensor) -> None:
+        self.abandon_interrupted()
         if self.synchronizes and self._phase is _Phase.IDLE:
             self._begin()
 
     def take_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Take in a gradient that was just accumulated; called by the hook of its parameter."""
         _check_dense(slot, parameter)
+        self.abandon_interrupted()
         if not self.synchronizes:
             slot.adopt_gradient()
             slot.is_unsynced = True
@@ -139,7 +145,9 @@ class Reducer:
     def _begin(self) -> None:
         self._phase = _Phase.COLLECTING
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
-        Variable._execution_engine.queue_callback(partial(self._on_end, self._task))  # noqa: SLF001
+        callback = partial(self._on_end, self._task)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
     def _on_end(self, task: int) -> None:
         if task != self._task:
@@ -183,6 +191,10 @@ class Reducer:
         self._waits_for_end = False
         self._task = _NO_TASK
         self._phase = _Phase.IDLE
+
+
+def _no_callback() -> None:
+    """Stand for the callback of a backward that has not begun."""
 
 
 def _deliver(reducer: "weakref.ref[Reducer]", slot: Slot, parameter: nn.Parameter) -> None:
