@@ -239,10 +239,65 @@ def test_a_launch_leaves_no_descriptor_open() -> None:
     assert psutil.Process().num_fds() <= before
 
 
-def test_two_kinds_of_start_see_one_port_each() -> None:
-    # The port is held by the launcher from before the workers start: binding it again must fail meanwhile.
+def test_nobody_can_take_the_port_meanwhile() -> None:
     def try_port(run: ls.Run) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+            try:
+                probe.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+            except OSError:
+                return False
+            return True
 
-    assert ls.launch(try_port, devices=CPU2) == [True, True]
+    assert ls.launch(try_port, devices="cpu") == [False]
+
+
+def test_a_process_that_a_worker_leaves_behind_does_not_hold_up_the_launch() -> None:
+    def leave_one(run: ls.Run, how: str) -> int:
+        if how == "fork":
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+        else:
+            child = subprocess.Popen(["sleep", "30"], close_fds=False).pid
+        return child
+
+    for how in ("fork", "shell"):
+        began = time.monotonic()
+        [child] = ls.launch(leave_one, how, devices="cpu")
+        assert time.monotonic() - began < 20
+        psutil.Process(child).kill()
+
+
+def test_large_arguments_and_results_go_through() -> None:
+    megabytes = torch.zeros(2 << 20)
+    [first, second] = ls.launch(lambda run, tensor: tensor + run.rank, megabytes, devices=CPU2)
+    assert first.shape == second.shape == megabytes.shape
+    assert second.min() == 1
+
+
+def test_a_worker_that_closes_its_output_still_reports() -> None:
+    def close_output(run: ls.Run) -> int:
+        sys.stdout.close()
+        return 5
+
+    assert ls.launch(close_output, devices="cpu") == [5]
+
+
+def test_an_exception_that_is_known_in_the_worker_only_is_reported_as_text(tmp_path: Path) -> None:
+    (tmp_path / "alien_module.py").write_text("class AlienError(Exception): pass\n")
+
+    def raise_alien(run: ls.Run, folder: str) -> None:
+        sys.path.insert(0, folder)
+        raise __import__("alien_module").AlienError("the real cause")
+
+    with pytest.raises(WorkerFailedError, match="the real cause") as caught:
+        ls.launch(raise_alien, str(tmp_path), devices="cpu")
+    assert caught.value.rank == 0
+
+    def return_alien(run: ls.Run, folder: str) -> object:
+        sys.path.insert(0, folder)
+        return __import__("alien_module").AlienError()
+
+    with pytest.raises(WorkerFailedError, match="Worker 0 returned a value that cannot be read here"):
+        ls.launch(return_alien, str(tmp_path), devices="cpu")

@@ -17,9 +17,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 import torch.distributed as dist
 
@@ -34,8 +34,14 @@ _TERMINATE_SECONDS = 2.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
 _LEAVE_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
+_POLL_SECONDS = 0.1
+"""How often to look for workers that ended without their pipe closing: a process they started may hold it open."""
+_CLOSED = -1
+"""Stands for a descriptor that is closed."""
 _BOOTSTRAP = """
-import json, os, sys
+import json, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 down, up, life = map(int, sys.argv[1:4])
 stream = os.fdopen(down, "rb")
 sys.path[:] = json.loads(stream.readline())
@@ -109,8 +115,9 @@ def launch(
                 )
         finally:
             os.close(lifeline)
+        crew.assign()
         reports = crew.wait()
-    return [pickle.loads(report.result or b"") for report in reports]  # noqa: S301 - from our own children
+    return [_load_result(report) for report in reports]
 
 
 def _open_store() -> dist.TCPStore:
@@ -126,11 +133,13 @@ def _open_store() -> dist.TCPStore:
 class _Worker:
     """One started process, as the launcher sees it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], upward: int) -> None:
-        self.rank = rank
+    def __init__(self, assignment: Assignment, process: subprocess.Popen[bytes], downward: int, upward: int) -> None:
+        self.rank = assignment.rank
+        self.assignment = assignment
         self.process = process
+        self.downward = downward
         self.upward = upward
-        self.received = b""
+        self.received = bytearray()
         self.report: Report | None = None
         self.died_at: float | None = None
 
@@ -149,17 +158,18 @@ class _Crew:
         self._released = False
 
     def start(self, assignment: Assignment, lifeline: int) -> None:
-        """Start one worker."""
+        """Start one worker; it waits for its assignment while it imports."""
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()
         command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                command,
-                pass_fds=(down_read, up_write, lifeline),
-                stdin=subprocess.DEVNULL,
-                env=worker_environment(_variables(assignment)),
-            )
+            with _sigint_blocked():
+                process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                    command,
+                    pass_fds=(down_read, up_write, lifeline),
+                    stdin=subprocess.DEVNULL,
+                    env=worker_environment(_variables(assignment)),
+                )
         except BaseException:
             os.close(down_write)
             os.close(up_read)
@@ -167,9 +177,15 @@ class _Crew:
         finally:
             os.close(down_read)
             os.close(up_write)
-        self._workers.append(_Worker(assignment.rank, process, up_read))
-        with os.fdopen(down_write, "wb") as downward:
-            _send(downward, assignment)
+        self._workers.append(_Worker(assignment, process, down_write, up_read))
+
+    def assign(self) -> None:
+        """Send the assignments; all workers have started by then, so that none waits for another to import."""
+        for worker in self._workers:
+            downward, worker.downward = worker.downward, _CLOSED
+            # A broken pipe: it is dead already, and `wait` says so, with its exit code.
+            with contextlib.suppress(BrokenPipeError), os.fdopen(downward, "wb") as stream:
+                write_down(stream, sys.path, worker.assignment)
 
     def wait(self) -> list[Report]:
         """Return every worker's report, in rank order.
@@ -183,12 +199,13 @@ class _Crew:
                 os.set_blocking(worker.upward, False)
                 selector.register(worker.upward, selectors.EVENT_READ, worker)
             while selector.get_map():
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if deadline is not None and time.monotonic() >= deadline:
                     break
-                for key, _ in selector.select(left):
-                    if _hear(key.data):
-                        selector.unregister(key.fd)
+                heard = [key.data for key, _ in selector.select(_POLL_SECONDS)]
+                silent = [key.data for key in selector.get_map().values() if key.data.process.poll() is not None]
+                for worker in {*heard, *silent}:
+                    if _hear(worker, has_ended=worker in silent):
+                        selector.unregister(worker.upward)
                 if deadline is None and any(_failed(worker) for worker in self._workers):
                     deadline = time.monotonic() + _SETTLE_SECONDS
         failures = [_describe_failure(worker) for worker in self._workers if _failed(worker)]
@@ -202,18 +219,24 @@ class _Crew:
 
     def stop(self) -> None:
         """End every process that is still there; none is left when this returns."""
-        for worker in self._workers:
-            os.close(worker.upward)
-            if not self._released and worker.process.poll() is None:
-                worker.process.terminate()
-        deadline = time.monotonic() + (_LEAVE_SECONDS if self._released else _TERMINATE_SECONDS)
-        for worker in self._workers:
-            try:
-                worker.process.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-        os.close(self._lifeline)
+        patience = _LEAVE_SECONDS if self._released else _TERMINATE_SECONDS
+        deadline = time.monotonic() + patience
+        try:
+            for worker in self._workers:
+                if not self._released and worker.process.poll() is None:
+                    worker.process.terminate()
+            for worker in self._workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(deadline - time.monotonic(), 0))
+        finally:  # also when a second Ctrl-C comes while this waits
+            for worker in self._workers:
+                if worker.process.poll() is None:
+                    worker.process.kill()
+                    worker.process.wait()
+                os.close(worker.upward)
+                if worker.downward != _CLOSED:
+                    os.close(worker.downward)
+            os.close(self._lifeline)
 
 
 def _variables(assignment: Assignment) -> dict[str, str]:
@@ -232,26 +255,50 @@ def _variables(assignment: Assignment) -> dict[str, str]:
     }
 
 
-def _send(downward: BinaryIO, assignment: Assignment) -> None:
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Hold back Ctrl-C from a child until it has said that it ignores it; the child inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        write_down(downward, sys.path, assignment)
-        downward.flush()
-    except BrokenPipeError:
-        # The worker is dead already; `wait` hears of it and says so with its exit code.
-        return
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _hear(worker: _Worker) -> bool:
-    """Read what a worker has written; return whether that was the last of it."""
-    chunk = os.read(worker.upward, 1 << 20)
-    if chunk:
-        worker.received += chunk
-        return False
+def _hear(worker: _Worker, *, has_ended: bool) -> bool:
+    """Read what a worker has written; return whether that was the last of it: its report, or its end.
+
+    The end of the pipe is not waited for: a process that the worker started may hold it open.
+    """
+    is_over = has_ended
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(worker.upward, 1 << 20):
+            worker.received += chunk
+        is_over = True
     worker.report = read_up(worker.received)
-    worker.received = b""
-    if worker.report is None:
+    if worker.report is None and is_over:
         worker.died_at = time.monotonic()
-    return True
+    return worker.report is not None or is_over
+
+
+def _load_result(report: Report) -> Any:
+    try:
+        return pickle.loads(report.result or b"")  # noqa: S301 - from our own child
+    except Exception as error:
+        reason = f"returned a value that cannot be read here: {type(error).__name__}: {error}"
+        failure = WorkerFailure(rank=report.rank, reason=reason, traceback="", error=error)
+        raise WorkerFailedError(
+            f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors.", (failure,)
+        ) from error
+
+
+def _load_error(report: Report) -> BaseException | None:
+    """Return the worker's exception, or None if its class is known there only; its text is in the report anyway."""
+    try:
+        error: BaseException | None = pickle.loads(report.error) if report.error is not None else None  # noqa: S301
+    except Exception:  # noqa: BLE001 - whatever a class from elsewhere does when it is missing here
+        return None
+    return error
 
 
 def _failed(worker: _Worker) -> bool:
@@ -270,14 +317,16 @@ def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
         code = worker.process.wait()
         failure = WorkerFailure(rank=worker.rank, reason=_describe_exit(code), traceback="", error=None)
         return worker.died_at - _SETTLE_SECONDS, failure
-    error = pickle.loads(report.error) if report.error is not None else None  # noqa: S301 - from our own child
-    return report.time, WorkerFailure(rank=worker.rank, reason=report.reason, traceback=report.traceback, error=error)
+    return report.time, WorkerFailure(
+        rank=worker.rank, reason=report.reason, traceback=report.traceback, error=_load_error(report)
+    )
 
 
 def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code} and no report"
-    name = signal.Signals(-code).name
+    known = {number.value: number.name for number in signal.Signals}
+    name = known.get(-code, f"signal {-code}")
     hint = ", by somebody or by the kernel because memory ran out" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
 

@@ -92,10 +92,10 @@ def write_up(stream: BinaryIO, report: Report) -> None:
     stream.flush()
 
 
-def read_up(received: bytes) -> Report | None:
+def read_up(received: bytes | bytearray) -> Report | None:
     """Return the report in what a worker wrote; None if the worker ended before it was whole."""
     header = struct.calcsize("<Q")
     if len(received) < header or len(received) < header + struct.unpack_from("<Q", received)[0]:
         return None
-    report: Report = pickle.loads(received[header:])  # noqa: S301 - from our own child, over a pipe only it holds
+    report: Report = pickle.loads(memoryview(received)[header:])  # noqa: S301 - from our own child, over a pipe only it holds
     return report

@@ -1,9 +1,9 @@
 """The child: takes an assignment, joins the group, runs the function, reports. Runs in the worker process only."""
 
+import contextlib
 import datetime
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -33,21 +33,36 @@ def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -
     """
     assignment: Assignment = pickle.loads(downward.read())  # noqa: S301 - from our own parent, over a pipe only we hold
     downward.close()
-    # Ctrl-C reaches every process of the terminal; what to do about it is the launcher's decision alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of the terminal, and is ignored here from the first line on (see the launcher's
+    # bootstrap): what to do about it is the launcher's decision alone.
+    _keep_from_children(report_descriptor, lifeline_descriptor)
     die_with_parent(assignment.parent_pid)
     released = threading.Event()
     threading.Thread(target=_watch_launcher, args=(lifeline_descriptor, released), daemon=True).start()
     sys.argv[:] = assignment.argv
     report = _run(assignment)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # the function may have closed it
+            stream.flush()
     with os.fdopen(report_descriptor, "wb") as upward:
         write_up(upward, report)
     if report.result is not None:
         # Leave together: a worker that tears down while another still communicates would look like a lost one.
         released.wait()
         destroy_process_group()
+
+
+def _keep_from_children(*descriptors: int) -> None:
+    """Let no process that the function starts hold the launcher's pipes open."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+
+    def close() -> None:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # closed already
+                os.close(descriptor)
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _watch_launcher(lifeline_descriptor: int, released: threading.Event) -> None:
