@@ -8,8 +8,16 @@ read with pickle; the digest in the manifest is that of the parameters and buffe
 """
 
 from lockstep.checkpoint.digest import state_digest
-from lockstep.checkpoint.file import load_checkpoint, save_checkpoint
+from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.weights import load_weights
 
-__all__ = ["Checkpoint", "Manifest", "load_checkpoint", "load_weights", "save_checkpoint", "state_digest"]
+__all__ = [
+    "Checkpoint",
+    "Manifest",
+    "load_checkpoint",
+    "load_weights",
+    "read_manifest",
+    "save_checkpoint",
+    "state_digest",
+]

@@ -2,7 +2,10 @@
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,9 +37,14 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         save_file(tensors, beside, metadata={"format": "pt", MANIFEST_KEY: checkpoint.manifest.to_json()})
+        beside.chmod(_usual_mode(path.parent))
         _flush(beside)
         beside.replace(path)
         _flush(path.parent)
+    except KeyError as error:  # safetensors has no name for the dtype
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {error} is not a dtype it can hold."
+        ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error}. Checkpoints written before are whole; "
@@ -58,23 +66,54 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoin
     """
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
+    with _opened(path, device) as file:
+        manifest = _manifest_of(file, path)
+        for name in file.keys():  # noqa: SIM118 - the reader is not a mapping
+            (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = file.get_tensor(name)
+    return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and none of its tensors (local).
+
+    Raises:
+        CheckpointError: As `load_checkpoint`.
+    """
+    with _opened(path, "cpu") as file:
+        return _manifest_of(file, path)
+
+
+@contextmanager
+def _opened(path: Path, device: torch.device | str) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            text = (file.metadata() or {}).get(MANIFEST_KEY)
-            for name in file.keys():  # noqa: SIM118 - the reader is not a mapping
-                (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = file.get_tensor(name)
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+
+
+def _manifest_of(file: Any, path: Path) -> Manifest:
+    text = (file.metadata() or {}).get(MANIFEST_KEY)
     if text is None:
         raise CheckpointError(
             f"{path} is a safetensors file without a Lockstep manifest, so no run can resume from it."
         )
-    return Checkpoint(model=model, optimizer=optimizer, manifest=Manifest.from_json(text))
+    return Manifest.from_json(text)
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return the tensor as safetensors wants it: on the CPU, contiguous, with memory of its own."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
+
+
+def _usual_mode(directory: Path) -> int:
+    """Return the mode that a new file gets here; safetensors makes its files for the owner alone."""
+    probe = directory / f".{uuid.uuid4().hex}.tmp"
+    probe.touch()
+    try:
+        return probe.stat().st_mode & 0o777
+    finally:
+        probe.unlink()
 
 
 def _flush(path: Path) -> None:

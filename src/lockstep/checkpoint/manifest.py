@@ -42,6 +42,8 @@ class Manifest:
     """Optimizer state, tensors replaced by their names."""
     scheduler: Any
     """Scheduler state, likewise; None without one."""
+    model_extra: Any = None
+    """What the model's state holds beside tensors (`get_extra_state`), encoded likewise; None without."""
     config: Mapping[str, Any] | None
     """The resolved config of `lockstep train`; None for a run without one."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -94,6 +96,8 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
+        while prefix in tensors:  # {"a/b": ..., "a": {"b": ...}}
+            prefix += "'"
         tensors[prefix] = value
         return {"$tensor": prefix}
     if isinstance(value, tuple):

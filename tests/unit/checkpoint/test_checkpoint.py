@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, load_weights, save_checkpoint, state_digest
+from lockstep.checkpoint import (
+    Checkpoint,
+    Manifest,
+    load_checkpoint,
+    load_weights,
+    read_manifest,
+    save_checkpoint,
+    state_digest,
+)
 from lockstep.checkpoint.manifest import FORMAT_VERSION, decode_state, encode_state
 from lockstep.errors import CheckpointError
 
@@ -130,6 +138,30 @@ def test_state_survives_json() -> None:
     assert decoded["param_groups"] == state["param_groups"]
     assert decoded["milestones"] == Counter({10: 1})
     assert decoded["$odd"] is True
+
+
+def test_names_that_would_meet_are_kept_apart() -> None:
+    state = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    tensors: dict[str, Tensor] = {}
+    decoded = decode_state(encode_state(state, "optimizer", tensors), tensors)
+    assert (decoded["a/b"].item(), decoded["a"]["b"].item()) == (1.0, 0.0)
+
+
+def test_a_dtype_that_cannot_be_stored_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="complex128 is not a dtype it can hold"):
+        save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(2, 2, dtype=torch.complex128)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_read_a_checkpoint_as_they_may_any_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(2, 2)))
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "a.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_the_manifest_is_read_alone(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(2, 2)))
+    assert read_manifest(tmp_path / "a.ckpt") == manifest()
 
 
 def test_state_that_cannot_be_stored_is_named() -> None:
