@@ -1,10 +1,12 @@
 """Moving what a loader made to where the model is."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -17,11 +19,18 @@ def to_device(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):
+        packed: Any = value
+        return packed.to(device)  # which leaves its batch sizes on the CPU
     if isinstance(value, tuple):
         build = getattr(type(value), "_make", tuple)  # a named tuple is built by its own _make
         return build(to_device(item, device) for item in value)
     if isinstance(value, list):
         return [to_device(item, device) for item in value]
+    if isinstance(value, dict):
+        moved = copy.copy(value)  # keeps its kind: an OrderedDict, a defaultdict
+        moved.update({key: to_device(item, device) for key, item in value.items()})
+        return moved
     if isinstance(value, Mapping):
         return {key: to_device(item, device) for key, item in value.items()}
     move = getattr(value, "to", None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves  # the walk that torch itself uses over nested values
 from torch.utils.data import Dataset
 
 from lockstep.data import ShardedLoader
@@ -88,9 +89,11 @@ def _build_model(config: Config, device: torch.device) -> nn.Module:
 
 def _build_data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
     data = call_object("data", import_object("data", config.data), **config.data_args)
-    if isinstance(data, tuple) and len(data) == 2:  # noqa: PLR2004 - (train, test)
-        return data
-    return data, None
+    if isinstance(data, tuple | list) and any(isinstance(part, Dataset) for part in data):
+        if len(data) != 2:  # noqa: PLR2004 - (train, test)
+            raise ConfigError(f"data is {config.data!r}, which returned {len(data)} data sets; expected (train, test).")
+        return data[0], data[1]
+    return data if isinstance(data, tuple) and len(data) == 2 else (data, None)  # noqa: PLR2004
 
 
 def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
@@ -102,6 +105,11 @@ def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, which made a value of type {type(optimizer).__name__}, "
             "not a torch.optim.Optimizer."
+        )
+    if not _can_be_called(optimizer.step):
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, whose step wants a closure that computes the loss again; the trainer "
+            "computes each gradient once. Use another optimizer, or write a loop of your own."
         )
     return optimizer
 
@@ -118,6 +126,11 @@ def _build_scheduler(config: Config, optimizer: Optimizer) -> Scheduler | None:
                 f"scheduler is {config.scheduler!r}, which made a value of type {type(scheduler).__name__} without a "
                 f"{method} method, so not a learning-rate scheduler."
             )
+    if not _can_be_called(scheduler.step):
+        raise ConfigError(
+            f"scheduler is {config.scheduler!r}, whose step wants arguments (a metric, say); a config gives none. "
+            "Use another scheduler, or write a loop of your own with ls.Trainer."
+        )
     made: Scheduler = scheduler
     return made
 
@@ -129,7 +142,22 @@ def _build_criterion(config: Config, device: torch.device) -> Criterion:
         return made.to(device) if isinstance(made, nn.Module) else made
     if not callable(loss):
         raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class.")
+    if not _can_be_called(loss, None, None, **config.loss_args):
+        raise ConfigError(
+            f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {config.loss_args}: "
+            f"its parameters are {inspect.signature(loss)}."
+        )
     return lambda output, target: loss(output, target, **config.loss_args)
+
+
+def _can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that does not tell its parameters
+        return True
+    return True
 
 
 def _build_metric(config: Config) -> Counter | None:
@@ -173,7 +201,7 @@ def _as_metric(criterion: Criterion, metric: Counter | None) -> Metric:
     def evaluate(model: nn.Module, batch: Any) -> MetricValues:
         inputs, target = _input_and_target(batch)
         output = model(inputs)
-        num_samples = len(target)
+        num_samples = _count_samples(target)
         values: dict[str, tuple[float | Tensor, float]] = {
             "loss": (criterion(output, target).double() * num_samples, num_samples)
         }
@@ -184,6 +212,15 @@ def _as_metric(criterion: Criterion, metric: Counter | None) -> Metric:
         return values
 
     return evaluate
+
+
+def _count_samples(target: Any) -> int:
+    sizes = [len(leaf) for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    if not sizes:
+        raise ConfigError(
+            "data yields targets without a tensor in them, expected one with the samples along dimension 0."
+        )
+    return sizes[0]
 
 
 def _input_and_target(batch: Any) -> tuple[Any, Any]:

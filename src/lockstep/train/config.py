@@ -149,7 +149,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

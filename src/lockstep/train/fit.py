@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import load_checkpoint
+from lockstep.errors import LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import Config
@@ -67,6 +68,7 @@ def fit(
         test = trainer.evaluate(parts.test, parts.metric) if parts.test is not None else {}
         values = {name: mean.value for name, mean in test.items()}
         recorder.record(finished(values))
+        _check_finite(trainer, epoch)
         if trainer.world.rank == 0:
             save_trainer(trainer, parts.scheduler, config, run_dir, recorder)
     if start.epoch >= config.epochs and parts.test is not None:
@@ -111,10 +113,21 @@ def _train_epoch(
     )
 
 
+def _check_finite(trainer: Trainer, epoch: int) -> None:
+    """Refuse to save a model that a finite loss with a gradient that is not finite has spoilt."""
+    for name, parameter in trainer.model.named_parameters():
+        if not parameter.isfinite().all():
+            raise LossError(
+                f"Parameter {name} is not finite after epoch {epoch + 1}, though the losses were: a gradient was not. "
+                "Checkpoints of epochs before are kept. Try max_grad_norm, or a smaller learning rate."
+            )
+
+
 def _finish(config: Config, trainer: Trainer) -> str | None:
     if config.finish is None or trainer.world.rank != 0:
         return None
     function = import_object("finish", config.finish)
+    trainer.model.eval()
     return str(call_object("finish", function, trainer.model, **config.finish_args))
 
 

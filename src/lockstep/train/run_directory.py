@@ -7,12 +7,14 @@ runs/digits/
   curves.png             loss and accuracy
 """
 
+import contextlib
+import itertools
 import json
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
 from lockstep.checkpoint.manifest import decode_state, encode_state
@@ -43,18 +45,34 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     Raises:
         RunDirectoryError: It exists already, or cannot be made.
     """
-    try:
-        if run_dir is not None:
-            Path(run_dir).mkdir(parents=True)
-            return Path(run_dir)
+    if run_dir is None:
         return _make_numbered(name)
+    try:
+        Path(run_dir).mkdir(parents=True)
     except FileExistsError as error:
         raise RunDirectoryError(
             f"The run directory {run_dir} exists already, and a run is never written over. "
             "Go on with it with --resume, or choose another name: run_dir=NAME."
         ) from error
     except OSError as error:
-        raise RunDirectoryError(f"The run directory {run_dir or _RUNS / name} cannot be made: {error}.") from error
+        raise RunDirectoryError(f"The run directory {run_dir} cannot be made: {error}.") from error
+    return Path(run_dir)
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """Write the resolved config into a run's directory.
+
+    Raises:
+        RunDirectoryError: It cannot be written; an empty directory is removed again.
+    """
+    path = run_dir / CONFIG_NAME
+    try:
+        path.write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        if not find_checkpoints(run_dir):
+            path.unlink(missing_ok=True)
+            discard_unused(run_dir)
+        raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
 
 
 def discard_unused(run_dir: Path) -> None:
@@ -94,9 +112,11 @@ def save_trainer(
         CheckpointError: It could not be written; the ones before are whole.
     """
     state = trainer.state_dict()
-    tensors: dict[str, object] = {}
-    optimizer = encode_state(state["optimizer"], "optimizer", tensors)  # type: ignore[arg-type]
-    made = encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors) if scheduler else None  # type: ignore[arg-type]
+    model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in state["model"].items() if name not in model}
+    tensors: dict[str, Tensor] = {}
+    optimizer = encode_state(state["optimizer"], "optimizer", tensors)
+    made = encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors) if scheduler else None
     manifest = Manifest(
         epoch=state["epoch"],
         step=state["step"],
@@ -106,13 +126,14 @@ def save_trainer(
         digest=trainer.digest(),
         optimizer=optimizer,
         scheduler=made,
+        model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
         config=json.loads(config.model_dump_json()),
         versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
     )
     for leftover in run_dir.glob(".*.ckpt.*.tmp"):  # of a save that was killed
         leftover.unlink(missing_ok=True)
     path = run_dir / f"step-{trainer.global_step:08d}.ckpt"
-    save_checkpoint(path, Checkpoint(model=state["model"], optimizer=tensors, manifest=manifest))  # type: ignore[arg-type]
+    save_checkpoint(path, Checkpoint(model=model, optimizer=tensors, manifest=manifest))
     recorder.record(CheckpointSaved(path=path, global_step=trainer.global_step))
     for old in find_checkpoints(run_dir)[config.keep :]:
         old.unlink(missing_ok=True)
@@ -125,10 +146,10 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
         CheckpointError: The checkpoint is of another model or another run.
     """
     manifest = checkpoint.manifest
-    _check_same_run(manifest.config or {}, config)
+    check_same_run(manifest, config)
     trainer.load_state_dict(
         {
-            "model": checkpoint.model,
+            "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, checkpoint.optimizer)},
             "optimizer": decode_state(manifest.optimizer, checkpoint.optimizer),
             "scheduler": None,
             "epoch": manifest.epoch,
@@ -142,7 +163,13 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
         scheduler.load_state_dict(decode_state(manifest.scheduler, checkpoint.optimizer))
 
 
-def _check_same_run(saved: Mapping[str, Any], config: Config) -> None:
+def check_same_run(manifest: Manifest, config: Config) -> None:
+    """Check that a config is that of the run which a checkpoint belongs to, but for where and how long it runs.
+
+    Raises:
+        CheckpointError: It differs in what would change the result; lists the differences.
+    """
+    saved = manifest.config or {}
     now = json.loads(config.model_dump_json())
     changed = [key for key in now if key in saved and saved[key] != now[key] and key not in _MAY_CHANGE]
     if changed:
@@ -153,13 +180,13 @@ def _check_same_run(saved: Mapping[str, Any], config: Config) -> None:
 
 
 def _make_numbered(name: str) -> Path:
-    _RUNS.mkdir(exist_ok=True)
-    number = 1
-    while True:
-        path = _RUNS / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()  # the file system decides between two runs that begin at once
-        except FileExistsError:
-            number += 1
-        else:
-            return path
+    try:
+        _RUNS.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            path = _RUNS / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):  # the file system decides between two runs that begin at once
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be made: {error}.") from error
+    raise AssertionError("counting never ends")

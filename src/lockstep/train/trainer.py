@@ -23,7 +23,7 @@ from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices import to_device
 from lockstep.errors import CheckpointError, LossError
-from lockstep.reduce import BucketLimits, Reducer, check_same_parameters, describe_parameters
+from lockstep.reduce import BucketLimits, Reducer, check_same_model
 from lockstep.shards import derive_seed, shard_range
 from lockstep.train.metrics import Mean, add_means
 from lockstep.train.reproducibility import seed_generators, set_deterministic
@@ -83,7 +83,7 @@ class Trainer:
     Raises:
         ParameterMismatchError: Workers have different models.
         TypeError: The model is wrapped already.
-        ValueError: More workers than shards, or nothing to train.
+        ValueError: More workers than shards, nothing to train, or an optimizer of parameters that are not the model's.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Trainer:
         world: World | None = None,
     ) -> None:
         parameters = _check_model(model)
+        _check_optimizer(optimizer, model)
         self.world = current_world() if world is None else world
         shard_range(self.world.rank, self.world.world_size, num_shards)
         self.model = model
@@ -116,7 +117,7 @@ class Trainer:
         set_deterministic(deterministic)
         self._reducer: Reducer | None = None
         if self.world.group is not None:
-            check_same_parameters(describe_parameters(parameters), self.world)
+            check_same_model(model, self.world)
             broadcast_tensors([*model.parameters(), *model.buffers()], self.world.group)
             self._reducer = Reducer(parameters, self.world.group, limits=bucket_limits or BucketLimits(), average=False)
 
@@ -131,12 +132,14 @@ class Trainer:
             ValueError: The batch was cut into another number of shards, or its slices are not this worker's.
         """
         self._check_batch(batch)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
         total, weight = self._backward(batch)
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, weight)
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if weight != batch.num_samples:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            torch._foreach_div_(gradients, weight / batch.num_samples)
         if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+            self._clip(trained, self._max_grad_norm, batch)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -181,7 +184,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to go on, on any number of workers (local)."""
         return {
-            "model": _tensors(self.model),
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "epoch": self.cursor.epoch,
@@ -228,32 +231,32 @@ class Trainer:
                 )
 
     def _backward(self, batch: ShardedBatch) -> tuple[float, float]:
-        """Run forward and backward of this worker's shards and reduce; return the global loss sum and weight."""
-        if self._reducer is not None:
-            self._reducer.abandon_interrupted()
-        buffers = list(self.model.buffers())
-        several = len(batch.slices) > 1
-        before = [buffer.clone() for buffer in buffers] if several else []
-        kept = before
+        """Run forward and backward of this worker's shards and reduce; return the global loss sum and weight.
+
+        Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
+        precision does not overflow.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for position, part in enumerate(batch.slices):
-            is_last = position == len(batch.slices) - 1
-            loss, weight = self._forward(batch, part)
-            sums += torch.stack([loss.detach().double() * weight, weight])
-            if self._reducer is not None:
-                self._reducer.synchronizes = is_last
-                self._reducer.mark(loss)
-            (loss * weight.to(loss.dtype)).backward()
-            # Every shard starts from the step's buffers, and shard 0's are kept: [Note: buffers of shard 0].
-            if several:
-                kept = [buffer.clone() for buffer in buffers] if part.shard == 0 else kept
-                _overwrite(buffers, kept if is_last else before)
-        if self._reducer is not None and not batch.slices:
+        has_reduced = self._reducer is None
+        with _BuffersOfShard0(self.model, batch) as buffers:
+            for position, part in enumerate(batch.slices):
+                is_last = position == len(batch.slices) - 1
+                loss, weight = self._forward(batch, part)
+                if weight > 0:  # else there is nothing to learn from, and the mean of nothing may be NaN
+                    sums += torch.stack([loss.detach().double() * weight, torch.full_like(sums[0], weight)])
+                    if self._reducer is not None:
+                        self._reducer.synchronizes = is_last
+                        self._reducer.mark(loss)
+                        has_reduced = is_last
+                    (loss * (weight / batch.num_samples)).backward()
+                buffers.after(part.shard, is_last=is_last)
+        if self._reducer is not None and not has_reduced:
+            self._reducer.synchronizes = True
             self._reducer.reduce_without_backward()
-        self._share_buffers(buffers)
+        self._share_buffers()
         return self._sum_over_workers(sums, batch)
 
-    def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
         self._seed("shard", batch, part)
         result = self._loss(self.model, to_device(part.data, self._device))
         loss, weight = result if isinstance(result, tuple) else (result, part.num_samples)
@@ -262,33 +265,45 @@ class Trainer:
                 f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
                 "model's parameters."
             )
-        return loss.reshape(()), torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach()
+        return loss.reshape(()), float(weight)
 
     def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
         seed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
 
-    def _share_buffers(self, buffers: list[Tensor]) -> None:
+    def _share_buffers(self) -> None:
         """Give every worker shard 0's buffers, which are rank 0's. [Note: buffers of shard 0].
 
         BatchNorm's running statistics come from the samples of one shard, as torch's come from one rank; which one
         must not depend on the number of workers, so it is shard 0.
         """
+        buffers = list(self.model.buffers())  # listed anew: a forward may put another tensor in a buffer's place
         if self.world.group is not None and buffers:
             broadcast_tensors(buffers, self.world.group)
+
+    def _clip(self, parameters: list[nn.Parameter], max_norm: float, batch: ShardedBatch) -> None:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if not math.isfinite(norm):
+            raise LossError(
+                f"The gradient's norm is {norm.item()} at {_place(batch)}, although the loss is finite. "
+                "No parameter was changed."
+            )
 
     def _sum_over_workers(self, sums: Tensor, batch: ShardedBatch) -> tuple[float, float]:
         if self.world.group is not None:
             dist.all_reduce(sums, group=self.world.group)
         total, weight = sums.tolist()
-        place = f"epoch {batch.cursor.epoch}, step {batch.cursor.step}"
         if not math.isfinite(total):
             raise LossError(
-                f"The loss is {total} at {place} (counted from 0): the model has diverged. Try a smaller learning "
-                "rate, or max_grad_norm. The update was not made."
+                f"The loss is {total} at {_place(batch)}: the model has diverged. Try a smaller learning rate, or "
+                "max_grad_norm. No parameter was changed."
             )
         if not weight > 0:
-            raise LossError(f"The summed weight of the losses is {weight} at {place}, expected more than zero.")
+            raise LossError(f"The summed weight of the losses is {weight} at {_place(batch)}, expected more than zero.")
         return total, weight
+
+
+def _place(batch: ShardedBatch) -> str:
+    return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
 
 
 def _check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -303,13 +318,56 @@ def _check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return parameters
 
 
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise ValueError(
+            f"The optimizer holds {strangers} parameters that are not the model's: their gradients would not be "
+            "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
+            "parameters of its own belongs into the model."
+        )
+
+
+@final
+class _BuffersOfShard0:
+    """Lets every shard start from the step's buffers, and keeps those of shard 0. [Note: buffers of shard 0].
+
+    Buffers are looked up by name each time: a forward may put another tensor in a buffer's place.
+    """
+
+    def __init__(self, model: nn.Module, batch: ShardedBatch) -> None:
+        self._model = model
+        self._is_needed = len(batch.slices) > 1
+        self._before: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    def __enter__(self) -> "_BuffersOfShard0":
+        if self._is_needed:
+            self._before = self._kept = self._copy()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._before = self._kept = {}
+
+    def after(self, shard: int, *, is_last: bool) -> None:
+        """Put back what the shard's forward changed; call it after each backward, which may still read it."""
+        if not self._is_needed:
+            return
+        if shard == 0:
+            self._kept = self._copy()
+        wanted = self._kept if is_last else self._before
+        for name, buffer in self._model.named_buffers():
+            if name in wanted:
+                buffer.data.copy_(wanted[name])
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _overwrite(buffers: list[Tensor], values: list[Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)
 
 
 def _add_values(sums: dict[str, Mean], values: MetricValues) -> None:

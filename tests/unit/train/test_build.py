@@ -42,6 +42,26 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter([])
 
+def three():
+    return [data()[0]] * 3
+
+def named_targets():
+    class Named(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10
+        def __getitem__(self, index):
+            return torch.ones(6), {"first": torch.tensor([float(index)]), "second": torch.zeros(1)}
+    return Named(), Named()
+
+def own_loss(output, target, scale=1):
+    return (scale * target["first"] + 0 * output).mean()
+
+class Extra(Net):
+    def get_extra_state(self):
+        return {"seen": torch.ones(2), "name": "kept"}
+    def set_extra_state(self, state):
+        self.restored = state
+
 def stream():
     return Stream(), None
 
@@ -81,6 +101,10 @@ def build(**changes: Any) -> RunParts:
         ({"loss": "own_things:a_number"}, "expected a function or a class"),
         ({"optimizer": "own_things:no_optimizer"}, "not a torch.optim.Optimizer"),
         ({"optimizer_args": {"lr": "fast"}}, "optimizer could not be made"),
+        ({"loss": "own_things:own_loss", "loss_args": {"scael": 2}}, "its parameters are (output, target, scale=1)"),
+        ({"data": "own_things:three"}, "returned 3 data sets"),
+        ({"optimizer": "torch.optim:LBFGS"}, "whose step wants a closure"),
+        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "whose step wants arguments"),
         ({"scheduler": "own_things:no_scheduler"}, "not a learning-rate scheduler"),
         ({"metric": "own_things:a_number"}, "expected a function"),
     ],
@@ -100,6 +124,23 @@ def test_samples_that_are_no_pairs_are_explained() -> None:
     parts = build(data="own_things:triples")
     with pytest.raises(ConfigError, match=r"expected pairs \(input, target\)"):
         parts.trainer.step(next(iter(parts.train.epoch(0))))
+
+
+def test_the_test_loss_counts_samples_whatever_the_targets_are() -> None:
+    parts = build(data="own_things:named_targets", loss="own_things:own_loss", batch_size=8)
+    assert parts.test is not None
+    mean = parts.trainer.evaluate(parts.test, parts.metric)["loss"]
+    assert (mean.value, mean.weight) == (4.5, 10)
+
+
+def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
+    config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
+    save_trainer(build(model="own_things:Extra").trainer, None, config, tmp_path, NULL_RECORDER)
+    parts = build(model="own_things:Extra")
+    restore_trainer(parts.trainer, None, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
+    restored: Any = parts.trainer.model
+    assert restored.restored["name"] == "kept"
+    assert torch.equal(restored.restored["seen"], torch.ones(2))
 
 
 def test_models_do_not_depend_on_what_the_data_drew() -> None:

@@ -71,6 +71,7 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         (MINIMAL, ("device_ids=[a]",), "a list of GPU numbers"),
         (MINIMAL, ("model=some.module.Net",), "package.module:name"),
         (MINIMAL, ("model=3",), "model is 3, expected text"),
+        (MINIMAL, ("run_dir=2024-13-45",), "is not YAML"),
         (MINIMAL, ("epochs",), "expected key=value"),
         (MINIMAL, ("batch_size=2",), "smaller than num_shards (4)"),
         (MINIMAL, ("batch_size=1", "workers=2"), "smaller than the 2 workers"),

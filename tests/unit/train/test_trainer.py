@@ -130,6 +130,92 @@ def test_a_part_in_evaluation_mode_stays_in_it() -> None:
     assert torch.equal(norm[0].running_mean, before)
 
 
+def test_a_shard_without_weight_adds_nothing_even_if_its_mean_is_of_nothing() -> None:
+    def masked(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        chosen = batch[0][:, 0] > 0.8  # rare: some shards have none
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return losses[chosen].mean(), chosen.sum()
+
+    ours, plain = model(), model()
+    batch = next(iter(loader(num_shards=8).epoch(0)))
+    assert any(not (part.data[0][:, 0] > 0.8).any() for part in batch.slices)
+    trainer(ours, num_shards=8, loss=masked).step(batch)
+    inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
+    masked(plain, (inputs, target))[0].backward()
+    torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9).step()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_optimizer_does_not_train_does_not_pile_up() -> None:
+    def run(*, frozen: bool) -> str:
+        net: Any = model()
+        if frozen:
+            net[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(net[3].parameters(), lr=0.05)
+        training = Trainer(net, optimizer, loss=mean_loss, num_shards=4, max_grad_norm=0.1)
+        for batch in loader().epoch(0):
+            training.step(batch)
+        return training.digest()
+
+    assert run(frozen=False) == run(frozen=True)
+
+
+def test_an_optimizer_of_strange_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 parameters that are not the model's"):
+        Trainer(model(), torch.optim.SGD(model().parameters()), loss=mean_loss, num_shards=1)
+
+
+def test_half_precision_does_not_overflow_with_large_weights() -> None:
+    net = nn.Linear(FEATURES, 1).half()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    training = Trainer(net, optimizer, loss=lambda m, b: m(b[0].half()).float().square().mean().half(), num_shards=1)
+    data_set = TensorDataset(torch.ones(100_001, FEATURES), torch.ones(100_001, 1))
+    training.step(next(ShardedLoader(data_set, batch_size=100_001, num_shards=1).epoch(0)))
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+
+
+class Averaging(nn.Module):
+    """Keeps an average of what it saw: in place, or with a new tensor each time."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(FEATURES, 1, dtype=torch.float64)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(FEATURES, dtype=torch.float64))
+        self.in_place = in_place
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        new = 0.9 * self.seen + 0.1 * inputs.mean(0)
+        if self.in_place:
+            self.seen.copy_(new)
+        else:
+            self.seen = new
+        output: Tensor = self.layer(inputs)
+        return output
+
+
+def test_a_buffer_that_is_put_in_anew_is_treated_like_one_that_is_written() -> None:
+    def run(*, in_place: bool) -> str:
+        training = trainer(Averaging(in_place=in_place))
+        for batch in loader().epoch(0):
+            training.step(batch)
+        return training.digest()
+
+    assert run(in_place=True) == run(in_place=False)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update_when_clipping() -> None:
+    net: Any = model()
+    net[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+    training = trainer(net, max_grad_norm=1.0)
+    digest = training.digest()
+    with pytest.raises(LossError, match="The gradient's norm is"):
+        training.step(next(iter(loader().epoch(0))))
+    assert training.digest() == digest
+
+
 def test_state_goes_into_another_trainer_and_on() -> None:
     def make() -> Trainer:
         net = model()
