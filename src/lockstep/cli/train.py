@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lockstep.checkpoint import read_manifest
 from lockstep.cli.failures import failures_shown
 from lockstep.devices import choose_devices, count_gpus
 from lockstep.errors import CheckpointError
@@ -17,13 +18,14 @@ from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
 from lockstep.train.config import Config, read_config
 from lockstep.train.fit import FitResult, fit
 from lockstep.train.run_directory import (
-    CONFIG_NAME,
     CURVES_NAME,
     METRICS_NAME,
+    check_same_run,
     discard_unused,
     find_checkpoints,
     find_run_directory,
     make_run_directory,
+    write_config,
 )
 
 
@@ -71,7 +73,7 @@ def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | Non
 def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | None]:
     if not resume:
         run_dir = make_run_directory(config.run_dir, name)
-        (run_dir / CONFIG_NAME).write_text(config.to_yaml(), encoding="utf-8")
+        write_config(run_dir, config)
         return run_dir, None
     run_dir = find_run_directory(config.run_dir, name)
     checkpoints = find_checkpoints(run_dir)
@@ -80,7 +82,8 @@ def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | 
             f"{run_dir} holds no checkpoint to resume from: the run ended before its first epoch did. "
             "Leave --resume out and begin a new run."
         )
-    (run_dir / CONFIG_NAME).write_text(config.to_yaml(), encoding="utf-8")
+    check_same_run(read_manifest(checkpoints[0]), config)
+    write_config(run_dir, config)
     return run_dir, checkpoints[0]
 
 
@@ -98,8 +101,12 @@ def _make_recorder(run_dir: Path, stack: ExitStack) -> Recorder:
 
 def _draw(run_dir: Path) -> None:
     metrics = run_dir / METRICS_NAME
-    if metrics.exists():
+    if not metrics.exists():
+        return
+    try:
         draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
+    except OSError as error:  # a picture is not worth hiding how the run ended
+        typer.echo(f"warning: {run_dir / CURVES_NAME} could not be written: {error}.", err=True)
 
 
 def _show_result(result: FitResult, run_dir: Path) -> None:

@@ -24,7 +24,7 @@ def draw_curves(metrics: Path, picture: Path, title: str) -> None:
     epochs = [row for row in rows if row["kind"] == "epoch"]
     if not epochs:
         return
-    names = [key for key in epochs[-1] if key.startswith("test_") and key != "test_loss"]
+    names = [key for key, value in epochs[-1].items() if key.startswith("test_") and key != "test_loss" and value]
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(1, 1 + bool(names), squeeze=False)[0]
@@ -41,7 +41,7 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, A
     _draw_epochs(axes, epochs, "train_loss", "training, mean of the epoch", _TRAIN_COLOUR)
     if "test_loss" in epochs[-1]:
         _draw_epochs(axes, epochs, "test_loss", "test", _TEST_COLOUR)
-    shown = [value for row in [*steps, *epochs] for key, value in row.items() if key.endswith("loss")]
+    shown = [value for row in [*steps, *epochs] for key, value in row.items() if key.endswith("loss") and value]
     if 0 < _DECADE * min(shown) < max(shown):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -60,8 +60,9 @@ def _draw_metrics(axes: Axes, epochs: list[dict[str, Any]], names: list[str]) ->
 
 
 def _draw_epochs(axes: Axes, epochs: list[dict[str, Any]], key: str, label: str, colour: str | None) -> None:
-    places = [row["epoch"] + 1 for row in epochs]
-    axes.plot(places, [row[key] for row in epochs], marker="o", markersize=3.5, color=colour, label=label)
+    known = [row for row in epochs if row.get(key) is not None]  # a resumed run may have begun with another metric
+    places = [row["epoch"] + 1 for row in known]
+    axes.plot(places, [row[key] for row in known], marker="o", markersize=3.5, color=colour, label=label)
 
 
 def _finish(axes: Axes, name: str) -> None:

@@ -1,26 +1,42 @@
 """`metrics.jsonl`: one JSON object per line, for steps and for epochs."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
+from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 
 
 @final
 class MetricsFile:
-    """A recorder that appends to a file; every line is on its way to the disk when `record` returns."""
+    """A recorder that appends to a file; a line is handed to the system when `record` returns.
+
+    Raises:
+        RunDirectoryError: In `record`: the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # A line that a kill cut off stays alone on its line.
+        self._lead = "" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else "\n"
 
     def record(self, event: Event) -> None:
         """Append the event, unless the file has no use for it."""
         line = _as_line(event)
-        if line is not None:
+        if line is None:
+            return
+        try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(f"{self._lead}{json.dumps(line, allow_nan=False)}\n")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self._path} cannot be written: {error}. Checkpoints written before are whole; make room, then go on "
+                "with --resume."
+            ) from error
+        self._lead = ""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -49,12 +65,13 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "loss": event.loss,
             }
         case EpochFinished():
+            test = {f"test_{name}": value if math.isfinite(value) else None for name, value in event.test.items()}
             return {
                 "kind": "epoch",
                 "epoch": event.epoch,
                 "global_step": event.global_step,
                 "train_loss": event.train_loss,
-                **{f"test_{name}": value for name, value in event.test.items()},
+                **test,
                 "samples_per_second": event.samples_per_second,
                 "learning_rate": event.learning_rate,
             }

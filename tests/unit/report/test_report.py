@@ -1,9 +1,11 @@
 import io
 from pathlib import Path
 
+import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
 from lockstep.report.metrics_file import read_metrics
@@ -63,9 +65,11 @@ def test_a_line_cut_off_by_a_kill_is_passed_over_and_a_resumed_run_counts_once(t
     first.record(step(1))
     first.record(step(2, loss=0.9))
     with path.open("a") as file:
-        file.write('{"kind": "st\n')
-    first.record(step(2, loss=0.1))
-    assert [row["loss"] for row in read_metrics(path)] == [0.5, 0.1]
+        file.write('{"kind": "st')
+    resumed = MetricsFile(path)
+    resumed.record(step(2, loss=0.1))
+    resumed.record(step(3, loss=0.2))
+    assert [row["loss"] for row in read_metrics(path)] == [0.5, 0.1, 0.2]
 
 
 def test_plain_lines_say_one_line_per_epoch() -> None:
@@ -104,6 +108,20 @@ def test_curves_are_drawn_with_and_without_a_test_set(tmp_path: Path) -> None:
         pixels = imread(tmp_path / f"{name}.png")
         assert pixels.shape[0] > 400
         assert pixels.std() > 0.02  # not an empty sheet
+
+
+def test_a_metric_that_is_not_finite_is_null_and_one_that_comes_late_is_drawn(tmp_path: Path) -> None:
+    recorder = MetricsFile(tmp_path / "m.jsonl")
+    for event in (epoch(0, loss=float("nan")), epoch(1, loss=0.5, late=1.0)):
+        recorder.record(event)
+    assert "NaN" not in (tmp_path / "m.jsonl").read_text()
+    draw_curves(tmp_path / "m.jsonl", tmp_path / "m.png", "late")
+    assert (tmp_path / "m.png").exists()
+
+
+def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        MetricsFile(tmp_path / "gone" / "m.jsonl").record(step(1))
 
 
 def test_nothing_is_drawn_before_the_first_epoch(tmp_path: Path) -> None:
