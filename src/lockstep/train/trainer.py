@@ -25,6 +25,7 @@ from lockstep.devices import to_device
 from lockstep.errors import CheckpointError, LossError
 from lockstep.reduce import BucketLimits, Reducer, check_same_model
 from lockstep.shards import derive_seed, shard_range
+from lockstep.train.buffers import BuffersOfShard0
 from lockstep.train.metrics import Mean, add_means
 from lockstep.train.reproducibility import seed_generators, set_deterministic
 
@@ -238,18 +239,18 @@ class Trainer:
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         has_reduced = self._reducer is None
-        with _BuffersOfShard0(self.model, batch) as buffers:
-            for position, part in enumerate(batch.slices):
-                is_last = position == len(batch.slices) - 1
-                loss, weight = self._forward(batch, part)
-                if weight > 0:  # else there is nothing to learn from, and the mean of nothing may be NaN
-                    sums += torch.stack([loss.detach().double() * weight, torch.full_like(sums[0], weight)])
-                    if self._reducer is not None:
-                        self._reducer.synchronizes = is_last
-                        self._reducer.mark(loss)
-                        has_reduced = is_last
-                    (loss * (weight / batch.num_samples)).backward()
-                buffers.after(part.shard, is_last=is_last)
+        buffers = BuffersOfShard0(self.model, num_slices=len(batch.slices))
+        for position, part in enumerate(batch.slices):
+            is_last = position == len(batch.slices) - 1
+            loss, weight = self._forward(batch, part)
+            if weight > 0:  # else there is nothing to learn from, and the mean of nothing may be NaN
+                sums += torch.stack([loss.detach().double() * weight, torch.full_like(sums[0], weight)])
+                if self._reducer is not None:
+                    self._reducer.synchronizes = is_last
+                    self._reducer.mark(loss)
+                    has_reduced = is_last
+                (loss * (weight / batch.num_samples)).backward()
+            buffers.after(part.shard, is_last=is_last)
         if self._reducer is not None and not has_reduced:
             self._reducer.synchronizes = True
             self._reducer.reduce_without_backward()
@@ -271,11 +272,7 @@ class Trainer:
         seed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
 
     def _share_buffers(self) -> None:
-        """Give every worker shard 0's buffers, which are rank 0's. [Note: buffers of shard 0].
-
-        BatchNorm's running statistics come from the samples of one shard, as torch's come from one rank; which one
-        must not depend on the number of workers, so it is shard 0.
-        """
+        """Give every worker shard 0's buffers, which rank 0 has. [Note: buffers of shard 0]."""
         buffers = list(self.model.buffers())  # listed anew: a forward may put another tensor in a buffer's place
         if self.world.group is not None and buffers:
             broadcast_tensors(buffers, self.world.group)
@@ -328,42 +325,6 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
             "parameters of its own belongs into the model."
         )
-
-
-@final
-class _BuffersOfShard0:
-    """Lets every shard start from the step's buffers, and keeps those of shard 0. [Note: buffers of shard 0].
-
-    Buffers are looked up by name each time: a forward may put another tensor in a buffer's place.
-    """
-
-    def __init__(self, model: nn.Module, batch: ShardedBatch) -> None:
-        self._model = model
-        self._is_needed = len(batch.slices) > 1
-        self._before: dict[str, Tensor] = {}
-        self._kept: dict[str, Tensor] = {}
-
-    def __enter__(self) -> "_BuffersOfShard0":
-        if self._is_needed:
-            self._before = self._kept = self._copy()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._before = self._kept = {}
-
-    def after(self, shard: int, *, is_last: bool) -> None:
-        """Put back what the shard's forward changed; call it after each backward, which may still read it."""
-        if not self._is_needed:
-            return
-        if shard == 0:
-            self._kept = self._copy()
-        wanted = self._kept if is_last else self._before
-        for name, buffer in self._model.named_buffers():
-            if name in wanted:
-                buffer.data.copy_(wanted[name])
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
