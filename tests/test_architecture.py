@@ -35,6 +35,7 @@ PURE = (
     "lockstep.devices.choose",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
+    "lockstep.shards.tree",
     "lockstep.reduce.plan",
     "lockstep.data.order",
     "lockstep.data.cursor",

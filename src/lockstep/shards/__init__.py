@@ -9,5 +9,13 @@ can be and in rank order; what a shard works on does not depend on the number of
 
 from lockstep.shards.assignment import shard_range, slice_bounds
 from lockstep.shards.seeds import derive_seed
+from lockstep.shards.tree import add_in_tree_order, completed_nodes, partial_nodes
 
-__all__ = ["derive_seed", "shard_range", "slice_bounds"]
+__all__ = [
+    "add_in_tree_order",
+    "completed_nodes",
+    "derive_seed",
+    "partial_nodes",
+    "shard_range",
+    "slice_bounds",
+]

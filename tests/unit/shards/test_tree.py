@@ -1,0 +1,70 @@
+import math
+import random
+
+import pytest
+
+from lockstep.shards import add_in_tree_order, completed_nodes, partial_nodes, shard_range
+from lockstep.shards.tree import Node
+
+MOST_SHARDS = 24
+
+
+def numbers(num_shards: int) -> list[float]:
+    """Numbers of very different sizes, so that another order of addition gives other bits."""
+    generator = random.Random(num_shards)
+    return [generator.uniform(-1, 1) * 10 ** generator.randint(-8, 8) for _ in range(num_shards)]
+
+
+def run_shards(values: list[float], start: int, stop: int) -> dict[Node, float]:
+    """Add up as a worker does that runs its shards in order, holding partials on a stack."""
+    num_shards = len(values)
+    stack: list[tuple[Node, float]] = []
+    for shard in range(start, stop):
+        leaf, *sums = completed_nodes(shard, start, num_shards)
+        stack.append((leaf, values[shard]))
+        for node in sums:
+            (_, right), (_, left) = stack.pop(), stack.pop()
+            stack.append((node, left + right))
+        assert [node for node, _ in stack] == partial_nodes(start, shard + 1, num_shards)
+    return dict(stack)
+
+
+def tree_sum(values: list[float], world_size: int) -> float:
+    partials: dict[Node, float] = {}
+    for rank in range(world_size):
+        owned = shard_range(rank, world_size, len(values))
+        partials.update(run_shards(values, owned.start, owned.stop))
+    return add_in_tree_order(partials, len(values), lambda left, right: left + right)
+
+
+@pytest.mark.parametrize("num_shards", range(1, MOST_SHARDS + 1))
+def test_the_sum_has_the_bits_of_one_worker_on_any_number(num_shards: int) -> None:
+    values = numbers(num_shards)
+    alone = tree_sum(values, 1)
+    assert alone == pytest.approx(math.fsum(values), rel=1e-6, abs=1e-3)
+    for world_size in range(1, num_shards + 1):
+        assert tree_sum(values, world_size).hex() == alone.hex()
+
+
+def test_the_order_matters_for_these_numbers() -> None:
+    # Otherwise the test above could not fail.
+    assert any(sum(numbers(count)) != tree_sum(numbers(count), 1) for count in range(3, MOST_SHARDS + 1))
+
+
+@pytest.mark.parametrize("num_shards", [1, 5, 8, 24, 100])
+def test_a_range_has_few_partials_that_cover_it_once(num_shards: int) -> None:
+    for start in range(num_shards):
+        for stop in range(start + 1, num_shards + 1):
+            nodes = partial_nodes(start, stop, num_shards)
+            assert [shard for lo, hi in nodes for shard in range(lo, hi)] == list(range(start, stop))
+            assert len(nodes) <= max(1, 2 * math.ceil(math.log2(stop - start + 1)))
+
+
+def test_a_missing_shard_is_an_error() -> None:
+    with pytest.raises(ValueError, match="No partial covers shard 2"):
+        add_in_tree_order({(0, 2): 1.0}, 4, lambda left, right: left + right)
+
+
+def test_shards_outside_the_run_are_an_error() -> None:
+    with pytest.raises(ValueError, match="not within the 4 shards"):
+        partial_nodes(2, 5, 4)
