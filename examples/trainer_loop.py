@@ -1,6 +1,9 @@
-"""A training loop of your own with `ls.Trainer`: the same weights whichever way the shards are shared out.
+"""A training loop of your own with `ls.Trainer`, on one worker and on two.
 
-python examples/trainer_loop.py        trains with one worker, then with two, and prints both digests
+    python examples/trainer_loop.py
+
+The batches, the random numbers and the exact mean are the same on any number of workers; the last bits of the weights,
+and so the digests, are still those of the number of workers.
 """
 
 from typing import Any

@@ -10,6 +10,20 @@ from importlib.metadata import version
 from lockstep.checkpoint import load_weights
 from lockstep.comm import destroy_process_group, init_process_group
 from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataFileError,
+    DeviceError,
+    GroupError,
+    LockstepError,
+    LossError,
+    ParameterMismatchError,
+    ReductionError,
+    RunDirectoryError,
+    UsageError,
+    WorkerFailedError,
+)
 from lockstep.launch import Run, launch
 from lockstep.parallel import DistributedDataParallel
 from lockstep.train import Trainer, accuracy, seed_generators, set_deterministic
@@ -17,12 +31,24 @@ from lockstep.train import Trainer, accuracy, seed_generators, set_deterministic
 __version__ = version("lockstep")
 
 __all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataFileError",
+    "DeviceError",
     "DistributedDataParallel",
     "DistributedSampler",
+    "GroupError",
+    "LockstepError",
+    "LossError",
+    "ParameterMismatchError",
+    "ReductionError",
     "Run",
+    "RunDirectoryError",
     "ShardedBatch",
     "ShardedLoader",
     "Trainer",
+    "UsageError",
+    "WorkerFailedError",
     "__version__",
     "accuracy",
     "destroy_process_group",

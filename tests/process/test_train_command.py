@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import resource
 import select
 import signal
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from lockstep.recipes.digits import Net, datasets
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-COMMAND = [sys.executable, "-m", "lockstep.cli.main", "train"]
+COMMAND = [str(Path(sys.executable).with_name("lockstep")), "train"]
 
 MODULE = """
 import torch
@@ -119,6 +120,48 @@ def test_digits_train_and_the_checkpoint_bears_out_the_accuracy(tmp_path: Path) 
     assert f"run directory {Path('runs/digits')}" in finished.stdout
     assert {"config.yaml", "metrics.jsonl", "curves.png"} <= {path.name for path in folder.iterdir()}
     assert YAML(typ="safe").load(folder / "config.yaml")["workers"] == 2
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_first_example_trains_as_it_stands(tmp_path: Path, readme: str) -> None:
+    text = (EXAMPLES.parent / readme).read_text(encoding="utf-8")
+    [module] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def datasets" in block]
+    [config] = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "model: mine:Net" in block]
+    (tmp_path / "mine.py").write_text(module)
+    (tmp_path / "mine.yaml").write_text(config)
+    finished = run(tmp_path, "mine.yaml", "epochs=1")
+    digest_line(finished)
+    assert "on 1,600 samples" in finished.stdout
+    assert "of 400, each counted once" in finished.stdout
+
+
+def test_a_broken_checkpoint_is_told_of_and_the_one_before_taken(project: Path) -> None:
+    digest = digest_line(run(project, "mine.yaml", "workers=1", "epochs=3", "run_dir=run"))
+    newest = max((project / "run").glob("step-*.ckpt"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    finished = run(project, "mine.yaml", "workers=1", "epochs=3", "--resume")
+    assert "warning" in finished.stderr
+    assert newest.name in finished.stderr
+    assert "going on with epoch 3" in finished.stdout
+    assert digest_line(finished) == digest
+    steps = [row["global_step"] for row in rows(project / "run" / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps == list(range(1, 13))
+
+
+def test_ctrl_c_while_the_command_imports_is_one_line(project: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(project)
+        os.execv(COMMAND[0], [*COMMAND, "mine.yaml"])
+    while not any("libtorch" in mapped.path for mapped in psutil.Process(pid).memory_maps()):
+        pass
+    os.write(terminal, b"\x03")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    output = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert code == 130
+    assert "Interrupted" in output
+    assert "Traceback" not in output
 
 
 def test_a_users_own_things_train_and_resume_to_the_same_digest(project: Path) -> None:

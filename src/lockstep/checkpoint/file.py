@@ -47,8 +47,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The checkpoint {path} could not be written: {error}. Checkpoints written before are whole; "
-            "make room or choose another run_dir, then go on with --resume."
+            f"The checkpoint {path} could not be written: {error}. Any checkpoint written before is "
+            "whole: make room, then go on with --resume."
         ) from error
     finally:
         beside.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.checkpoint import read_manifest
+from lockstep.checkpoint import Manifest, read_manifest
 from lockstep.cli.failures import failures_shown
 from lockstep.devices import choose_devices, count_gpus
 from lockstep.errors import CheckpointError
@@ -76,15 +76,24 @@ def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | 
         write_config(run_dir, config)
         return run_dir, None
     run_dir = find_run_directory(config.run_dir, name)
-    checkpoints = find_checkpoints(run_dir)
-    if not checkpoints:
-        raise CheckpointError(
-            f"{run_dir} holds no checkpoint to resume from: the run ended before its first epoch did. "
-            "Leave --resume out and begin a new run."
-        )
-    check_same_run(read_manifest(checkpoints[0]), config)
+    checkpoint, manifest = _newest_whole(run_dir)
+    check_same_run(manifest, config)
     write_config(run_dir, config)
-    return run_dir, checkpoints[0]
+    MetricsFile(run_dir / METRICS_NAME).rewind(manifest.global_step)
+    return run_dir, checkpoint
+
+
+def _newest_whole(run_dir: Path) -> tuple[Path, Manifest]:
+    """Return the newest checkpoint that can be read, with a warning for each newer one that cannot."""
+    checkpoints = find_checkpoints(run_dir)
+    for path in checkpoints:
+        try:
+            return path, read_manifest(path)
+        except CheckpointError as error:
+            if path == checkpoints[-1]:
+                raise
+            typer.echo(f"warning: {error} Going on from the one before.", err=True)
+    raise AssertionError("find_run_directory returns only runs with a checkpoint")
 
 
 def _as_request(placement: tuple[str, ...]) -> str | list[int]:

@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one JSON object per line, for steps and for epochs."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -33,25 +34,26 @@ class MetricsFile:
                 file.write(f"{self._lead}{json.dumps(line, allow_nan=False)}\n")
         except OSError as error:
             raise RunDirectoryError(
-                f"{self._path} cannot be written: {error}. Checkpoints written before are whole; make room, then go on "
-                "with --resume."
+                f"{self._path} cannot be written: {error}. Any checkpoint written before is whole: make room, then go "
+                "on with --resume."
             ) from error
         self._lead = ""
 
+    def rewind(self, global_step: int) -> None:
+        """Drop what was recorded after an update, from which the run now goes on."""
+        if self._path.exists():
+            kept = [row for row in read_metrics(self._path) if row["global_step"] <= global_step]
+            beside = self._path.with_suffix(".tmp")
+            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            beside.replace(self._path)
+            self._lead = ""
+
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; a last line that was cut off by a kill is passed over.
-
-    When a run was resumed, what came after the checkpoint stands there twice: the later lines count.
-    """
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    """Yield the objects of a metrics file; a line that was cut off by a kill is passed over."""
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows[row["kind"], row["global_step"]] = row
-    yield from rows.values()
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _as_line(event: Event) -> dict[str, Any] | None:

@@ -77,8 +77,14 @@ def _describe_run(event: RunStarted) -> str:
     return (
         f"training {event.num_parameters:,} parameters on {event.num_train_samples:,} samples "
         f"with {workers} on {kind}, {event.num_shards} shards per step"
-        + (f", going on with epoch {event.first_epoch + 1}" if event.first_epoch else "")
+        + _describe_start(event.first_epoch, event.num_epochs)
     )
+
+
+def _describe_start(first_epoch: int, num_epochs: int) -> str:
+    if first_epoch >= num_epochs:
+        return f"; the run has all its {first_epoch} epochs already, so there is nothing left to train"
+    return f", going on with epoch {first_epoch + 1}" if first_epoch else ""
 
 
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> str:

@@ -205,7 +205,8 @@ def _explain(details: ErrorDetails) -> str:
             "[0, 2]."
         )
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
-    return f"{name} is {details['input']!r}, expected {expected}."
+    given = "empty" if details["input"] is None else repr(details["input"])
+    return f"{name} is {given}, expected {expected}."
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

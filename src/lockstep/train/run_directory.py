@@ -50,13 +50,17 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     try:
         Path(run_dir).mkdir(parents=True)
     except FileExistsError as error:
-        raise RunDirectoryError(
-            f"The run directory {run_dir} exists already, and a run is never written over. "
-            "Go on with it with --resume, or choose another name: run_dir=NAME."
-        ) from error
+        raise RunDirectoryError(_explain_existing(Path(run_dir))) from error
     except OSError as error:
         raise RunDirectoryError(f"The run directory {run_dir} cannot be made: {error}.") from error
     return Path(run_dir)
+
+
+def _explain_existing(path: Path) -> str:
+    start = f"The run directory {path} exists already, and a run is never written over."
+    if path.is_dir() and find_checkpoints(path):
+        return f"{start} Go on with it with --resume, or choose another name: run_dir=NAME."
+    return f"{start} It holds no checkpoint to go on from: delete it, or choose another name: run_dir=NAME."
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -67,7 +71,11 @@ def write_config(run_dir: Path, config: Config) -> None:
     """
     path = run_dir / CONFIG_NAME
     try:
-        path.write_text(config.to_yaml(), encoding="utf-8")
+        path.write_text(
+            "# Every value of this run. Import paths are looked for beside the config file: to train from this one,\n"
+            f"# copy it to where its modules are. The run was begun in {Path.cwd()}.\n{config.to_yaml()}",
+            encoding="utf-8",
+        )
     except OSError as error:
         if not find_checkpoints(run_dir):
             path.unlink(missing_ok=True)
@@ -84,16 +92,25 @@ def discard_unused(run_dir: Path) -> None:
 
 
 def find_run_directory(run_dir: str | None, name: str) -> Path:
-    """Return the directory of a run to resume: `run_dir`, or the newest of runs/NAME, runs/NAME-2, ...
+    """Return the directory of a run to resume: `run_dir`, or the newest of runs/NAME, runs/NAME-2, ... that has any.
 
     Raises:
         RunDirectoryError: There is none.
     """
     numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    found = {int(match[1] or 1): path for path in _RUNS.glob(f"{name}*") if (match := numbered.fullmatch(path.name))}
+    found = {
+        int(match[1] or 1): path
+        for path in _RUNS.glob(f"{name}*")
+        if (match := numbered.fullmatch(path.name)) and find_checkpoints(path)
+    }
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
     if not path.is_dir():
         raise RunDirectoryError(f"There is no run directory {path} to resume. Leave --resume out to begin a run.")
+    if not find_checkpoints(path):
+        raise RunDirectoryError(
+            f"{path} holds no checkpoint to resume from: the run ended before its first epoch did. Delete it, or "
+            "choose another name (run_dir=NAME), and leave --resume out."
+        )
     return path
 
 

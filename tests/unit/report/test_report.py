@@ -59,11 +59,22 @@ def test_metrics_file_reads_back(tmp_path: Path) -> None:
     assert rows[-1]["test_accuracy"] == 0.75
 
 
-def test_a_line_cut_off_by_a_kill_is_passed_over_and_a_resumed_run_counts_once(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    for number in (1, 2, 3):
+        first.record(step(number))
+    resumed = MetricsFile(path)
+    resumed.rewind(2)
+    resumed.record(step(3, loss=0.1))
+    assert [(row["global_step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.5), (2, 0.5), (3, 0.1)]
+    MetricsFile(tmp_path / "none.jsonl").rewind(2)
+
+
+def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     first.record(step(1))
-    first.record(step(2, loss=0.9))
     with path.open("a") as file:
         file.write('{"kind": "st')
     resumed = MetricsFile(path)

@@ -45,6 +45,9 @@ class Stream(IterableDataset):
 def three():
     return [data()[0]] * 3
 
+def split():
+    return torch.utils.data.random_split(data()[0], [12, 8])
+
 def named_targets():
     class Named(torch.utils.data.Dataset):
         def __len__(self):
@@ -131,6 +134,13 @@ def test_the_test_loss_counts_samples_whatever_the_targets_are() -> None:
     assert parts.test is not None
     mean = parts.trainer.evaluate(parts.test, parts.metric)["loss"]
     assert (mean.value, mean.weight) == (4.5, 10)
+
+
+def test_a_list_of_two_data_sets_is_train_and_test() -> None:
+    # random_split returns a list; taken as a data set itself it would be one of two samples.
+    parts = build(data="own_things:split")
+    assert parts.test is not None
+    assert (parts.train.num_samples, parts.test.num_samples) == (12, 8)
 
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:

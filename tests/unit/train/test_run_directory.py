@@ -28,7 +28,7 @@ def test_runs_that_begin_at_once_get_directories_of_their_own() -> None:
 
 
 def test_a_named_run_is_never_written_over() -> None:
-    make_run_directory("runs/mine", "digits")
+    (make_run_directory("runs/mine", "digits") / "step-1.ckpt").touch()
     with pytest.raises(RunDirectoryError, match=r"exists already.*--resume.*run_dir=NAME"):
         make_run_directory("runs/mine", "digits")
 
@@ -41,7 +41,8 @@ def test_a_directory_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
 
 def test_the_newest_numbered_run_is_resumed() -> None:
     for _ in range(11):
-        make_run_directory(None, "digits")
+        (make_run_directory(None, "digits") / "step-1.ckpt").touch()
+    make_run_directory(None, "digits")  # one that failed before it saved anything
     make_run_directory(None, "digits-extra")
     assert find_run_directory(None, "digits") == Path("runs/digits-11")
 
@@ -49,6 +50,14 @@ def test_the_newest_numbered_run_is_resumed() -> None:
 def test_no_run_to_resume_is_explained() -> None:
     with pytest.raises(RunDirectoryError, match="no run directory runs/digits"):
         find_run_directory(None, "digits")
+
+
+def test_a_run_without_a_checkpoint_is_nothing_to_go_on_from() -> None:
+    make_run_directory("runs/mine", "digits")
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint to go on from: delete it"):
+        make_run_directory("runs/mine", "digits")
+    with pytest.raises(RunDirectoryError, match=r"holds no checkpoint to resume from.*Delete it"):
+        find_run_directory("runs/mine", "digits")
 
 
 def test_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
