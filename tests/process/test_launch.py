@@ -269,6 +269,15 @@ def test_a_process_that_a_worker_leaves_behind_does_not_hold_up_the_launch() -> 
         psutil.Process(child).kill()
 
 
+def test_a_worker_that_closes_every_descriptor_is_a_failure_and_no_hang() -> None:
+    def close_all(run: ls.Run) -> None:
+        os.closerange(3, 256)
+        signal.pause()
+
+    with pytest.raises(WorkerFailedError, match=r"closed its pipe to the launcher|ended with exit code|killed by"):
+        ls.launch(close_all, devices="cpu")
+
+
 def test_large_arguments_and_results_go_through() -> None:
     megabytes = torch.zeros(2 << 20)
     [first, second] = ls.launch(lambda run, tensor: tensor + run.rank, megabytes, devices=CPU2)

@@ -314,8 +314,11 @@ def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
     report = worker.report
     if report is None:
         assert worker.died_at is not None
-        code = worker.process.wait()
-        failure = WorkerFailure(rank=worker.rank, reason=_describe_exit(code), traceback="", error=None)
+        try:
+            reason = _describe_exit(worker.process.wait(_TERMINATE_SECONDS))
+        except subprocess.TimeoutExpired:
+            reason = "closed its pipe to the launcher and runs on"
+        failure = WorkerFailure(rank=worker.rank, reason=reason, traceback="", error=None)
         return worker.died_at - _SETTLE_SECONDS, failure
     return report.time, WorkerFailure(
         rank=worker.rank, reason=report.reason, traceback=report.traceback, error=_load_error(report)
