@@ -3,7 +3,7 @@
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,19 @@ from lockstep.data.order import epoch_order, step_slices
 from lockstep.processes import die_with_parent
 from lockstep.shards import derive_seed, shard_range
 
-_Plan = list[list[SampleKey]]
-"""Keys of the samples of each slice to load, in order."""
+_Keys = Callable[[], Iterator[list[SampleKey]]]
+"""Makes the keys of the samples of each slice to load, in order."""
+
+
+@final
+class _Plan:
+    """What a DataLoader is to load; made as it goes, for an epoch may have millions of samples."""
+
+    def __init__(self, keys: _Keys) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return self.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +113,7 @@ class ShardedLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
-        self._plan: _Plan = []
+        self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
         self._is_iterating = False
 
@@ -124,46 +135,45 @@ class ShardedLoader:
 
     def _iterate(self, epoch: int, start_step: int) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        cuts = [
-            step_slices(order, step, batch_size=self.batch_size, num_shards=self.num_shards)
-            for step in range(len(self))
-        ]
-        wanted = [
-            [(shard, cuts[step][shard]) for shard in self._shards if len(cuts[step][shard]) > 0]
-            for step in range(start_step, len(self))
-        ]
-        plan = [
-            [(derive_seed("sample", self._seed, epoch, index), index) for index in indices]
-            for slices in wanted
-            for _, indices in slices
-        ]
-        with self._loaded(plan) as loaded:
-            for step, slices in enumerate(wanted, start=start_step):
+        cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
+
+        def keys() -> Iterator[list[SampleKey]]:
+            for step in range(start_step, len(self)):
+                for _, indices in self._own(cuts(step)):
+                    yield [(derive_seed("sample", self._seed, epoch, index), index) for index in indices]
+
+        with self._loaded(keys) as loaded:
+            for step in range(start_step, len(self)):
+                slices = cuts(step)
                 yield ShardedBatch(
                     cursor=Cursor(epoch, step),
                     num_steps=len(self),
-                    num_samples=sum(map(len, cuts[step])),
+                    num_samples=sum(map(len, slices)),
                     num_shards=self.num_shards,
                     slices=tuple(
                         Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
-                        for shard, indices in slices
+                        for shard, indices in self._own(slices)
                     ),
                 )
 
+    def _own(self, slices: list[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
+        """Return the shards of this worker that have samples, with their samples."""
+        return [(shard, slices[shard]) for shard in self._shards if len(slices[shard]) > 0]
+
     @contextmanager
-    def _loaded(self, plan: _Plan) -> Iterator[Iterator[Any]]:
-        """Load the slices of a plan, in loading processes that live on for the next epoch if there are any.
+    def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
+        """Load the slices with these keys, in loading processes that live on for the next epoch if there are any.
 
         An epoch that begins while another is under way gets processes of its own.
         """
         if self._num_workers == 0 or self._is_iterating:
-            yield iter(self._make_loader(plan, persistent=False))
+            yield iter(self._make_loader(_Plan(keys), persistent=False))
             return
         self._is_iterating = True
         try:
             if self._processes is None:
                 self._processes = self._make_loader(self._plan, persistent=True)
-            self._plan[:] = plan
+            self._plan.keys = keys
             yield iter(self._processes)
         finally:
             self._is_iterating = False
