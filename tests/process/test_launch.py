@@ -157,7 +157,7 @@ def test_a_second_group_in_a_worker_is_explained() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import signal, sys
 import lockstep as ls
 
 class Holder:  # a class of the script itself, without a main guard below
@@ -166,7 +166,7 @@ class Holder:  # a class of the script itself, without a main guard below
 def main(run, holder):
     if holder.value == "wait":
         open(f"ready-{run.rank}", "w").close()
-        while True: time.sleep(0.05)
+        signal.pause()
     return Holder(holder.value + run.rank)
 
 print([result.value for result in ls.launch(main, Holder(eval(sys.argv[1])), devices="cpu:2")])

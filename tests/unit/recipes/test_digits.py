@@ -14,15 +14,6 @@ from lockstep.recipes import digits
 SHIPPED = Path(digits.__file__).with_name("digits.npz")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # Two threads on a core that something else keeps busy wait for each other, for minutes.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def shipped() -> dict[str, np.ndarray]:
     with np.load(SHIPPED, allow_pickle=False) as arrays:
         return dict(arrays)

@@ -11,15 +11,6 @@ from lockstep.errors import DataFileError
 from lockstep.recipes import text
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # Two threads on a core that something else keeps busy wait for each other, for minutes.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture
 def model() -> text.Transformer:
     torch.manual_seed(0)
