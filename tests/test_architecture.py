@@ -15,8 +15,8 @@ FLOORS = (
     "events",
     "processes",
     "devices",
-    "comm",
     "shards",
+    "comm",
     "reduce",
     "parallel",
     "data",
@@ -33,6 +33,7 @@ FLOORS = (
 
 PURE = (
     "lockstep.devices.choose",
+    "lockstep.comm.slices",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
     "lockstep.shards.tree",

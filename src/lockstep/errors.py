@@ -10,6 +10,9 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     |   +-- RunDirectoryError        a run directory that exists, or cannot be made
     |   +-- CheckpointError          a checkpoint that cannot be written or read
     +-- GroupError                   process groups: set-up, tear-down, use before set-up
+    |   +-- CollectiveMismatchError  ranks make different calls
+    |   +-- CollectiveTimeoutError   a call is not complete in time, and nobody was lost
+    |   +-- PeerLostError            a rank was killed, failed, or left while others need it
     +-- ParameterMismatchError       ranks wrap different models
     +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
     +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
@@ -52,6 +55,30 @@ class CheckpointError(UsageError):
 
 class GroupError(LockstepError):
     """A process group cannot be set up, or is used before it is."""
+
+
+class CollectiveMismatchError(GroupError):
+    """Ranks of a group make different calls, or the same call with different arguments."""
+
+
+class CollectiveTimeoutError(GroupError):
+    """A collective or a message is not complete in time, though nobody was lost."""
+
+
+class PeerLostError(GroupError):
+    """A rank was killed, failed with an exception, or left the group while others need it.
+
+    Attributes:
+        rank: Number of that rank in the group, or -1 when it is not known.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> "tuple[type[PeerLostError], tuple[str, int]]":
+        """Keep the rank when the error is sent to another process."""
+        return type(self), (str(self), self.rank)
 
 
 class ParameterMismatchError(LockstepError):

@@ -9,6 +9,9 @@ group, as the only worker.
 
 from lockstep.comm.broadcast import broadcast_tensors
 from lockstep.comm.group import destroy_process_group, init_process_group
+from lockstep.comm.shm import register
 from lockstep.comm.world import World, current_world
+
+register()
 
 __all__ = ["World", "broadcast_tensors", "current_world", "destroy_process_group", "init_process_group"]

@@ -1,0 +1,56 @@
+"""What ranks say to each other about a call, so that different calls are an error and not a sum of unrelated tensors.
+
+Pure: descriptions in, texts out. A description is a short line such as `all_reduce(sum, float32 [2, 3])`; ranks
+compare it byte for byte and a person reads it in the message.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+
+from lockstep.errors import CollectiveMismatchError
+
+LONGEST_CALL = 1000
+"""Bytes of the longest description."""
+
+
+@lru_cache(maxsize=4096)
+def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str = "") -> bytes:
+    """Describe a call in one line.
+
+    Args:
+        operation: Name of the collective, as in torch.distributed.
+        tensors: Dtype and shape of each tensor that must agree between ranks.
+        detail: What else must agree: the reduce operation, the root.
+    """
+    parts = [detail] if detail else []
+    parts += [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in tensors]
+    text = f"{operation}({', '.join(parts)})".encode()
+    if len(text) > LONGEST_CALL:
+        digest = hashlib.sha256(text).hexdigest()[:16]
+        text = text[: LONGEST_CALL - 60] + f"... {len(tensors)} tensors, digest {digest})".encode()
+    return text
+
+
+def explain_mismatch(calls: Mapping[int, bytes]) -> CollectiveMismatchError:
+    """Return the error for ranks that make different calls.
+
+    Args:
+        calls: Description of the call of every rank.
+    """
+    ranks: dict[bytes, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        ranks.setdefault(call, []).append(rank)
+    said = "; ".join(f"{_name_ranks(who)} {call.decode(errors='replace')}" for call, who in ranks.items())
+    return CollectiveMismatchError(
+        f"The ranks of the group do not make the same call: {said}. Every rank must make the same calls in the same "
+        "order, with tensors of the same shape and dtype. Nothing was exchanged."
+    )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} calls"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} call"

@@ -1,0 +1,18 @@
+"""The backend "shm": process groups over shared memory, for the CPU tensors of one host.
+
+A *round* is the step in which all ranks of a group hand each other data through their *outboxes*; a *channel* carries
+messages from one rank to another; a *heap* holds the tensors that the group hands out. What goes on between processes
+is ordered by semaphores alone. [Note: memory order]
+
+Invariants:
+
+- The memory has no name: it ends with the last process that has it.
+- Every call is described to every rank before data is used; ranks that mean different calls all raise.
+- A rank that waits looks, at least every 50 ms, whether the one it waits for still lives.
+- Whatever is reduced is added in the order of the tree over ranks. [Note: one order]
+"""
+
+from lockstep.comm.shm.backend import register
+from lockstep.comm.shm.group import ShmProcessGroup
+
+__all__ = ["ShmProcessGroup", "register"]

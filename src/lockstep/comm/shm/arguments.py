@@ -1,0 +1,89 @@
+"""What torch hands a process group, read: tensors in lists and in lists of lists, options objects, layouts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lockstep.comm.shm.arithmetic import Reduction
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether shared memory can carry the tensor: dense, on the CPU."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def read_one(tensors: Any) -> list[Tensor]:
+    """Return the one tensor that a collective takes, in a list.
+
+    Raises:
+        ValueError: There is not exactly one.
+    """
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(found) != 1:
+        raise ValueError(f"Expected one tensor, got {len(found)}.")
+    return found
+
+
+def read_list(tensors: Any) -> list[Tensor]:
+    """Return the tensors of a list that torch may have put into another list."""
+    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else list(tensors)
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements in order as one row: a view where they lie so, else a copy.
+
+    `data`, because a collective writes values without autograd's knowledge, as torch's own do.
+    """
+    return tensor.data.contiguous().view(-1)
+
+
+def premultiply(tensor: Tensor, how: Reduction, *, always_new: bool = False) -> Tensor:
+    """Return the elements in one row, times the factor of the reduction if it has one."""
+    flat = flatten(tensor)
+    if how.factor is None:
+        return flat
+    return flat * how.factor if always_new else flat.mul_(how.factor)
+
+
+def write_back(tensor: Tensor, flat: Tensor) -> None:
+    """Put the elements back where they do not lie in one row already."""
+    if not tensor.is_contiguous():
+        tensor.data.copy_(flat.view(tensor.shape))
+
+
+def describe_tensors(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
+    """Return what must agree between ranks about tensors."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def describe_message(tensor: Tensor) -> bytes:
+    """Describe what is sent: the shape may differ on the other side, not the dtype and the number of elements."""
+    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}".encode()
+
+
+def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
+    """Check that all have one dtype and number of elements.
+
+    Raises:
+        ValueError: One differs.
+    """
+    for other in others:
+        if other.dtype != tensor.dtype or other.numel() != tensor.numel():
+            raise ValueError(
+                f"{name}: a tensor is {other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}."
+            )
+
+
+def read_reduce_op(opts: Any) -> Any:
+    """Return the reduce operation of torch's options object, or the operation itself."""
+    if opts is None:
+        return ReduceOp.SUM
+    return getattr(opts, "reduceOp", opts)
+
+
+def read_root(opts: Any) -> int:
+    """Return the root of torch's options object, or the root itself."""
+    return int(opts if isinstance(opts, int) else getattr(opts, "rootRank", 0))

@@ -1,0 +1,166 @@
+"""Adding (or multiplying, or comparing) what the ranks hold, block by block, in the order of the tree.
+
+[Note: one order] Every reduction of this backend combines the ranks as `shards/tree.py` says, each element for itself.
+So the bits do not depend on which rank owns a slice, on the length of the message or on where a chunk begins, and an
+ordered all-reduce of one partial per rank is the plain one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lockstep.shards.tree import Node, add_in_tree_order
+
+Combine = Callable[..., Tensor]
+"""Takes two tensors and `out`."""
+
+_BLOCK_BYTES: Final = 128 << 10  # two operands and a result stay in a core's second-level cache
+_OVER_NUMBERS: Final[Mapping[Any, Combine]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_OVER_BOOLEANS: Final[Mapping[Any, Combine]] = {
+    ReduceOp.SUM: torch.logical_or,
+    ReduceOp.PRODUCT: torch.logical_and,
+    ReduceOp.MIN: torch.logical_and,
+    ReduceOp.MAX: torch.logical_or,
+    ReduceOp.BAND: torch.logical_and,
+    ReduceOp.BOR: torch.logical_or,
+    ReduceOp.BXOR: torch.logical_xor,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A reduce operation over tensors of one dtype."""
+
+    name: str
+    """The operation's name in lower case, as in messages."""
+    combine: Combine
+    """Combines two operands."""
+    is_average: bool
+    """Whether the result is divided by the number of ranks."""
+    factor: float | Tensor | None
+    """What each rank's values are multiplied by first, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One addition: registers 0 .. n-1 are the operands, then scratch; -1 is the result."""
+
+    left: int
+    right: int
+    target: int
+
+
+def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
+    """Return how `op` reduces values of `dtype`.
+
+    Raises:
+        TypeError: The operation makes no sense for the dtype, or torch cannot do it.
+    """
+    # The state is how torch pickles the operation: its kind, and the factor of PREMUL_SUM.
+    state: Any = op.__getstate__() if isinstance(op, ReduceOp) else (op, None)
+    kind, factor = state
+    return _reduction(kind, dtype) if factor is None else _with_factor(_reduction(kind, dtype), factor)
+
+
+def reduce_into(out: Tensor, parts: Sequence[Tensor], how: Reduction, copies: Sequence[Tensor] = ()) -> None:
+    """Reduce `parts`, in rank order, into `out` and then copy the result to `copies`, one block at a time.
+
+    Args:
+        out: Flat; may be one of the parts.
+        parts: Flat tensors of its length and dtype, one per rank.
+        how: The reduction.
+        copies: Flat tensors of the same length; any of the parts but not overlapping in another way.
+    """
+    if out.numel() == 0:
+        return
+    steps = schedule(len(parts))
+    block = max(_BLOCK_BYTES // out.element_size(), 1)
+    columns = [tensor.split(block) for tensor in (*parts, out, *copies)]
+    scratch = [torch.empty_like(columns[0][0]) for _ in range(_num_scratch(steps, len(parts)))]
+    for row in zip(*columns, strict=True):
+        _reduce_block(row[: len(parts)], row[len(parts)], scratch, steps, how)
+        for copy in row[len(parts) + 1 :]:
+            copy.copy_(row[len(parts)])
+
+
+def _reduce_block(
+    parts: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], steps: Sequence[_Step], how: Reduction
+) -> None:
+    length = out.numel()
+    registers = [*parts, *(space[:length] for space in scratch)]
+    for step in steps:
+        target = out if step.target < 0 else registers[step.target]
+        how.combine(registers[step.left], registers[step.right], out=target)
+    if not steps:
+        out.copy_(parts[0])
+    if how.is_average:
+        if out.is_floating_point() or out.is_complex():
+            out.div_(len(parts))
+        else:
+            torch.div(out, len(parts), rounding_mode="trunc", out=out)
+
+
+@lru_cache(maxsize=128)
+def schedule(num_parts: int) -> tuple[_Step, ...]:
+    """Return the additions that combine `num_parts` operands in tree order, the last one into the result.
+
+    Only the last writes the result, so that it may lie where an operand lies.
+    """
+    steps: list[_Step] = []
+    free: list[int] = []
+    used = num_parts
+
+    def add(left: int, right: int) -> int:
+        nonlocal used
+        free.extend(register for register in (left, right) if register >= num_parts)
+        if free:
+            target = free.pop()
+        else:
+            target, used = used, used + 1
+        steps.append(_Step(left, right, target))
+        return target
+
+    leaves: dict[Node, int] = {(part, part + 1): part for part in range(num_parts)}
+    add_in_tree_order(leaves, num_parts, add)
+    if steps:
+        steps[-1] = _Step(steps[-1].left, steps[-1].right, -1)
+    return tuple(steps)
+
+
+def _num_scratch(steps: Sequence[_Step], num_parts: int) -> int:
+    return max((step.target + 1 - num_parts for step in steps), default=0) if steps else 0
+
+
+@lru_cache(maxsize=256)
+def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
+    name = str(kind).rpartition(".")[2].lower()
+    combine = (_OVER_BOOLEANS if dtype is torch.bool else _OVER_NUMBERS).get(kind)
+    if combine is None:
+        raise TypeError(f"ReduceOp.{name.upper()} has no meaning for {dtype}; cast the tensor to a number type first.")
+    probe = torch.zeros(1, dtype=dtype)
+    try:
+        combine(probe, probe, out=probe)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"ReduceOp.{name.upper()} does not work on {dtype} tensors on the CPU ({error}). Cast the tensor first."
+        ) from error
+    return Reduction(name=name, combine=combine, is_average=kind == ReduceOp.AVG, factor=None)
+
+
+def _with_factor(how: Reduction, factor: float | Tensor) -> Reduction:
+    return Reduction(name=how.name, combine=how.combine, is_average=how.is_average, factor=factor)

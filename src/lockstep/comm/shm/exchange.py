@@ -1,0 +1,87 @@
+"""Rounds: the one way in which the ranks of a group hand each other data.
+
+In a round every rank writes into its outbox, all tell each other so (`swap`), and then each reads from the others'.
+There are two outboxes per rank, used in turn, so one swap per round is enough:
+
+    rank 0   write A0 | swap 0 | read A1, write B0 | swap 1 | read B1, write A0 | swap 2 | ...
+    rank 1   write A1 | swap 0 | read A0, write B1 | swap 1 | read B0, write A1 | swap 2 | ...
+
+A is written again only after swap 1, and a rank comes to swap 1 only when it has read A. The first round of a call
+carries its description, and every rank compares all of them: either all go on or all raise.
+"""
+
+import ctypes
+import struct
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
+from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.peers import Peers
+
+NOWHERE = -1
+"""The location of a tensor that is not in the group's memory."""
+
+
+@final
+class Exchange:
+    """The rounds of one group, on one rank."""
+
+    def __init__(self, memory: Memory, peers: Peers) -> None:
+        self.rank = peers.rank
+        self.size = peers.size
+        self.outbox_bytes = memory.layout.outbox_bytes
+        self.memory = memory
+        self._peers = peers
+        self._parity = 0
+        self._call = b""
+        self._pages = [
+            [memory.address + memory.layout.call(rank, parity) for rank in range(peers.size)] for parity in (0, 1)
+        ]
+
+    def outbox(self, dtype: torch.dtype) -> Tensor:
+        """Return what this rank writes before the next swap, as a flat tensor."""
+        return self.memory.outbox(self.rank, self._parity, dtype)
+
+    def inbox(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """Return what `rank` wrote before the last swap, as a flat tensor; to be read before the next swap."""
+        return self.memory.outbox(rank, 1 - self._parity, dtype)
+
+    def swap(self) -> None:
+        """End a round (collective)."""
+        self._peers.swap(self._call)
+        self._parity = 1 - self._parity
+
+    def agree(self, call: bytes, location: int = NOWHERE) -> list[int]:
+        """End the first round of a call, in which every rank says what it calls (collective).
+
+        Args:
+            call: Description of the call.
+            location: Where in this rank's heap the call's tensor lies.
+
+        Returns:
+            The location that each rank gave.
+
+        Raises:
+            CollectiveMismatchError: On every rank alike: the ranks do not make the same call.
+        """
+        self._call = call
+        pages = self._pages[self._parity]
+        page = struct.pack("<qi", location, len(call)) + call
+        ctypes.memmove(pages[self.rank], page, len(page))
+        self.swap()
+        locations = [location] * self.size
+        for rank, address in enumerate(pages):
+            if rank != self.rank:
+                other = ctypes.string_at(address, len(page))
+                if other[8:] != page[8:]:
+                    raise explain_mismatch({peer: _read_call(where) for peer, where in enumerate(pages)})
+                locations[rank] = struct.unpack_from("<q", other)[0]
+        return locations
+
+
+def _read_call(address: int) -> bytes:
+    length = struct.unpack("<i", ctypes.string_at(address + 8, 4))[0]
+    return ctypes.string_at(address + 12, min(max(length, 0), LONGEST_CALL))

@@ -1,0 +1,501 @@
+"""The process group over shared memory: torch's collectives, on the rounds and channels of this room.
+
+`ProcessGroup` is torch's interface for a group written in Python: Python calls these methods directly, torch's C++ code
+(its DistributedDataParallel, functional collectives) through a trampoline. What has no form in shared memory (sparse
+tensors, tensors on other devices) goes to an inner group of a backend that has one.
+
+Every method has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it; every rank of
+the group must call, `send` and `recv` excepted. All raise, beside what a bad argument raises:
+
+- `CollectiveMismatchError` on every rank alike, if ranks make different calls; the group stays usable;
+- `PeerLostError`, if a rank is lost; the group is broken then, and later calls raise the same;
+- `CollectiveTimeoutError`, if the group's timeout passes; likewise.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+
+from lockstep.comm.calls import describe_call
+from lockstep.comm.shm import collectives
+from lockstep.comm.shm.arguments import (
+    check_alike,
+    describe_message,
+    describe_tensors,
+    flatten,
+    is_plain,
+    premultiply,
+    read_list,
+    read_one,
+    read_reduce_op,
+    read_root,
+    write_back,
+)
+from lockstep.comm.shm.arithmetic import Reduction, reduction
+from lockstep.comm.shm.exchange import Exchange
+from lockstep.comm.shm.inner import InnerGroups
+from lockstep.comm.shm.lane import Lane
+from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.mailbox import Mailbox
+from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.rendezvous import Meeting
+from lockstep.errors import CollectiveMismatchError, GroupError
+
+_CLOSING_SECONDS: Final = 1.0
+
+
+@final
+class ShmProcessGroup(ProcessGroup):
+    """A group of processes of one host, over shared memory.
+
+    Args:
+        store: A store of this group alone.
+        rank: Number of this process in the group.
+        meeting: What the ranks have when they have met.
+        layout: What their shared file looks like.
+        timeout: How long a call may take.
+    """
+
+    def __init__(self, store: Store, rank: int, meeting: Meeting, layout: Layout, timeout: timedelta) -> None:
+        super().__init__(rank, layout.size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._store = store
+        self._memory = Memory(meeting.descriptor, layout, rank)
+        self._peers = Peers(self._memory, rank, meeting.pidfds, meeting.pids, timeout.total_seconds())
+        self._exchange = Exchange(self._memory, self._peers)
+        self._lane = Lane("lockstep-collectives")
+        self._mailbox = Mailbox(self._memory, self._peers)
+        self._inner = InnerGroups(PrefixStore("inner", store), rank, layout.size, timeout)
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._inner.gloo)
+        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._close = weakref.finalize(
+            self, _close, os.getpid(), self._peers, self._memory, self._lane, self._mailbox, self._inner
+        )
+
+    # -- Collectives ---------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree."""
+        (tensor,) = tensors = read_one(tensors)
+        if not is_plain(tensor):
+            return self._elsewhere("allreduce", tensors, (tensors, opts), opts)
+        how = reduction(read_reduce_op(opts), tensor.dtype)
+        call = describe_call("all_reduce", ((tensor.dtype, tensor.shape),), how.name)
+
+        def action() -> None:
+            flat = premultiply(tensor, how)
+            collectives.all_reduce(self._exchange, flat, how, call)
+            write_back(tensor, flat)
+
+        return self._start(call, action, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        """Do `allreduce` for each tensor, as one call."""
+        hows = [reduction(read_reduce_op(opts), tensor.dtype) for tensor in tensors]
+        call = describe_call("all_reduce_coalesced", describe_tensors(tensors), hows[0].name if hows else "")
+
+        def action() -> None:
+            for tensor, how in zip(tensors, hows, strict=True):
+                flat = premultiply(tensor, how)
+                collectives.all_reduce(self._exchange, flat, how, call)
+                write_back(tensor, flat)
+
+        return self._start(call, action, tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        """Replace one tensor by the root's."""
+        (tensor,) = tensors = read_one(tensors)
+        if not is_plain(tensor):
+            return self._elsewhere("broadcast", tensors, (tensors, opts), opts)
+        root = read_root(opts)
+        call = describe_call("broadcast", ((tensor.dtype, tensor.shape),), f"from rank {root}")
+
+        def action() -> None:
+            flat = flatten(tensor)
+            collectives.broadcast(self._exchange, flat, root, call)
+            write_back(tensor, flat)
+
+        return self._start(call, action, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Work:
+        """Replace one tensor, on the root, by its reduction over all ranks."""
+        (tensor,) = tensors = read_one(tensors)
+        if not is_plain(tensor):
+            return self._elsewhere("reduce", tensors, (tensors, opts, *rest), opts)
+        root = read_root(opts)
+        how = reduction(read_reduce_op(rest[0] if rest else opts), tensor.dtype)
+        call = describe_call("reduce", ((tensor.dtype, tensor.shape),), f"{how.name}, to rank {root}")
+
+        def action() -> None:
+            flat = premultiply(tensor, how, always_new=self.rank() != root)
+            collectives.reduce(self._exchange, flat, how, root, call)
+            if self.rank() == root:
+                write_back(tensor, flat)
+
+        return self._start(call, action, tensors, opts)
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Collect one tensor of every rank, in rank order, in a list of tensors of its shape."""
+        (tensor,), outputs = read_one(input_tensors), read_list(output_tensors)
+        self._check_count("all_gather", "output", outputs)
+        if not is_plain(tensor):
+            return self._elsewhere("allgather", outputs, (output_tensors, input_tensors, opts), opts)
+        check_alike("all_gather", tensor, outputs)
+        call = describe_call("all_gather", ((tensor.dtype, tensor.shape),))
+        return self._start(call, lambda: self._gather(outputs, tensor, call), outputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002 - torch's name
+        """Collect one tensor of every rank, one after another in rank order, in one tensor."""
+        if not is_plain(input):
+            return self._elsewhere("_allgather_base", [output], (output, input, opts), opts)
+        self._check_whole("all_gather_into_tensor", output, input)
+        call = describe_call("all_gather_into_tensor", ((input.dtype, input.shape),))
+        return self._start(call, lambda: self._gather_single(output, input, call), [output], opts)
+
+    def allgather_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Do `allgather` for each input, as one call; `output_tensors[rank][i]` takes input i of that rank."""
+        call = describe_call("all_gather_coalesced", describe_tensors(input_tensors))
+        everything = [tensor for row in output_tensors for tensor in row]
+
+        def action() -> None:
+            for number, tensor in enumerate(input_tensors):
+                self._gather([row[number] for row in output_tensors], tensor, call)
+
+        return self._start(call, action, everything, opts)
+
+    def all_gather_single_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Do `all_gather_single` for each pair, as one call."""
+        for output, tensor in zip(output_tensors, input_tensors, strict=True):
+            self._check_whole("all_gather_into_tensor_coalesced", output, tensor)
+        call = describe_call("all_gather_into_tensor_coalesced", describe_tensors(input_tensors))
+
+        def action() -> None:
+            for output, tensor in zip(output_tensors, input_tensors, strict=True):
+                self._gather_single(output, tensor, call)
+
+        return self._start(call, action, output_tensors, opts)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Reduce the r-th tensor of every rank's list into the output of rank r."""
+        (output,), inputs = read_one(output_tensors), read_list(input_tensors)
+        self._check_count("reduce_scatter", "input", inputs)
+        if not is_plain(output):
+            return self._elsewhere("reduce_scatter", [output], (output_tensors, input_tensors, opts), opts)
+        check_alike("reduce_scatter", output, inputs)
+        how = reduction(read_reduce_op(opts), output.dtype)
+        call = describe_call("reduce_scatter", ((output.dtype, output.shape),), how.name)
+        return self._start(call, lambda: self._reduce_scatter(output, inputs, how, call), [output], opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        """Reduce one tensor, cut into one equal piece per rank, so that rank r has piece r of the result."""
+        if not is_plain(output):
+            return self._elsewhere("_reduce_scatter_base", [output], (output, input, opts), opts)
+        self._check_whole("reduce_scatter_tensor", input, output)
+        how = reduction(read_reduce_op(opts), output.dtype)
+        call = describe_call("reduce_scatter_tensor", ((output.dtype, output.shape),), how.name)
+        return self._start(call, lambda: self._reduce_scatter_single(output, input, how, call), [output], opts)
+
+    def reduce_scatter_single_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Do `reduce_scatter_single` for each pair, as one call."""
+        for output, tensor in zip(output_tensors, input_tensors, strict=True):
+            self._check_whole("reduce_scatter_tensor_coalesced", tensor, output)
+        hows = [reduction(read_reduce_op(opts), output.dtype) for output in output_tensors]
+        call = describe_call(
+            "reduce_scatter_tensor_coalesced", describe_tensors(output_tensors), hows[0].name if hows else ""
+        )
+
+        def action() -> None:
+            for output, tensor, how in zip(output_tensors, input_tensors, hows, strict=True):
+                self._reduce_scatter_single(output, tensor, how, call)
+
+        return self._start(call, action, output_tensors, opts)
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Send the q-th input to rank q, and take the r-th output from rank r; shapes may differ by pair."""
+        self._check_count("all_to_all", "output", output_tensors)
+        self._check_count("all_to_all", "input", input_tensors)
+        if not all(map(is_plain, input_tensors)):
+            return self._elsewhere("alltoall", output_tensors, (output_tensors, input_tensors, opts), opts)
+        call = describe_call("all_to_all", ((input_tensors[0].dtype, torch.Size([])),))
+
+        def action() -> None:
+            flats = [flatten(output) for output in output_tensors]
+            collectives.all_to_all(self._exchange, flats, [flatten(piece) for piece in input_tensors], call)
+            for output, flat in zip(output_tensors, flats, strict=True):
+                write_back(output, flat)
+
+        return self._start(call, action, output_tensors, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - torch's name
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """Do `alltoall` with the rows of one tensor: equal shares, or as many rows per rank as the splits say."""
+        if not is_plain(input):
+            arguments = (output, input, output_split_sizes, input_split_sizes, opts)
+            return self._elsewhere("alltoall_base", [output], arguments, opts)
+        sent = self._split_sizes("input", input, input_split_sizes)
+        received = self._split_sizes("output", output, output_split_sizes)
+        row = torch.Size(input.shape[1:]) if input.dim() else torch.Size([])
+        call = describe_call("all_to_all_single", ((input.dtype, torch.Size([])),), f"rows of {list(row)}")
+
+        def action() -> None:
+            flat = flatten(output)
+            pieces = flatten(input).split(sent)
+            collectives.all_to_all(self._exchange, flat.split(received), pieces, call)
+            write_back(output, flat)
+
+        return self._start(call, action, [output], opts)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Collect one tensor of every rank, in rank order, on the root."""
+        (tensor,), outputs, root = read_one(input_tensors), read_list(output_tensors), read_root(opts)
+        if not is_plain(tensor):
+            return self._elsewhere("gather", outputs, (output_tensors, input_tensors, opts), opts)
+        if self.rank() == root:
+            self._check_count("gather", "output", outputs)
+            check_alike("gather", tensor, outputs)
+        elif outputs:
+            raise ValueError(f"gather to rank {root}: rank {self.rank()} gives output tensors, expected none.")
+        call = describe_call("gather", ((tensor.dtype, tensor.shape),), f"to rank {root}")
+        return self._start(call, lambda: self._gather(outputs or None, tensor, call), outputs, opts)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Give every rank one tensor of the root's list."""
+        (output,), inputs, root = read_one(output_tensors), read_list(input_tensors), read_root(opts)
+        if not is_plain(output):
+            return self._elsewhere("scatter", [output], (output_tensors, input_tensors, opts), opts)
+        if self.rank() == root:
+            self._check_count("scatter", "input", inputs)
+            check_alike("scatter", output, inputs)
+        elif inputs:
+            raise ValueError(f"scatter from rank {root}: rank {self.rank()} gives input tensors, expected none.")
+        call = describe_call("scatter", ((output.dtype, output.shape),), f"from rank {root}")
+
+        def action() -> None:
+            flat = flatten(output)
+            sources = [flatten(piece) for piece in inputs] if self.rank() == root else None
+            collectives.scatter(self._exchange, flat, sources, root, call)
+            write_back(output, flat)
+
+        return self._start(call, action, [output], opts)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when every rank has come here."""
+        call = describe_call("barrier", ())
+        return self._start(call, lambda: self._agree(call), [], opts)
+
+    # Names of torch before 2.13, which its C++ code and other libraries still call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- Messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
+        """Send one tensor to rank `dst`; complete when it was received."""
+        (tensor,) = tensors = read_one(tensors)
+        if not is_plain(tensor):
+            return self._inner.send(tensors, dst, tag)
+        self._check_usable()
+        return self._mailbox.send(collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
+        """Receive one tensor of rank `src`, of the dtype and number of elements that it sends."""
+        (tensor,) = tensors = read_one(tensors)
+        if not is_plain(tensor):
+            return self._inner.recv(tensors, src, tag)
+        return self._receive(tensor, [src], tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Receive one tensor of whichever rank sends one with this tag first."""
+        (tensor,) = read_one(tensors)
+        return self._receive(tensor, [peer for peer in range(self.size()) if peer != self.rank()], tag)
+
+    # -- Memory --------------------------------------------------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether `allocate_tensor` works for the device: for the CPU."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return a flat tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local).
+
+        Args:
+            size: Number of elements.
+            dtype: Their dtype.
+            device: The CPU, or None.
+
+        Raises:
+            ValueError: Another device.
+        """
+        if device is not None and device.type != "cpu":
+            raise ValueError(f"The shm backend allocates on the CPU, not on {device}.")
+        return self._memory.allocate(size, dtype)
+
+    # -- Life ----------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return `"shm"`."""
+        return "shm"
+
+    def get_group_store(self) -> Store:
+        """Return the store that the group was made with (local)."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a call may take (local)."""
+        self._peers.timeout_seconds = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of `error` (local)."""
+        self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+
+    def abort(self) -> None:
+        """Leave the group at once; calls under way fail here and on the other ranks (local)."""
+        self._peers.leave(PeerState.FAILED, "it aborted the group")
+        self._peers.broken = GroupError(f"Rank {self.rank()} has aborted this group.")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the group and give back its memory and descriptors; torch calls it on destroy (local)."""
+        self._close()
+
+    # -- Within --------------------------------------------------------------------------------------------------
+
+    def _start(self, call: bytes, action: Callable[[], None], tensors: Sequence[Tensor], opts: Any) -> Work:
+        self._check_usable()
+
+        def guarded() -> None:
+            self._check_usable()
+            try:
+                action()
+            except CollectiveMismatchError:
+                raise  # on every rank alike, between two rounds: the group is as good as before
+            except GroupError:
+                raise  # told to the others where it was found
+            except BaseException as error:
+                # Without this the others would wait for rounds that never come.
+                self.fail(error)
+                self._peers.broken = GroupError(f"{call.decode()} ended with {type(error).__name__} on this rank.")
+                raise
+
+        run = guarded
+        if any(tensor.is_inference() for tensor in tensors):
+            run = torch.inference_mode()(guarded)
+        if getattr(opts, "asyncOp", True):
+            return self._lane.put(run, tensors)
+        return self._lane.run(run, tensors)
+
+    def _check_usable(self) -> None:
+        if self._peers.broken is not None:
+            raise self._peers.broken
+        if not self._close.alive:
+            raise GroupError("This process group was destroyed; make a new one to go on.")
+
+    def _agree(self, call: bytes) -> None:
+        self._exchange.agree(call)
+
+    def _gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, call: bytes) -> None:
+        flats = None if outputs is None else [flatten(output) for output in outputs]
+        collectives.gather(self._exchange, flats, flatten(tensor), call)
+        for output, flat in zip(outputs or (), flats or (), strict=True):
+            write_back(output, flat)
+
+    def _gather_single(self, output: Tensor, tensor: Tensor, call: bytes) -> None:
+        flat = flatten(output)
+        pieces = flat.split(max(tensor.numel(), 1)) if flat.numel() else [flat] * self.size()
+        collectives.gather(self._exchange, pieces, flatten(tensor), call)
+        write_back(output, flat)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes) -> None:
+        flat = flatten(output)
+        pieces = [premultiply(piece, how, always_new=True) for piece in inputs]
+        collectives.reduce_scatter(self._exchange, flat, pieces, how, call)
+        write_back(output, flat)
+
+    def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, how: Reduction, call: bytes) -> None:
+        flat, whole = flatten(output), premultiply(tensor, how, always_new=True)
+        pieces = whole.split(max(flat.numel(), 1)) if whole.numel() else [whole] * self.size()
+        collectives.reduce_scatter(self._exchange, flat, pieces, how, call)
+        write_back(output, flat)
+
+    def _receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> Work:
+        self._check_usable()
+        flat = flatten(tensor)
+        return self._mailbox.receive(
+            collectives.as_bytes(flat),
+            sources,
+            tag,
+            describe_message(tensor),
+            [tensor],
+            lambda: write_back(tensor, flat),
+        )
+
+    def _elsewhere(self, name: str, tensors: Sequence[Tensor], arguments: tuple[Any, ...], opts: Any) -> Work:
+        """Let an inner group do what has no form in shared memory; first the ranks agree that all mean this."""
+        tensor = tensors[0] if tensors else torch.empty(0)
+        if tensor.device.type != "cpu":
+            return self._inner.call(tensor.device, name, arguments)
+        detail = f"sparse, {arguments[-1].reduceOp}" if hasattr(arguments[-1], "reduceOp") else "sparse"
+        call = describe_call(name, ((tensor.dtype, tensor.shape),), detail)
+
+        def action() -> None:
+            self._exchange.agree(call)
+            self._inner.call(tensor.device, name, arguments).wait()
+
+        return self._start(call, action, tensors, opts)
+
+    def _check_count(self, name: str, role: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(f"{name}: {len(tensors)} {role} tensors, expected one per rank of {self.size()}.")
+
+    def _check_whole(self, name: str, whole: Tensor, piece: Tensor) -> None:
+        if whole.numel() != piece.numel() * self.size() or whole.dtype != piece.dtype:
+            raise ValueError(
+                f"{name}: one tensor is {whole.dtype} {list(whole.shape)} and the other {piece.dtype} "
+                f"{list(piece.shape)}; the first must have the dtype and {self.size()} times the elements of the other."
+            )
+
+    def _split_sizes(self, role: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % self.size():
+                raise ValueError(f"all_to_all_single: {rows} {role} rows do not divide among {self.size()} ranks.")
+            splits = [rows // self.size()] * self.size()
+        if len(splits) != self.size() or sum(splits) != rows:
+            raise ValueError(
+                f"all_to_all_single: {role} splits {list(splits)} must be {self.size()} numbers that add up to {rows}."
+            )
+        row = tensor.numel() // max(rows, 1)
+        return [count * row for count in splits]
+
+
+def _close(  # everything but the group itself, which this must not keep alive
+    pid: int, peers: Peers, memory: Memory, lane: Lane, mailbox: Mailbox, inner: InnerGroups
+) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has copies of these, but is no member
+    peers.leave(PeerState.LEFT)
+    if peers.broken is None:
+        peers.broken = GroupError("This process group was destroyed; make a new one to go on.")
+    lane.close(_CLOSING_SECONDS)
+    mailbox.close(_CLOSING_SECONDS)
+    inner.close()
+    peers.close()
+    memory.close()

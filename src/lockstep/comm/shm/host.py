@@ -1,0 +1,33 @@
+"""Which processes may share memory: those of one user under one kernel that see the same processes and sockets."""
+
+import os
+import sys
+from pathlib import Path
+
+_NAMESPACES = ("pid", "net", "user")
+
+
+def host_identity() -> str:
+    """Return a text that is equal for two processes exactly if they can share memory.
+
+    It is made of the boot of the kernel, the namespaces and the user; host names and LOCAL_WORLD_SIZE say something
+    else. A process that cannot share memory with anyone returns a text that starts with `"alone"` and says why.
+    """
+    reason = _why_not()
+    if reason:
+        return f"alone, {reason}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
+    return f"boot {boot} {spaces} uid {os.geteuid()}"
+
+
+def _why_not() -> str:
+    if sys.platform != "linux":
+        return f"shared memory without names needs Linux, not {sys.platform}"
+    try:
+        os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.close(os.pidfd_open(os.getpid()))
+        Path("/proc/self/ns/pid").readlink()
+    except OSError as error:
+        return f"this kernel or container lacks a call: {error}"
+    return ""

@@ -1,0 +1,68 @@
+"""Groups of other backends within a shared-memory group, for what has no form in shared memory."""
+
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+
+from lockstep.errors import GroupError
+
+_LOOPBACK = "127.0.0.1"
+
+
+@final
+class InnerGroups:
+    """Gloo for sparse CPU tensors, connected when first used; NCCL for CUDA tensors, made when first used."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
+        options = gloo._Options()  # noqa: SLF001 - torch has no public way to choose the interface
+        # All ranks are on this host: the loopback works without a network or a host name that resolves.
+        options._devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        self.gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+        self._nccl: Any = None
+
+    def call(self, device: torch.device, name: str, arguments: tuple[Any, ...]) -> Work:
+        """Do the collective `name` on the backend for `device`."""
+        work: Work = getattr(self._on(device), name)(*(value for value in arguments if value is not None))
+        return work
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        """Send by the backend for the tensor's device."""
+        work: Work = self._on(tensors[0].device).send(tensors, dst, tag)
+        return work
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        """Receive by the backend for the tensor's device."""
+        work: Work = self._on(tensors[0].device).recv(tensors, src, tag)
+        return work
+
+    def close(self) -> None:
+        """Let go of them."""
+        self.gloo = None
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None
+
+    def _on(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return self.gloo
+        if device.type != "cuda" or not dist.is_nccl_available():
+            raise GroupError(
+                f"The shm backend carries CPU tensors, and this torch has no NCCL for {device}. Move the tensor to the "
+                "CPU, or make the group with a backend for that device."
+            )
+        if self._nccl is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout  # noqa: SLF001 - torch has no public name for it
+            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
+        return self._nccl

@@ -1,0 +1,98 @@
+"""Sends and receives of one rank: a lane and a channel for each peer and direction, made when first used."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch import Tensor
+from torch.distributed import Work
+
+from lockstep.comm.shm.channels import Receiver, Sender
+from lockstep.comm.shm.lane import Lane
+from lockstep.comm.shm.layout import MAIL
+from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.peers import Peers
+
+
+@final
+class Mailbox:
+    """What sends and receives for one rank."""
+
+    def __init__(self, memory: Memory, peers: Peers) -> None:
+        self._memory = memory
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._senders: dict[int, tuple[Lane, Sender]] = {}
+        self._receivers: dict[int, tuple[Lane, Receiver]] = {}
+        self._from_any = Lane("lockstep-receive")
+        self._mail = peers.semaphore(MAIL, peers.rank, peers.rank)
+
+    def send(self, data: Tensor, target: int, tag: int, kind: bytes, tensors: Sequence[Tensor]) -> Work:
+        """Send flat bytes to a rank."""
+        with self._lock:
+            if target not in self._senders:
+                self._senders[target] = (Lane("lockstep-send"), Sender(self._memory, self._peers, target))
+            lane, sender = self._senders[target]
+        call = f"send({kind.decode()}, to rank {target}, tag {tag})".encode()
+        return lane.put(lambda: sender.send(data, tag, kind, call), tensors)
+
+    def receive(
+        self,
+        place: Tensor,
+        sources: Sequence[int],
+        tag: int,
+        kind: bytes,
+        tensors: Sequence[Tensor],
+        finish: Callable[[], None],
+    ) -> Work:
+        """Receive flat bytes from one rank, or from any of several.
+
+        Args:
+            place: Where they go.
+            sources: Who may send them.
+            tag: The message's tag.
+            kind: Description of the tensor.
+            tensors: What the work holds when it is done.
+            finish: Called when the bytes are there.
+        """
+        who = f"rank {sources[0]}" if len(sources) == 1 else "any rank"
+        call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
+
+        def from_one() -> int:
+            self._receivers[sources[0]][1].receive(place, tag, kind, call)
+            finish()
+            return sources[0]
+
+        def from_any() -> int:
+            source = self._wait_for_any(place, sources, tag, kind, call)
+            finish()
+            return source
+
+        for source in sources:
+            self._open(source)
+        if len(sources) == 1:
+            return self._receivers[sources[0]][0].put(from_one, tensors)
+        return self._from_any.put(from_any, tensors)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Run nothing more."""
+        for lane, _ in (*self._senders.values(), *self._receivers.values()):
+            lane.close(timeout_seconds)
+        self._from_any.close(timeout_seconds)
+        self._senders.clear()
+        self._receivers.clear()
+
+    def _open(self, source: int) -> None:
+        with self._lock:
+            if source not in self._receivers:
+                lane = Lane("lockstep-receive")
+                self._receivers[source] = (lane, Receiver(self._memory, self._peers, source))
+
+    def _wait_for_any(self, place: Tensor, sources: Sequence[int], tag: int, kind: bytes, call: bytes) -> int:
+        while True:
+            for source in sources:
+                lane, receiver = self._receivers[source]
+                with lane.turn_if_free() as is_mine:
+                    if is_mine and receiver.try_receive(place, tag, kind, call):
+                        return source
+            self._peers.wait_for_any(sources, self._mail, call)

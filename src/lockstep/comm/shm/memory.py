@@ -1,0 +1,142 @@
+"""The memory of a group: one anonymous file, mapped where it is needed.
+
+The file has no name anywhere (`memfd_create`): when the last process that has it ends, however it ends, it is gone.
+It is sealed, so no process can shrink it under another's feet.
+
+Mappings are never closed by hand: a tensor keeps the mapping under it alive, and the last one to go unmaps it. So a
+bucket outlives its group without harm.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections import OrderedDict
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.shm import semaphores
+from lockstep.comm.shm.layout import PAGE, Layout
+
+_SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
+_PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
+_NUM_PEER_MAPPINGS: Final = 256
+
+
+def create_file(layout: Layout) -> int:
+    """Make the file of a group, with its semaphores, and return its descriptor; only this user can open it.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, layout.total_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        address = _address(mapping := mmap.mmap(descriptor, layout.state(0)))
+        for place in layout.semaphores():
+            semaphores.create(address + place)
+        del mapping
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@final
+class Memory:
+    """What one rank sees of its group's file."""
+
+    def __init__(self, descriptor: int, layout: Layout, rank: int) -> None:
+        self.layout = layout
+        self._descriptor = descriptor
+        self._rank = rank
+        self._control = mmap.mmap(descriptor, layout.control_bytes)
+        self.address = _address(self._control)
+        """Where the control area begins."""
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._heap_used = 0
+        self._heap: dict[int, tuple[int, int]] = {}
+        self._peer_mappings: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()
+
+    def outbox(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
+        """Return an outbox as a flat tensor."""
+        key = (rank, parity, dtype)
+        view = self._views.get(key)
+        if view is None:
+            layout = self.layout
+            count = layout.outbox_bytes // dtype.itemsize
+            view = torch.frombuffer(self._control, dtype=dtype, count=count, offset=layout.outbox(rank, parity))
+            self._views[key] = view
+        return view
+
+    def map_channel(self, source: int, target: int) -> mmap.mmap:
+        """Map the channel from one rank to another."""
+        layout = self.layout
+        return mmap.mmap(self._descriptor, layout.channel_bytes, offset=layout.channel(source, target))
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of zeros that lies in this rank's heap, where its peers can map it.
+
+        The pages go back to the system when the tensor and all that view it are gone.
+        """
+        length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
+        offset = self._heap_used
+        self._heap_used += length
+        start = self.layout.heap(self._rank) + offset
+        mapping = mmap.mmap(self._descriptor, length, offset=start)
+        address = _address(mapping)
+        self._heap[address] = (offset, length)
+        weakref.finalize(mapping, _release, weakref.ref(self), address, start, length).atexit = False
+        return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
+
+    def locate(self, flat: Tensor) -> int:
+        """Return where in this rank's heap a contiguous tensor begins, or -1 if it does not lie there."""
+        if not self._heap:
+            return -1
+        base = flat.untyped_storage().data_ptr()
+        found = self._heap.get(base)
+        return -1 if found is None else found[0] + flat.data_ptr() - base
+
+    def peer_tensor(self, rank: int, location: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the tensor at `location` of another rank's heap."""
+        start = location // PAGE * PAGE
+        length = -(-(location + num_elements * dtype.itemsize - start) // PAGE) * PAGE
+        key = (self.layout.heap(rank) + start, length)
+        mapping = self._peer_mappings.pop(key, None)
+        if mapping is None:
+            mapping = mmap.mmap(self._descriptor, length, offset=key[0])
+            if len(self._peer_mappings) >= _NUM_PEER_MAPPINGS:
+                self._peer_mappings.popitem(last=False)
+        self._peer_mappings[key] = mapping
+        return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=location - start)
+
+    def close(self) -> None:
+        """Close the descriptor and let go of the mappings; tensors that were handed out stay usable."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self._views.clear()
+        self._peer_mappings.clear()
+
+    def forget(self, address: int, start: int, length: int) -> None:
+        """Give the pages of an allocation back to the system."""
+        self._heap.pop(address, None)
+        if self._descriptor >= 0:
+            ctypes.CDLL(None).fallocate(
+                self._descriptor, _PUNCH_HOLE, ctypes.c_longlong(start), ctypes.c_longlong(length)
+            )
+
+
+def _release(memory: "weakref.ref[Memory]", address: int, start: int, length: int) -> None:
+    alive = memory()
+    if alive is not None:
+        alive.forget(address, start, length)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,0 +1,230 @@
+"""The other ranks of a group: telling them, waiting for them, and noticing when they are gone.
+
+A wait spins briefly where every rank has a core, then sleeps in the kernel in slices; after each slice it looks at what
+the peer says of itself in its state page and whether its process still lives.
+
+    state page of a rank:   state | lost rank | length, text: why it left | length, text: what it waits for
+"""
+
+import ctypes
+import os
+import select
+import struct
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, final
+
+from lockstep.comm.shm import semaphores
+from lockstep.comm.shm.layout import PAGE, ROUND
+from lockstep.comm.shm.memory import Memory
+from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
+
+_SLICE_SECONDS: Final = 0.05
+_GRACE_SECONDS: Final = 0.3
+_NUM_SPINS: Final = 150
+_TEXT_BYTES: Final = PAGE // 2 - 32
+_REASON: Final = 8
+_WAITING: Final = PAGE // 2
+
+
+class PeerState(IntEnum):
+    """How a rank is: JOINED until it becomes one of the others, once."""
+
+    JOINED = 0
+    LEFT = 1
+    """It destroyed the group, or its script ended."""
+    FAILED = 2
+    """An exception ended it; the reason says which."""
+    BROKEN = 3
+    """It cannot go on because another rank is lost."""
+
+
+@final
+class Peers:
+    """The other ranks, as one of them sees them."""
+
+    def __init__(
+        self, memory: Memory, rank: int, pidfds: dict[int, int], pids: dict[int, int], timeout_seconds: float
+    ) -> None:
+        self.rank = rank
+        self.size = memory.layout.size
+        self.timeout_seconds = timeout_seconds
+        self.broken: GroupError | None = None
+        """Why this rank cannot use the group any more, once it cannot."""
+        self._memory = memory
+        self._pids = pids
+        self._pidfds = pidfds
+        others = [peer for peer in range(self.size) if peer != rank]
+        self._posts = [self.semaphore(ROUND, rank, peer) for peer in others]
+        self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
+        self._num_spins = _NUM_SPINS if self.size <= (os.cpu_count() or 1) else 0
+
+    def semaphore(self, kind: int, source: int, target: int) -> int:
+        """Return the address of a semaphore that `source` posts for `target`."""
+        return self._memory.address + self._memory.layout.semaphore(kind, source, target)
+
+    def swap(self, call: bytes) -> None:
+        """Tell every rank that this one has come so far, and wait until all have (collective).
+
+        Raises:
+            PeerLostError: A rank is lost.
+            CollectiveTimeoutError: A rank did not come in time.
+        """
+        for address in self._posts:
+            semaphores.post(address)
+        for peer, address in self._waits:
+            if not semaphores.try_wait(address):
+                self.wait(peer, address, call, everyone=True)
+
+    def wait(self, peer: int, address: int, call: bytes, *, everyone: bool = False) -> None:
+        """Wait until `peer` has posted the semaphore at `address`.
+
+        Args:
+            peer: The rank that posts.
+            address: The semaphore.
+            call: What this rank is doing, for messages.
+            everyone: Whether the death of any rank ends the wait, not only that of `peer`.
+        """
+        for _ in range(self._num_spins):
+            if semaphores.try_wait(address):
+                return
+        if semaphores.wait(address, _SLICE_SECONDS):
+            return
+        self._say_waiting(call)
+        try:
+            self._wait_long(peer, address, call, everyone)
+        finally:
+            self._say_waiting(b"")
+
+    def wait_for_any(self, peers: Sequence[int], address: int, call: bytes) -> None:
+        """Wait until some rank has posted the semaphore at `address`, for one slice at most; raise if all are lost."""
+        if self.broken is not None:
+            raise self.broken
+        self._say_waiting(call)
+        if not semaphores.wait(address, _SLICE_SECONDS):
+            lost = [self._find_lost([peer]) is not None for peer in peers]
+            if all(lost):
+                self.check(peers)
+        self._say_waiting(b"")
+
+    def check(self, peers: Sequence[int]) -> None:
+        """Raise if one of `peers` is lost.
+
+        Raises:
+            PeerLostError: Naming the rank that was lost first.
+        """
+        lost = self._find_lost(peers)
+        if lost is not None:
+            raise self._break(lost)
+
+    def time_out(self, call: bytes, awaited: str) -> CollectiveTimeoutError:
+        """Return the error of a wait that took too long, with what every rank waits for."""
+        doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
+        error = CollectiveTimeoutError(
+            f"Rank {self.rank} waited {self.timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
+            "must make the same calls in the same order; if one is only slow, give init_process_group a longer timeout."
+        )
+        self.leave(PeerState.FAILED, str(error))
+        self.broken = error
+        return error
+
+    def leave(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
+        """Tell the others that this rank is out; what was said first stays."""
+        page = self._memory.address + self._memory.layout.state(self.rank)
+        if self._read_state(self.rank)[0] is PeerState.JOINED:
+            _write_text(page + _REASON, reason.encode())
+            ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
+            semaphores.post(self.semaphore(ROUND, self.rank, self.rank))  # orders the text before the state
+            ctypes.memmove(page, struct.pack("<i", state), 4)
+
+    def close(self) -> None:
+        """Stop watching the processes."""
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds = {}
+
+    def _wait_long(self, peer: int, address: int, call: bytes, everyone: bool) -> None:
+        started = time.monotonic()
+        lost_since: float | None = None
+        while not semaphores.wait(address, _SLICE_SECONDS):
+            if self.broken is not None:
+                raise self.broken
+            now = time.monotonic()
+            if self._find_lost([peer]) is not None:
+                if semaphores.try_wait(address):
+                    return
+                self.check([peer])
+            if everyone and self._find_killed() is not None:
+                # The awaited rank may be past its own wait for the dead one: leave it the time to post.
+                lost_since = now if lost_since is None else lost_since
+                if now - lost_since > _GRACE_SECONDS:
+                    raise self._break(self._find_killed() or peer)
+            if now - started > self.timeout_seconds:
+                raise self.time_out(call, f"rank {peer}")
+
+    def _find_lost(self, peers: Sequence[int]) -> int | None:
+        for peer in peers:
+            if self._read_state(peer)[0] is not PeerState.JOINED or self._has_ended(peer):
+                return peer
+        return None
+
+    def _find_killed(self) -> int | None:
+        for peer in self._pidfds:
+            if self._read_state(peer)[0] is not PeerState.LEFT and self._find_lost([peer]) is not None:
+                return peer
+        return None
+
+    def _has_ended(self, peer: int) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfds[peer], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _break(self, peer: int) -> PeerLostError:
+        """Follow who lost whom to the first rank that was lost, and tell the others."""
+        seen = {self.rank}
+        while peer not in seen:
+            seen.add(peer)
+            state, lost, _ = self._read_state(peer)
+            if state is PeerState.BROKEN and lost != self.rank:
+                peer = lost
+        error = PeerLostError(self._explain_lost(peer), rank=peer)
+        self.leave(PeerState.BROKEN, str(error), peer)
+        self.broken = error
+        return error
+
+    def _explain_lost(self, peer: int) -> str:
+        state, _, reason = self._read_state(peer)
+        if state is PeerState.FAILED:
+            return f"Rank {peer} failed: {reason}"
+        if state is PeerState.LEFT:
+            return (
+                f"Rank {peer} has left the group (it destroyed it, or its script ended), but rank {self.rank} still "
+                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks."
+            )
+        return (
+            f"Rank {peer} (process {self._pids.get(peer)}) is lost: its process ended without a word, so it was killed "
+            "or crashed. Look at its log; the system log says if it ran out of memory."
+        )
+
+    def _read_state(self, peer: int) -> tuple[PeerState, int, str]:
+        page = self._memory.address + self._memory.layout.state(peer)
+        state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
+        return PeerState(state), lost, _read_text(page + _REASON) if state else ""
+
+    def _say_waiting(self, call: bytes) -> None:
+        _write_text(self._memory.address + self._memory.layout.state(self.rank) + _WAITING, call)
+
+    def _describe_waiting(self, peer: int) -> str:
+        waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
+        return f"Rank {peer} waits in {waiting}" if waiting else f"Rank {peer} is not in a call of this group"
+
+
+def _write_text(address: int, text: bytes) -> None:
+    cut = text[:_TEXT_BYTES]
+    ctypes.memmove(address, struct.pack("<i", len(cut)) + cut, 4 + len(cut))
+
+
+def _read_text(address: int) -> str:
+    length = struct.unpack("<i", ctypes.string_at(address, 4))[0]
+    return ctypes.string_at(address + 4, min(max(length, 0), _TEXT_BYTES)).decode(errors="replace")
