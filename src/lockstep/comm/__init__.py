@@ -7,11 +7,21 @@ Invariants: one default group per process; tearing down twice is fine; code that
 group, as the only worker.
 """
 
+from lockstep.comm.backends import register_backends
 from lockstep.comm.broadcast import broadcast_tensors
+from lockstep.comm.buffers import allocate_buffer
 from lockstep.comm.group import destroy_process_group, init_process_group
-from lockstep.comm.shm import register
+from lockstep.comm.last_words import tell_peers
 from lockstep.comm.world import World, current_world
 
-register()
+register_backends()
 
-__all__ = ["World", "broadcast_tensors", "current_world", "destroy_process_group", "init_process_group"]
+__all__ = [
+    "World",
+    "allocate_buffer",
+    "broadcast_tensors",
+    "current_world",
+    "destroy_process_group",
+    "init_process_group",
+    "tell_peers",
+]

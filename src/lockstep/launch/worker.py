@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import destroy_process_group, init_process_group
+from lockstep.comm import destroy_process_group, init_process_group, tell_peers
 from lockstep.comm.group import choose_backend
 from lockstep.launch.messages import Assignment, Report, Run, write_up
 from lockstep.processes import die_with_parent
@@ -83,7 +83,9 @@ def _run(assignment: Assignment) -> Report:
         result = function(run, *args, **kwargs)
         packed = _pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
-        return _failure(assignment.rank, error)
+        report = _failure(assignment.rank, error)  # first, for its time says who was the cause
+        tell_peers(error)
+        return report
     return Report(rank=assignment.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
 
 

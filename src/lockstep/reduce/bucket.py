@@ -65,8 +65,8 @@ class Slot:
 class Bucket:
     """A buffer and its slots."""
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.buffer = torch.zeros(plan.num_elements, dtype=plan.dtype, device=plan.device)
+    def __init__(self, plan: BucketPlan, parameters: Sequence[tuple[str, nn.Parameter]], buffer: Tensor) -> None:
+        self.buffer = buffer
         self.presence = self.buffer[plan.presence_offset :]
         self.slots = []
         for slot in plan.slots:

@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm import allocate_buffer
 from lockstep.errors import ReductionError
 from lockstep.reduce.bucket import Bucket, Slot
 from lockstep.reduce.plan import BucketLimits, describe_parameters, plan_buckets
@@ -71,7 +72,10 @@ class Reducer:
         self._group = group
         self._scale = 1 / dist.get_world_size(group) if average else 1.0
         plans = plan_buckets(describe_parameters(parameters), limits)
-        self._buckets = [Bucket(plan, parameters) for plan in plans]
+        self._buckets = [
+            Bucket(plan, parameters, allocate_buffer(plan.num_elements, plan.dtype, plan.device, group))
+            for plan in plans
+        ]
         self._phase = _Phase.IDLE
         self._task = _NO_TASK
         self._callback: Callable[[], partial[None] | None] = _no_callback

@@ -12,7 +12,8 @@ Invariants:
 - Whatever is reduced is added in the order of the tree over ranks. [Note: one order]
 """
 
-from lockstep.comm.shm.backend import register
-from lockstep.comm.shm.group import ShmProcessGroup
+from lockstep.comm.shm.agreement import SharedAgreement, meet_on_host
+from lockstep.comm.shm.group import ShmProcessGroup, meet_as_group
+from lockstep.comm.shm.rendezvous import Apart
 
-__all__ = ["ShmProcessGroup", "register"]
+__all__ = ["Apart", "SharedAgreement", "ShmProcessGroup", "meet_as_group", "meet_on_host"]

@@ -57,8 +57,8 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One addition: registers 0 .. n-1 are the operands, then scratch; -1 is the result."""
+class Step:
+    """One addition, or product, or comparison: registers 0 .. n-1 are the operands, then scratch; -1 is the result."""
 
     left: int
     right: int
@@ -77,18 +77,20 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
     return _reduction(kind, dtype) if factor is None else _with_factor(_reduction(kind, dtype), factor)
 
 
-def reduce_into(out: Tensor, parts: Sequence[Tensor], how: Reduction, copies: Sequence[Tensor] = ()) -> None:
-    """Reduce `parts`, in rank order, into `out` and then copy the result to `copies`, one block at a time.
+def reduce_into(
+    out: Tensor, parts: Sequence[Tensor], how: Reduction, steps: Sequence[Step], copies: Sequence[Tensor] = ()
+) -> None:
+    """Reduce `parts`, in tree order, into `out` and then copy the result to `copies`, one block at a time.
 
     Args:
         out: Flat; may be one of the parts.
-        parts: Flat tensors of its length and dtype, one per rank.
+        parts: Flat tensors of its length and dtype.
         how: The reduction.
+        steps: The additions.
         copies: Flat tensors of the same length; any of the parts but not overlapping in another way.
     """
     if out.numel() == 0:
         return
-    steps = schedule(len(parts))
     block = max(_BLOCK_BYTES // out.element_size(), 1)
     columns = [tensor.split(block) for tensor in (*parts, out, *copies)]
     scratch = [torch.empty_like(columns[0][0]) for _ in range(_num_scratch(steps, len(parts)))]
@@ -99,7 +101,7 @@ def reduce_into(out: Tensor, parts: Sequence[Tensor], how: Reduction, copies: Se
 
 
 def _reduce_block(
-    parts: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], steps: Sequence[_Step], how: Reduction
+    parts: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor], steps: Sequence[Step], how: Reduction
 ) -> None:
     length = out.numel()
     registers = [*parts, *(space[:length] for space in scratch)]
@@ -115,15 +117,24 @@ def _reduce_block(
             torch.div(out, len(parts), rounding_mode="trunc", out=out)
 
 
+def schedule(num_parts: int) -> tuple[Step, ...]:
+    """Return the additions that combine one operand per rank in tree order."""
+    return schedule_nodes(tuple((part, part + 1) for part in range(num_parts)), num_parts)
+
+
 @lru_cache(maxsize=128)
-def schedule(num_parts: int) -> tuple[_Step, ...]:
-    """Return the additions that combine `num_parts` operands in tree order, the last one into the result.
+def schedule_nodes(nodes: tuple[Node, ...], num_shards: int) -> tuple[Step, ...]:
+    """Return the additions that combine the sums of subtrees in tree order, the last one into the result.
 
     Only the last writes the result, so that it may lie where an operand lies.
+
+    Args:
+        nodes: The subtree of each operand; together they cover every shard once.
+        num_shards: Number of shards.
     """
-    steps: list[_Step] = []
+    num_parts = used = len(nodes)
+    steps: list[Step] = []
     free: list[int] = []
-    used = num_parts
 
     def add(left: int, right: int) -> int:
         nonlocal used
@@ -132,17 +143,16 @@ def schedule(num_parts: int) -> tuple[_Step, ...]:
             target = free.pop()
         else:
             target, used = used, used + 1
-        steps.append(_Step(left, right, target))
+        steps.append(Step(left, right, target))
         return target
 
-    leaves: dict[Node, int] = {(part, part + 1): part for part in range(num_parts)}
-    add_in_tree_order(leaves, num_parts, add)
+    add_in_tree_order({node: part for part, node in enumerate(nodes)}, num_shards, add)
     if steps:
-        steps[-1] = _Step(steps[-1].left, steps[-1].right, -1)
+        steps[-1] = Step(steps[-1].left, steps[-1].right, -1)
     return tuple(steps)
 
 
-def _num_scratch(steps: Sequence[_Step], num_parts: int) -> int:
+def _num_scratch(steps: Sequence[Step], num_parts: int) -> int:
     return max((step.target + 1 - num_parts for step in steps), default=0) if steps else 0
 
 

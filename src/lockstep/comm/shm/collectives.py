@@ -2,14 +2,6 @@
 
 All take flat, contiguous CPU tensors and the description of the call, and raise what the exchange raises. What is
 only moved travels as bytes, so every dtype does.
-
-An all-reduce of a long tensor is a reduce-scatter and an all-gather in one pipeline of rounds. Round i of n + 1, for
-rank r, with chunk i cut into one slice per rank:
-
-    1 write   slices of chunk i that others own, and (from step 4 of the round before) the reduced slice r of chunk i-1
-    2 swap
-    3 read    the reduced slices of chunk i-1 from their owners
-    4 reduce  slice r of chunk i, from all ranks' outboxes, into the tensor and into the next outbox
 """
 
 import struct
@@ -19,33 +11,44 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lockstep.comm.shm.arithmetic import Reduction, reduce_into
+from lockstep.comm.shm import pipeline
+from lockstep.comm.shm.arithmetic import Reduction, reduce_into, schedule
 from lockstep.comm.shm.exchange import NOWHERE, Exchange
+from lockstep.comm.shm.pipeline import room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 
-_ALIGNMENT: Final = 64
 _SHORT_BYTES: Final = 128 << 10
 """Up to here every rank reduces the whole message by itself: one swap fewer, more arithmetic."""
 
 
 def all_reduce(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
     """Replace `tensor` by its reduction over all ranks."""
+    reduction = pipeline.one_per_rank(exchange, tensor, how)
     if tensor.nbytes <= _SHORT_BYTES:
-        _all_reduce_short(exchange, tensor, how, call)
+        pipeline.run_short(exchange, reduction, call)
         return
     location = exchange.memory.locate(tensor)
     if location == NOWHERE:
-        _write_slices(exchange, tensor, _chunk(exchange, tensor, 0))
+        pipeline.write_chunk(exchange, reduction, 0)
     locations = exchange.agree(call, location)
     if NOWHERE not in locations:
         _all_reduce_in_place(exchange, tensor, how, locations)
-    elif all(place == NOWHERE for place in locations):
-        _all_reduce_in_chunks(exchange, tensor, how)
-    else:
+        return
+    if any(place != NOWHERE for place in locations):
         # Some ranks, being in the group's memory, have not written their first chunk.
-        _write_slices(exchange, tensor, _chunk(exchange, tensor, 0))
+        pipeline.write_chunk(exchange, reduction, 0)
         exchange.swap()
-        _all_reduce_in_chunks(exchange, tensor, how)
+    pipeline.run_from_first_swap(exchange, reduction)
+
+
+def ordered_all_reduce(exchange: Exchange, reduction: pipeline.PartialReduction, call: bytes) -> None:
+    """Reduce what the ranks hold, several partials each, into the result of the reduction on every rank."""
+    if reduction.num_slots * reduction.out.nbytes <= _SHORT_BYTES:
+        pipeline.run_short(exchange, reduction, call)
+        return
+    pipeline.write_chunk(exchange, reduction, 0)
+    exchange.agree(call)
+    pipeline.run_from_first_swap(exchange, reduction)
 
 
 def reduce(exchange: Exchange, tensor: Tensor, how: Reduction, root: int, call: bytes) -> None:
@@ -60,12 +63,12 @@ def reduce(exchange: Exchange, tensor: Tensor, how: Reduction, root: int, call: 
                 piece if rank == root else exchange.inbox(rank, tensor.dtype)[: piece.numel()]
                 for rank in range(exchange.size)
             ]
-            reduce_into(piece, parts, how)
+            reduce_into(piece, parts, how, schedule(exchange.size))
 
 
 def reduce_scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes) -> None:
     """Reduce `inputs[r]` of all ranks into `output` of rank r; all of one length."""
-    stride = _stride(exchange, output.element_size())
+    stride = room_per_rank(exchange, output.element_size())
     for number, start in enumerate(range(0, max(output.numel(), 1), stride)):
         stop = min(start + stride, output.numel())
         mine = exchange.outbox(output.dtype)
@@ -78,7 +81,7 @@ def reduce_scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor],
             inputs[rank][start:stop] if rank == exchange.rank else exchange.inbox(rank, output.dtype)[own]
             for rank in range(exchange.size)
         ]
-        reduce_into(output[start:stop], parts, how)
+        reduce_into(output[start:stop], parts, how, schedule(exchange.size))
 
 
 def broadcast(exchange: Exchange, tensor: Tensor, root: int, call: bytes) -> None:
@@ -109,7 +112,7 @@ def scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor] | None,
     """Put `inputs[r]` of the root into `output` of rank r; all of one length."""
     data = as_bytes(output)
     sources = None if inputs is None else [as_bytes(piece) for piece in inputs]
-    stride = _stride(exchange, 1)
+    stride = room_per_rank(exchange, 1)
     for number, start in enumerate(range(0, max(data.numel(), 1), stride)):
         place = data[start : start + stride]
         if sources is not None:
@@ -129,7 +132,7 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
     """
     sources, targets = [as_bytes(piece) for piece in inputs], [as_bytes(piece) for piece in outputs]
     lengths = _agree_on_lengths(exchange, sources, targets, call)
-    stride = _stride(exchange, 1)
+    stride = room_per_rank(exchange, 1)
     for start in range(0, max(max(row) for row in lengths), stride):
         mine = exchange.outbox(torch.uint8)
         for rank, source in enumerate(sources):
@@ -153,87 +156,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _all_reduce_short(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
-    length = tensor.numel()
-    exchange.outbox(tensor.dtype)[:length].copy_(tensor)
-    exchange.agree(call)
-    reduce_into(tensor, [exchange.inbox(rank, tensor.dtype)[:length] for rank in range(exchange.size)], how)
-
-
 def _all_reduce_in_place(exchange: Exchange, tensor: Tensor, how: Reduction, locations: Sequence[int]) -> None:
     """Reduce tensors that every rank can see where they are: each rank reduces its slice and writes it to all."""
-    bounds = _slice(tensor.numel(), exchange.size, exchange.rank, tensor.element_size())
+    bounds = share(tensor.numel(), exchange.size, exchange.rank, tensor.element_size())
     everyone = [
         tensor if rank == exchange.rank else exchange.memory.peer_tensor(rank, place, tensor.numel(), tensor.dtype)
         for rank, place in enumerate(locations)
     ]
     parts = [part[bounds] for part in everyone]
     others = [part for rank, part in enumerate(parts) if rank != exchange.rank]
-    reduce_into(parts[exchange.rank], parts, how, copies=others)
+    reduce_into(parts[exchange.rank], parts, how, schedule(exchange.size), copies=others)
     exchange.swap()
-
-
-def _all_reduce_in_chunks(exchange: Exchange, tensor: Tensor, how: Reduction) -> None:
-    """Reduce by the pipeline above, from after its first swap."""
-    chunk = _chunk(exchange, tensor, 0)
-    _reduce_slice(exchange, tensor, chunk, how)
-    number = 1
-    while chunk.start < tensor.numel():
-        following = _chunk(exchange, tensor, number)
-        _write_slices(exchange, tensor, following)
-        exchange.swap()
-        _read_slices(exchange, tensor, chunk)
-        _reduce_slice(exchange, tensor, following, how)
-        chunk = following
-        number += 1
-
-
-def _chunk(exchange: Exchange, tensor: Tensor, number: int) -> slice:
-    length = _stride(exchange, tensor.element_size()) * exchange.size
-    return slice(min(number * length, tensor.numel()), min((number + 1) * length, tensor.numel()))
-
-
-def _write_slices(exchange: Exchange, tensor: Tensor, chunk: slice) -> None:
-    stride = _stride(exchange, tensor.element_size())
-    mine = exchange.outbox(tensor.dtype)
-    for rank, piece in enumerate(_slices(tensor, chunk, exchange.size)):
-        if rank != exchange.rank:
-            mine[rank * stride : rank * stride + piece.numel()].copy_(piece)
-
-
-def _read_slices(exchange: Exchange, tensor: Tensor, chunk: slice) -> None:
-    stride = _stride(exchange, tensor.element_size())
-    for rank, piece in enumerate(_slices(tensor, chunk, exchange.size)):
-        if rank != exchange.rank:
-            piece.copy_(exchange.inbox(rank, tensor.dtype)[rank * stride : rank * stride + piece.numel()])
-
-
-def _reduce_slice(exchange: Exchange, tensor: Tensor, chunk: slice, how: Reduction) -> None:
-    own = _slices(tensor, chunk, exchange.size)[exchange.rank]
-    start = exchange.rank * _stride(exchange, tensor.element_size())
-    place = slice(start, start + own.numel())
-    parts = [
-        own if rank == exchange.rank else exchange.inbox(rank, tensor.dtype)[place] for rank in range(exchange.size)
-    ]
-    reduce_into(own, parts, how, copies=[exchange.outbox(tensor.dtype)[place]])
-
-
-def _slices(tensor: Tensor, chunk: slice, num_ranks: int) -> list[Tensor]:
-    piece = tensor[chunk]
-    return [piece[_slice(piece.numel(), num_ranks, rank, tensor.element_size())] for rank in range(num_ranks)]
-
-
-def _slice(length: int, num_ranks: int, rank: int, element_bytes: int) -> slice:
-    """Return the elements that `rank` owns of `length`: equal shares that begin on a cache line."""
-    align = max(_ALIGNMENT // element_bytes, 1)
-    share = -(-length // (num_ranks * align)) * align
-    return slice(min(rank * share, length), min((rank + 1) * share, length))
-
-
-def _stride(exchange: Exchange, element_bytes: int) -> int:
-    """Return how many elements of its outbox a rank has for each rank."""
-    align = max(_ALIGNMENT // element_bytes, 1)
-    return exchange.outbox_bytes // element_bytes // exchange.size // align * align
 
 
 def _agree_on_lengths(

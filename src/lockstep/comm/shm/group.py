@@ -16,11 +16,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.shm import collectives
@@ -37,7 +38,7 @@ from lockstep.comm.shm.arguments import (
     read_root,
     write_back,
 )
-from lockstep.comm.shm.arithmetic import Reduction, reduction
+from lockstep.comm.shm.arithmetic import Reduction, reduction, schedule_nodes
 from lockstep.comm.shm.exchange import Exchange
 from lockstep.comm.shm.inner import InnerGroups
 from lockstep.comm.shm.lane import Lane
@@ -45,8 +46,10 @@ from lockstep.comm.shm.layout import Layout
 from lockstep.comm.shm.mailbox import Mailbox
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
-from lockstep.comm.shm.rendezvous import Meeting
+from lockstep.comm.shm.pipeline import PartialReduction
+from lockstep.comm.shm.rendezvous import Apart, Meeting, meet
 from lockstep.errors import CollectiveMismatchError, GroupError
+from lockstep.shards.tree import Node
 
 _CLOSING_SECONDS: Final = 1.0
 
@@ -107,6 +110,32 @@ class ShmProcessGroup(ProcessGroup):
                 write_back(tensor, flat)
 
         return self._start(call, action, tensors, opts)
+
+    def ordered_all_reduce(
+        self, parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
+    ) -> Work:
+        """Sum subtrees of shards in the order of the tree, several on each rank, into `out` on every rank.
+
+        Args:
+            parts: What this rank holds: flat and contiguous, of the length and dtype of `out`; left alone, unless one
+                is `out`.
+            out: Where the sum goes.
+            layout: The nodes that each rank holds, in the order of its parts; together they cover every shard once.
+            num_shards: Number of shards.
+        """
+        placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
+        how = reduction(ReduceOp.SUM, out.dtype)
+        described = PartialReduction(
+            parts=[part.data for part in parts],
+            out=out.data,
+            how=how,
+            holders=[holder for _, holder in placed],
+            steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
+            num_slots=max(len(nodes) for nodes in layout),
+        )
+        call = describe_call("ordered_all_reduce", ((out.dtype, out.shape),), f"{[list(nodes) for nodes in layout]}")
+        action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
+        return self._start(call, action, [out], None)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         """Replace one tensor by the root's."""
@@ -484,6 +513,24 @@ class ShmProcessGroup(ProcessGroup):
             )
         row = tensor.numel() // max(rows, 1)
         return [count * row for count in splits]
+
+
+def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup | Apart:
+    """Make a group of processes of one host (collective over its ranks), or say why they are not.
+
+    Args:
+        store: A store of this group alone.
+        rank: Number of this process in the group.
+        size: Number of ranks.
+        timeout: How long to wait for the others, and later how long a call may take.
+
+    Raises:
+        GroupError: Some rank did not come in time.
+        PeerLostError: A rank came and was lost before all had met.
+    """
+    layout = Layout(size)
+    meeting = meet(store, rank, layout, timeout)
+    return meeting if isinstance(meeting, Apart) else ShmProcessGroup(store, rank, meeting, layout, timeout)
 
 
 def _close(  # everything but the group itself, which this must not keep alive

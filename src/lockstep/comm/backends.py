@@ -1,0 +1,48 @@
+"""The backends that Lockstep adds to torch.distributed: "shm", and "checked", which `check=True` asks for."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.comm.checked import CheckedProcessGroup, check_group
+from lockstep.comm.last_words import tell_peers_of_uncaught
+from lockstep.comm.shm import Apart, ShmProcessGroup, meet_as_group
+
+
+def register_backends() -> None:
+    """Make torch.distributed know them; doing so again changes nothing (local)."""
+    if not dist.is_available():
+        return
+    if not hasattr(dist.Backend, "SHM"):
+        dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
+    if not hasattr(dist.Backend, "CHECKED"):
+        dist.Backend.register_backend("checked", _make_checked, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGroup:
+    """Make the group that torch asks for (collective over its ranks)."""
+    tell_peers_of_uncaught()
+    found = meet_as_group(options.store, options.group_rank, options.group_size, options.timeout)
+    if not isinstance(found, Apart):
+        return found
+    if options.group_rank == 0:
+        warnings.warn(
+            f"The shm backend uses Gloo for this group, because {found.reason}. Calls are compared all the same.",
+            stacklevel=2,
+        )
+    return check_group(options.store, options.group_rank, options.group_size, options.timeout, {"cpu": "gloo"})
+
+
+def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> CheckedProcessGroup:
+    """Make the group that torch asks for (collective over its ranks).
+
+    `backends` is what `init_process_group` gave as options: a backend for each device. A subgroup gets none, for
+    `new_group` hands on the name of the default group's backend but not its options.
+    """
+    tell_peers_of_uncaught()
+    if backends is None:
+        default: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
+        backends = default.backend_names
+    return check_group(options.store, options.group_rank, options.group_size, options.timeout, backends)

@@ -1,0 +1,289 @@
+"""A process group around one of torch's that compares the calls of all ranks before it makes them.
+
+Gloo and NCCL trust their callers: ranks that call different collectives get sums of unrelated tensors, or hang. This
+group makes them agree first, as the shm backend always does: over shared memory where the ranks are on one host, else
+over a Gloo group of its own. That costs one small exchange per call, and a call waits for all ranks to make it.
+
+Messages between two ranks (`send`, `recv`) are handed on unchecked.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+
+from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
+from lockstep.comm.shm import meet_on_host
+from lockstep.errors import GroupError, PeerLostError
+
+_BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+
+
+class Agreement(Protocol):
+    """How ranks tell each other what they call."""
+
+    def agree(self, call: bytes) -> None:
+        """Return when every rank has come with the same call (collective).
+
+        Raises:
+            CollectiveMismatchError: They differ; on every rank alike.
+            PeerLostError: A rank is lost.
+        """
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of `error`."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+@final
+class GlooAgreement:
+    """Agreement of ranks on several hosts."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("agreement", store), rank, size, timeout)
+
+    def agree(self, call: bytes) -> None:
+        """Return when every rank has come with the same call (collective)."""
+        mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8)
+        mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
+        pages = [torch.empty_like(mine) for _ in range(self._size)]
+        try:
+            self._gloo.allgather([pages], [mine]).wait()
+        except RuntimeError as error:
+            raise self._explain_lost(call, error) from error
+        calls = {rank: bytes(page.tolist()).rstrip(b"\0") for rank, page in enumerate(pages)}
+        if any(other != call for other in calls.values()):
+            raise explain_mismatch(calls)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave word in the store, which outlives this rank unless this rank holds it."""
+        try:
+            self._store.set("last_words", f"{self._rank} {type(error).__name__}: {error}")
+        except RuntimeError:  # the store is gone; so is whoever would read it
+            return
+
+    def close(self) -> None:
+        """Let go of the Gloo group."""
+        self._gloo = None
+
+    def _explain_lost(self, call: bytes, error: RuntimeError) -> PeerLostError:
+        try:
+            said = self._store.get("last_words").decode() if self._store.check(["last_words"]) else ""
+        except RuntimeError:  # the rank that holds the store is lost too
+            said = ""
+        if said:
+            rank, _, reason = said.partition(" ")
+            return PeerLostError(f"Rank {rank} failed: {reason}", rank=int(rank))
+        return PeerLostError(f"A rank was lost, or did not come, in {call.decode()}: {error}")
+
+
+@final
+class CheckedProcessGroup(ProcessGroup):
+    """Torch's backends for the devices that were asked for, behind an agreement on every call.
+
+    Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
+
+    Args:
+        inner: The group that makes the calls.
+        agreement: How ranks agree on a call.
+        backends: Names of the backends by device, for `backend_names`.
+    """
+
+    def __init__(self, inner: ProcessGroup, agreement: Agreement, backends: Mapping[str, str]) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._inner: Any = inner
+        self._agreement = agreement
+        self.backend_names = dict(backends)
+        """Backend of each device."""
+        for device, name in backends.items():
+            place = torch.device(device)
+            backend = inner._get_backend(place)  # noqa: SLF001 - torch has no public name for it
+            self._register_backend(place, _BACKEND_TYPES[name], backend)
+        self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
+        self._close = weakref.finalize(self, _close, os.getpid(), agreement, inner)
+
+    def allreduce(self, *arguments: Any) -> Work:
+        """Agree, then all-reduce."""
+        return self._call("allreduce", arguments, _listed(arguments[0]), _reduce_op(arguments))
+
+    def allreduce_coalesced(self, *arguments: Any) -> Work:
+        """Agree, then all-reduce several tensors."""
+        return self._call("allreduce_coalesced", arguments, arguments[0], _reduce_op(arguments))
+
+    def broadcast(self, *arguments: Any) -> Work:
+        """Agree, then broadcast."""
+        return self._call("broadcast", arguments, _listed(arguments[0]), _root(arguments))
+
+    def reduce(self, *arguments: Any) -> Work:
+        """Agree, then reduce to the root."""
+        detail = f"{_reduce_op(arguments)}, {_root(arguments)}"
+        return self._call("reduce", arguments, _listed(arguments[0]), detail)
+
+    def allgather(self, *arguments: Any) -> Work:
+        """Agree, then gather a list everywhere."""
+        return self._call("allgather", arguments, _listed(arguments[1]))
+
+    def all_gather_single(self, *arguments: Any) -> Work:
+        """Agree, then gather one tensor everywhere."""
+        return self._call("_allgather_base", arguments, [arguments[1]])
+
+    def allgather_coalesced(self, *arguments: Any) -> Work:
+        """Agree, then gather several lists everywhere."""
+        return self._call("allgather_coalesced", arguments, arguments[1])
+
+    def all_gather_single_coalesced(self, *arguments: Any) -> Work:
+        """Agree, then gather several tensors everywhere."""
+        return self._call("allgather_into_tensor_coalesced", arguments, arguments[1])
+
+    def reduce_scatter(self, *arguments: Any) -> Work:
+        """Agree, then reduce and scatter a list."""
+        return self._call("reduce_scatter", arguments, _listed(arguments[0]), _reduce_op(arguments))
+
+    def reduce_scatter_single(self, *arguments: Any) -> Work:
+        """Agree, then reduce and scatter one tensor."""
+        return self._call("_reduce_scatter_base", arguments, [arguments[0]], _reduce_op(arguments))
+
+    def reduce_scatter_single_coalesced(self, *arguments: Any) -> Work:
+        """Agree, then reduce and scatter several tensors."""
+        return self._call("reduce_scatter_tensor_coalesced", arguments, arguments[0], _reduce_op(arguments))
+
+    def alltoall(self, *arguments: Any) -> Work:
+        """Agree on the dtype, then exchange lists."""
+        return self._call("alltoall", arguments, [arguments[1][0].new_empty(0)])
+
+    def all_to_all_single(self, *arguments: Any) -> Work:
+        """Agree on dtype and row shape, then exchange rows."""
+        return self._call("alltoall_base", arguments, [arguments[1][:0]])
+
+    def gather(self, *arguments: Any) -> Work:
+        """Agree, then gather a list on the root."""
+        return self._call("gather", arguments, _listed(arguments[1]), _root(arguments))
+
+    def scatter(self, *arguments: Any) -> Work:
+        """Agree, then scatter the root's list."""
+        return self._call("scatter", arguments, _listed(arguments[0]), _root(arguments))
+
+    def barrier(self, *arguments: Any) -> Work:
+        """Agree, then wait for all."""
+        return self._call("barrier", arguments, [])
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
+        """Send, unchecked."""
+        return self._hand_on("send", (tensors, dst, tag))
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
+        """Receive, unchecked."""
+        return self._hand_on("recv", (tensors, src, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Receive from any rank, unchecked."""
+        return self._hand_on("recv_anysource", (tensors, tag))
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name, as torch wants it."""
+        return "checked"
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of `error` (local)."""
+        self._agreement.fail(error)
+
+    def shutdown(self) -> None:
+        """Leave the group; torch calls it on destroy (local)."""
+        self._close()
+        self._inner = None
+
+    def _call(self, name: str, arguments: Sequence[Any], tensors: Sequence[Tensor], detail: str = "") -> Work:
+        kinds = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+        self._require_inner()
+        self._agreement.agree(describe_call(name.strip("_"), kinds, detail))
+        return self._hand_on(name, arguments)
+
+    def _hand_on(self, name: str, arguments: Sequence[Any]) -> Work:
+        work: Work = getattr(self._require_inner(), name)(*arguments)
+        return work
+
+    def _require_inner(self) -> Any:
+        if self._inner is None:
+            raise GroupError("This process group was destroyed; make a new one to go on.")
+        return self._inner
+
+
+def check_group(
+    store: Store, rank: int, size: int, timeout: timedelta, backends: Mapping[str, str]
+) -> CheckedProcessGroup:
+    """Make a checked group (collective over its ranks).
+
+    Args:
+        store: A store of this group alone.
+        rank: Number of this process in the group.
+        size: Number of ranks.
+        timeout: How long a call may take.
+        backends: Name of torch's backend for each device type.
+
+    Raises:
+        GroupError: A backend that cannot be checked; some rank did not come in time.
+    """
+    inner = ProcessGroup(store, rank, size)
+    makers: Mapping[str, Callable[[Store], Any]] = {
+        "gloo": lambda place: dist.ProcessGroupGloo(place, rank, size, timeout),
+        "nccl": lambda place: dist.ProcessGroupNCCL(place, rank, size, _nccl_options(timeout)),
+    }
+    for device, name in backends.items():
+        if name not in makers:
+            raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
+        inner._register_backend(  # noqa: SLF001 - torch has no public name for it
+            torch.device(device), _BACKEND_TYPES[name], makers[name](PrefixStore(f"inner/{device}", store))
+        )
+    inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
+    shared = meet_on_host(PrefixStore("agreement/shm", store), rank, size, timeout)
+    agreement: Agreement = shared if shared is not None else GlooAgreement(store, rank, size, timeout)
+    return CheckedProcessGroup(inner, agreement, backends)
+
+
+def _nccl_options(timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
+    return options
+
+
+def _close(pid: int, agreement: Agreement, inner: ProcessGroup) -> None:
+    if os.getpid() == pid:  # a forked child has copies of these, but is no member
+        agreement.close()
+        inner.shutdown()
+
+
+def _listed(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _reduce_op(arguments: Sequence[Any]) -> str:
+    for argument in arguments:
+        operation = getattr(argument, "reduceOp", argument)
+        if isinstance(operation, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            state: Any = operation.__getstate__() if isinstance(operation, dist.ReduceOp) else (operation, None)
+            return str(state[0]).rpartition(".")[2].lower()
+    return "sum"
+
+
+def _root(arguments: Sequence[Any]) -> str:
+    for argument in arguments:
+        if hasattr(argument, "rootRank"):
+            return f"root {argument.rootRank}"
+    return f"root {next((argument for argument in arguments if isinstance(argument, int)), 0)}"

@@ -1,0 +1,62 @@
+"""Ranks of one host that tell each other what they call, over shared memory, whatever then carries the data."""
+
+import threading
+from datetime import timedelta
+from typing import final
+
+from torch.distributed import Store
+
+from lockstep.comm.shm.exchange import Exchange
+from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.rendezvous import Apart, meet
+
+
+@final
+class SharedAgreement:
+    """Agreement of ranks on one host."""
+
+    def __init__(self, memory: Memory, peers: Peers) -> None:
+        self._memory = memory
+        self._peers = peers
+        self._exchange = Exchange(memory, peers)
+        self._turn = threading.Lock()
+
+    def agree(self, call: bytes) -> None:
+        """Return when every rank has come with the same call (collective).
+
+        Raises:
+            CollectiveMismatchError: They differ; on every rank alike.
+            PeerLostError: A rank is lost.
+            CollectiveTimeoutError: A rank does not come in time.
+        """
+        if self._peers.broken is not None:
+            raise self._peers.broken
+        with self._turn:
+            self._exchange.agree(call)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of `error` (local)."""
+        self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Leave, and give back the memory (local)."""
+        self._peers.leave(PeerState.LEFT)
+        self._peers.close()
+        self._memory.close()
+
+
+def meet_on_host(store: Store, rank: int, size: int, timeout: timedelta) -> SharedAgreement | None:
+    """Bring ranks together that only agree on calls (collective); None if they are not on one host.
+
+    Raises:
+        GroupError: Some rank did not come in time.
+        PeerLostError: A rank came and was lost before all had met.
+    """
+    layout = Layout(size, outbox_bytes=PAGE, slot_bytes=PAGE)
+    meeting = meet(store, rank, layout, timeout)
+    if isinstance(meeting, Apart):
+        return None
+    memory = Memory(meeting.descriptor, layout, rank)
+    return SharedAgreement(memory, Peers(memory, rank, meeting.pidfds, meeting.pids, timeout.total_seconds()))

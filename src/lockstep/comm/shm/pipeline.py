@@ -1,0 +1,150 @@
+"""The all-reduce: a reduce-scatter and an all-gather in one pipeline of rounds.
+
+Ranks hold *parts*, one or several each; the sum of all of them, in tree order, goes into the result on every rank. A
+long tensor is cut into chunks and every chunk into one slice per rank. Round i of n + 1, for rank r:
+
+    1 write   of its parts of chunk i: the slices that others own; and, from step 4 of the round before, the reduced
+              slice r of chunk i - 1
+    2 swap
+    3 read    the reduced slices of chunk i - 1 from their owners
+    4 reduce  slice r of chunk i, from all ranks' outboxes, into the result and into the next outbox
+
+An outbox has room for the slices of one chunk, for each rank one place per part:
+
+    | slice 0 of part 0, of part 1, ... | slice 1 of part 0, of part 1, ... | ...
+                                           ^ where rank 1 puts its reduced slice: nobody else's goes there
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, schedule
+from lockstep.comm.shm.exchange import Exchange
+
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialReduction:
+    """What is reduced, as one rank sees it."""
+
+    parts: Sequence[Tensor]
+    """What this rank holds: flat, of one length and dtype."""
+    out: Tensor
+    """Where the result goes: likewise; may be one of the parts."""
+    how: Reduction
+    """The operation."""
+    holders: Sequence[tuple[int, int]]
+    """For every part of the group, in tree order: its rank, and its number among the parts of that rank."""
+    steps: Sequence[Step]
+    """The additions, over the parts in that order."""
+    num_slots: int
+    """Most parts that a rank holds."""
+
+
+def one_per_rank(exchange: Exchange, tensor: Tensor, how: Reduction) -> PartialReduction:
+    """Describe the reduction of one tensor of each rank, in place."""
+    return PartialReduction(
+        parts=[tensor],
+        out=tensor,
+        how=how,
+        holders=[(rank, 0) for rank in range(exchange.size)],
+        steps=schedule(exchange.size),
+        num_slots=1,
+    )
+
+
+def run_short(exchange: Exchange, reduction: PartialReduction, call: bytes) -> None:
+    """Reduce parts that fit an outbox whole: every rank reads all of them (collective)."""
+    out = reduction.out
+    length = out.numel()
+    mine = exchange.outbox(out.dtype)
+    for number, part in enumerate(reduction.parts):
+        mine[number * length : (number + 1) * length].copy_(part)
+    exchange.agree(call)
+    found = [
+        exchange.inbox(rank, out.dtype)[number * length : (number + 1) * length] for rank, number in reduction.holders
+    ]
+    reduce_into(out, found, reduction.how, reduction.steps)
+
+
+def write_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+    """Do step 1 for a chunk."""
+    room = _room_per_part(exchange, reduction)
+    mine = exchange.outbox(reduction.out.dtype)
+    for slot, part in enumerate(reduction.parts):
+        for rank, piece in enumerate(_slices(exchange, reduction, part, number)):
+            if rank != exchange.rank:
+                start = (rank * reduction.num_slots + slot) * room
+                mine[start : start + piece.numel()].copy_(piece)
+
+
+def run_from_first_swap(exchange: Exchange, reduction: PartialReduction) -> None:
+    """Do all that comes after the first chunk was written and swapped (collective)."""
+    num_chunks = -(-reduction.out.numel() // (_room_per_part(exchange, reduction) * exchange.size))
+    _reduce_chunk(exchange, reduction, 0)
+    for number in range(1, num_chunks + 1):
+        write_chunk(exchange, reduction, number)
+        exchange.swap()
+        _read_chunk(exchange, reduction, number - 1)
+        _reduce_chunk(exchange, reduction, number)
+
+
+def share(length: int, num_ranks: int, rank: int, element_bytes: int) -> slice:
+    """Return the elements that `rank` owns of `length`: equal shares that begin on a cache line."""
+    align = max(_ALIGNMENT // element_bytes, 1)
+    size = -(-length // (num_ranks * align)) * align
+    return slice(min(rank * size, length), min((rank + 1) * size, length))
+
+
+def room_per_rank(exchange: Exchange, element_bytes: int, num_slots: int = 1) -> int:
+    """Return how many elements of its outbox a rank has for each rank, or for each of its parts and each rank."""
+    align = max(_ALIGNMENT // element_bytes, 1)
+    return exchange.outbox_bytes // (element_bytes * exchange.size * num_slots) // align * align
+
+
+def _room_per_part(exchange: Exchange, reduction: PartialReduction) -> int:
+    return room_per_rank(exchange, reduction.out.element_size(), reduction.num_slots)
+
+
+def _read_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+    room = _room_per_part(exchange, reduction)
+    for rank, piece in enumerate(_slices(exchange, reduction, reduction.out, number)):
+        if rank != exchange.rank:
+            start = rank * reduction.num_slots * room
+            piece.copy_(exchange.inbox(rank, piece.dtype)[start : start + piece.numel()])
+
+
+def _reduce_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+    room = _room_per_part(exchange, reduction)
+    own = _own_slice(exchange, reduction, reduction.out, number)
+    if not own.numel():
+        return
+    first = exchange.rank * reduction.num_slots * room
+    parts = []
+    for rank, slot in reduction.holders:
+        if rank == exchange.rank:
+            parts.append(_own_slice(exchange, reduction, reduction.parts[slot], number))
+        else:
+            start = first + slot * room
+            parts.append(exchange.inbox(rank, own.dtype)[start : start + own.numel()])
+    place = exchange.outbox(own.dtype)[first : first + own.numel()]
+    reduce_into(own, parts, reduction.how, reduction.steps, copies=[place])
+
+
+def _slices(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
+    chunk = _chunk(exchange, reduction, tensor, number)
+    return [chunk[share(chunk.numel(), exchange.size, rank, chunk.element_size())] for rank in range(exchange.size)]
+
+
+def _own_slice(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
+    chunk = _chunk(exchange, reduction, tensor, number)
+    return chunk[share(chunk.numel(), exchange.size, exchange.rank, chunk.element_size())]
+
+
+def _chunk(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
+    length = _room_per_part(exchange, reduction) * exchange.size
+    return tensor[number * length : (number + 1) * length]
