@@ -8,10 +8,19 @@ the same model on any number of workers.
 from importlib.metadata import version
 
 from lockstep.checkpoint import load_weights
-from lockstep.comm import destroy_process_group, init_process_group
+from lockstep.comm import (
+    destroy_process_group,
+    init_process_group,
+    ordered_all_reduce,
+    ordered_hook,
+    ring_all_reduce,
+    ring_hook,
+)
 from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader
 from lockstep.errors import (
     CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
     ConfigError,
     DataFileError,
     DeviceError,
@@ -19,6 +28,7 @@ from lockstep.errors import (
     LockstepError,
     LossError,
     ParameterMismatchError,
+    PeerLostError,
     ReductionError,
     RunDirectoryError,
     UsageError,
@@ -32,6 +42,8 @@ __version__ = version("lockstep")
 
 __all__ = [
     "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "ConfigError",
     "DataFileError",
     "DeviceError",
@@ -41,6 +53,7 @@ __all__ = [
     "LockstepError",
     "LossError",
     "ParameterMismatchError",
+    "PeerLostError",
     "ReductionError",
     "Run",
     "RunDirectoryError",
@@ -55,6 +68,10 @@ __all__ = [
     "init_process_group",
     "launch",
     "load_weights",
+    "ordered_all_reduce",
+    "ordered_hook",
+    "ring_all_reduce",
+    "ring_hook",
     "seed_generators",
     "set_deterministic",
 ]

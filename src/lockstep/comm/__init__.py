@@ -12,6 +12,8 @@ from lockstep.comm.broadcast import broadcast_tensors
 from lockstep.comm.buffers import allocate_buffer
 from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
+from lockstep.comm.ordered import ordered_all_reduce, ordered_hook
+from lockstep.comm.ring import ring_all_reduce, ring_hook
 from lockstep.comm.world import World, current_world
 
 register_backends()
@@ -23,5 +25,9 @@ __all__ = [
     "current_world",
     "destroy_process_group",
     "init_process_group",
+    "ordered_all_reduce",
+    "ordered_hook",
+    "ring_all_reduce",
+    "ring_hook",
     "tell_peers",
 ]

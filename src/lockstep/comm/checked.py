@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
 from lockstep.comm.shm import meet_on_host
+from lockstep.comm.shm.arithmetic import split_operation
 from lockstep.errors import GroupError, PeerLostError
 
 _BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
@@ -276,9 +277,8 @@ def _listed(tensors: Any) -> Sequence[Tensor]:
 def _reduce_op(arguments: Sequence[Any]) -> str:
     for argument in arguments:
         operation = getattr(argument, "reduceOp", argument)
-        if isinstance(operation, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            state: Any = operation.__getstate__() if isinstance(operation, dist.ReduceOp) else (operation, None)
-            return str(state[0]).rpartition(".")[2].lower()
+        if isinstance(operation, dist.ReduceOp):
+            return str(split_operation(operation)[0]).rpartition(".")[2].lower()
     return "sum"
 
 

@@ -71,10 +71,16 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
     Raises:
         TypeError: The operation makes no sense for the dtype, or torch cannot do it.
     """
-    # The state is how torch pickles the operation: its kind, and the factor of PREMUL_SUM.
-    state: Any = op.__getstate__() if isinstance(op, ReduceOp) else (op, None)
-    kind, factor = state
+    kind, factor = split_operation(op)
     return _reduction(kind, dtype) if factor is None else _with_factor(_reduction(kind, dtype), factor)
+
+
+def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpType, Any]:
+    """Return the kind of a reduce operation, and the factor of PREMUL_SUM or None."""
+    # How torch pickles it: kind and factor for a `ReduceOp`, a number for what is a kind already. `isinstance` cannot
+    # tell them apart, torch has each claim to be the other.
+    state: Any = op.__getstate__()
+    return state if isinstance(state, tuple) else (op, None)
 
 
 def reduce_into(

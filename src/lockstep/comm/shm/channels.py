@@ -3,7 +3,7 @@
     sender                                                  receiver
     1 head page: tag, length, description
     2 chunk into slot 0, post FULL          ->              3 wait FULL, read the head
-                                                            4 the tag that is wanted? else keep the message aside
+                                                            4 who expects the tag? else keep the message aside
                                                             5 reply page: as expected, or not
     7 wait FREE for every chunk             <-              6 copy the chunk out, post FREE
     8 read the reply: not as expected is an error here too
@@ -15,7 +15,9 @@ sides know whether they meant the same.
 import ctypes
 import mmap
 import struct
+import threading
 from collections import deque
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -73,7 +75,7 @@ class Sender:
             self._peers.wait(self._target, self._free, call)
         expected = _read_text(self._address + PAGE)
         if expected:
-            raise _explain(self._peers.rank, kind, self._target, expected)
+            raise _explain(kind, self._peers.rank, expected, self._target)
 
 
 @final
@@ -88,43 +90,63 @@ class Receiver:
         self._source = source
         self._full = peers.semaphore(FULL, source, peers.rank)
         self._free = peers.semaphore(FREE, peers.rank, source)
+        self._lock = threading.Lock()
+        self._expected: dict[int, deque[Receipt]] = {}
         self._aside: dict[int, deque[tuple[bytes, Tensor]]] = {}
 
-    def receive(self, place: Tensor, tag: int, kind: bytes, call: bytes) -> None:
-        """Fill `place`, flat bytes, with the next message of `tag`; messages of other tags are kept for their receives.
+    def expect(self, receipt: "Receipt") -> None:
+        """Have the next message of the receipt's tag delivered to it; at once if it was kept aside."""
+        with self._lock:
+            message = self._take_aside(receipt.tag)
+            if message is None:
+                self._expected.setdefault(receipt.tag, deque()).append(receipt)
+        if message is not None:
+            receipt.take(self._source, *message)
+
+    def take_until(self, receipt: "Receipt") -> None:
+        """Take messages, for whoever expects them, until `receipt` has its own.
 
         Raises:
-            CollectiveMismatchError: The sender sends another kind of tensor.
             PeerLostError: The sender is lost.
         """
-        while not self._take_aside(place, tag, kind):
-            self._peers.wait(self._source, self._full, call)
-            if self._take(place, tag, kind, call):
-                return
+        while not receipt.is_settled:
+            self._peers.wait(self._source, self._full, receipt.call)
+            self._take(receipt.call)
 
-    def try_receive(self, place: Tensor, tag: int, kind: bytes, call: bytes) -> bool:
-        """Do what `receive` does if a message of `tag` is here already; return whether one was."""
-        if self._take_aside(place, tag, kind):
-            return True
-        return semaphores.try_wait(self._full) and self._take(place, tag, kind, call)
+    def offer(self, receipt: "Receipt", *, may_take: bool) -> bool:
+        """Deliver a message that is here already and that nobody else expects; return whether there was one.
 
-    def _take_aside(self, place: Tensor, tag: int, kind: bytes) -> bool:
+        Args:
+            receipt: Who wants it.
+            may_take: Whether messages may be taken from the channel, not only from those kept aside.
+        """
+        while True:
+            with self._lock:
+                message = self._take_aside(receipt.tag)
+            if message is not None:
+                receipt.take(self._source, *message)
+                return True
+            if not (may_take and semaphores.try_wait(self._full)):
+                return False
+            self._take(receipt.call)
+
+    def _take_aside(self, tag: int) -> tuple[bytes, Tensor] | None:
         kept = self._aside.get(tag)
-        if not kept:
-            return False
-        sent, data = kept.popleft()
-        if sent != kind:
-            raise _explain(self._source, sent, self._peers.rank, kind)
-        place.copy_(data)
-        return True
+        return kept.popleft() if kept else None
 
-    def _take(self, place: Tensor, tag: int, kind: bytes, call: bytes) -> bool:
-        """Take the message whose first chunk is here; return whether it was the one wanted."""
-        found, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
+    def _next_expected(self, tag: int) -> "Receipt | None":
+        waiting = self._expected.get(tag)
+        return waiting.popleft() if waiting else None
+
+    def _take(self, call: bytes) -> None:
+        """Take the message whose first chunk is here."""
+        tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         sent = ctypes.string_at(self._address + _HEAD.size, min(kind_length, LONGEST_CALL))
-        fits = found == tag and sent == kind
-        target = place if fits else torch.empty(length, dtype=torch.uint8)
-        reply = kind if found == tag and not fits else b""
+        with self._lock:
+            receipt = self._next_expected(tag)
+        fits = receipt is not None and receipt.kind == sent
+        target = receipt.place if receipt is not None and fits else torch.empty(length, dtype=torch.uint8)
+        reply = receipt.kind if receipt is not None and not fits else b""
         ctypes.memmove(self._address + PAGE, struct.pack("<i", len(reply)) + reply, 4 + len(reply))
         chunks = target.split(self._slots[0].numel()) if length else [target]
         for number, chunk in enumerate(chunks):
@@ -132,12 +154,52 @@ class Receiver:
                 self._peers.wait(self._source, self._full, call)
             chunk.copy_(self._slots[number % len(self._slots)][: chunk.numel()])
             semaphores.post(self._free)
-        if found != tag:
-            self._aside.setdefault(found, deque()).append((sent, target))
-            return False
-        if not fits:
-            raise _explain(self._source, sent, self._peers.rank, kind)
-        return True
+        if receipt is None:
+            with self._lock:
+                receipt = self._next_expected(tag)  # who came while it was being copied
+                if receipt is None:
+                    self._aside.setdefault(tag, deque()).append((sent, target))
+                    return
+        receipt.take(self._source, sent, target)
+
+
+@final
+class Receipt:
+    """A receive that waits for its message.
+
+    Args:
+        rank: The rank that receives.
+        place: Where the bytes go, flat.
+        tag: Which messages it takes.
+        kind: Description of the tensor, compared with the sender's.
+        call: Description of the receive, for messages.
+        settle: Called once, with the source's rank or with an error.
+    """
+
+    def __init__(  # what a receive is made of
+        self, rank: int, place: Tensor, tag: int, kind: bytes, call: bytes, settle: Callable[..., None]
+    ) -> None:
+        self._rank = rank
+        self.place = place
+        self.tag = tag
+        self.kind = kind
+        self.call = call
+        self.is_settled = False
+        self._settle = settle
+
+    def take(self, source: int, sent: bytes, data: Tensor) -> None:
+        """Take a message of its tag.
+
+        Args:
+            source: Rank that sent it.
+            sent: Description of what was sent.
+            data: The bytes; `place` itself where they lie there already.
+        """
+        error = None if sent == self.kind else _explain(sent, source, self.kind, self._rank)
+        if error is None and data is not self.place:
+            self.place.copy_(data)
+        self.is_settled = True
+        self._settle(source=source, error=error)
 
 
 def _map_slots(mapping: mmap.mmap, slot_bytes: int) -> list[Tensor]:
@@ -152,7 +214,7 @@ def _read_text(address: int) -> bytes:
     return ctypes.string_at(address + 4, min(max(length, 0), LONGEST_CALL))
 
 
-def _explain(source: int, sent: bytes, target: int, expected: bytes) -> CollectiveMismatchError:
+def _explain(sent: bytes, source: int, expected: bytes, target: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
         f"Rank {source} sends {sent.decode()} but rank {target} receives {expected.decode()}. Both must name the same "
         "dtype and number of elements; what was sent is dropped."

@@ -112,7 +112,7 @@ class ShmProcessGroup(ProcessGroup):
         return self._start(call, action, tensors, opts)
 
     def ordered_all_reduce(
-        self, parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
+        self, parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, opts: Any = None
     ) -> Work:
         """Sum subtrees of shards in the order of the tree, several on each rank, into `out` on every rank.
 
@@ -122,6 +122,7 @@ class ShmProcessGroup(ProcessGroup):
             out: Where the sum goes.
             layout: The nodes that each rank holds, in the order of its parts; together they cover every shard once.
             num_shards: Number of shards.
+            opts: Torch's options; whether the caller waits at once.
         """
         placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
         how = reduction(ReduceOp.SUM, out.dtype)
@@ -135,7 +136,7 @@ class ShmProcessGroup(ProcessGroup):
         )
         call = describe_call("ordered_all_reduce", ((out.dtype, out.shape),), f"{[list(nodes) for nodes in layout]}")
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
-        return self._start(call, action, [out], None)
+        return self._start(call, action, [out], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         """Replace one tensor by the root's."""
@@ -481,7 +482,8 @@ class ShmProcessGroup(ProcessGroup):
         tensor = tensors[0] if tensors else torch.empty(0)
         if tensor.device.type != "cpu":
             return self._inner.call(tensor.device, name, arguments)
-        detail = f"sparse, {arguments[-1].reduceOp}" if hasattr(arguments[-1], "reduceOp") else "sparse"
+        operation = getattr(arguments[-1], "reduceOp", None)
+        detail = "sparse" if operation is None else f"sparse, {reduction(operation, tensor.dtype).name}"
         call = describe_call(name, ((tensor.dtype, tensor.shape),), detail)
 
         def action() -> None:

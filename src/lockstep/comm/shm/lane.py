@@ -1,11 +1,13 @@
 """Calls that wait their turn, and who runs them.
 
-A lane runs its calls one after another in the order in which they were made. Whoever waits for a call runs what is due
-itself, so a call that is waited for at once costs no change of thread; a call that nobody waits for yet is run by the
-lane's own thread, which starts when it is first needed.
+A lane runs its calls one after another in the order in which they were made. Whoever waits for the call that is next
+runs it itself, so a call that is waited for at once costs no change of thread; all others are run by the lane's own
+thread, which starts when it is first needed.
 
     submit -> queue -> run by   the thread that waits (`Call.wait`), or by the lane's thread
                        whoever holds `_turn`, one call at a time, oldest first
+
+A call may be settled before its turn: a receive whose message came while an older one was still waiting for its own.
 """
 
 import threading
@@ -34,7 +36,7 @@ class Call(Work):
 
     def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], lane: "Lane") -> None:
         super().__init__()
-        self._action: Callable[[], int | None] | None = action
+        self._action = action
         self._tensors = list(tensors)
         self._lane = lane
         self._done = threading.Lock()
@@ -42,27 +44,33 @@ class Call(Work):
         self._is_done = False
         self._error: BaseException | None = None
         self._source = -1
-        self._futures_lock = threading.Lock()
+        self._settling = threading.Lock()
         self._pending: list[torch.futures.Future[None]] = []
 
     def run(self) -> None:
-        """Do it; called once, by whoever has the lane's turn."""
-        action = self._action
-        assert action is not None
+        """Do it, unless it is done; called once, by whoever has the lane's turn."""
+        if self._is_done:
+            return
         try:
-            source = action()
-            self._source = -1 if source is None else source
-        except BaseException as error:  # noqa: BLE001 - kept, and raised where the call is waited for
-            self._error = error
-        self._action = None
-        with self._futures_lock:
-            self._is_done = True
+            source = self._action()
+        except BaseException as error:
+            self.settle(error=error)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        else:
+            self.settle(source=-1 if source is None else source)
+
+    def settle(self, *, source: int = -1, error: BaseException | None = None) -> None:
+        """Note that it is done, well or not; the first time counts."""
+        with self._settling:
+            if self._is_done:
+                return
+            self._source, self._error, self._is_done = source, error, True
             pending, self._pending = self._pending, []
+        self._action = _do_nothing  # lets go of what it holds
         self._done.release()
         for future in pending:
             future.set_result(None)
-        if isinstance(self._error, KeyboardInterrupt | SystemExit):
-            raise self._error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
@@ -122,7 +130,7 @@ class Call(Work):
         """
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
-        with self._futures_lock:
+        with self._settling:
             if not self._is_done:
                 self._pending.append(base)
                 self._lane.start()
@@ -204,13 +212,14 @@ class Lane:
 
     def finish(self, call: Call, done: threading.Lock) -> None:
         """Return when `call`, which is in the queue or running, is done; `done` is released when it is."""
-        while not call.is_completed() and self._turn.acquire(blocking=False):
+        if not call.is_completed() and self._turn.acquire(blocking=False):
             try:
-                self._run_next()
+                # Only if it is next: what is before it may be a receive that ends later than it does.
+                if self._queue and self._queue[0] is call:
+                    self._run_next()
             finally:
                 self._turn.release()
         if self._queue:
-            # Someone submitted while the turn was taken, and may be waiting for it.
             self.start()
         done.acquire()
         done.release()
@@ -229,7 +238,8 @@ class Lane:
             self._is_closed = True
             thread, self._thread = self._thread, None
         self._wake.release()
-        if thread is not None and thread is not threading.current_thread():
+        # Ctrl-C may have come between making the thread and starting it.
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(timeout_seconds)
         while self._queue:
             self._run_next()
@@ -247,6 +257,10 @@ class Lane:
         except IndexError:
             return
         call.run()
+
+
+def _do_nothing() -> None:
+    """Stand for an action that is done."""
 
 
 @final

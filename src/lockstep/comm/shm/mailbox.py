@@ -7,11 +7,12 @@ from typing import final
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.shm.channels import Receiver, Sender
-from lockstep.comm.shm.lane import Lane
+from lockstep.comm.shm.channels import Receipt, Receiver, Sender
+from lockstep.comm.shm.lane import Call, Lane
 from lockstep.comm.shm.layout import MAIL
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
+from lockstep.errors import GroupError
 
 
 @final
@@ -34,7 +35,7 @@ class Mailbox:
                 self._senders[target] = (Lane("lockstep-send"), Sender(self._memory, self._peers, target))
             lane, sender = self._senders[target]
         call = f"send({kind.decode()}, to rank {target}, tag {tag})".encode()
-        return lane.put(lambda: sender.send(data, tag, kind, call), tensors)
+        return lane.put(self._guard(lambda: sender.send(data, tag, kind, call), call), tensors)
 
     def receive(
         self,
@@ -58,21 +59,23 @@ class Mailbox:
         who = f"rank {sources[0]}" if len(sources) == 1 else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
 
-        def from_one() -> int:
-            self._receivers[sources[0]][1].receive(place, tag, kind, call)
-            finish()
-            return sources[0]
-
-        def from_any() -> int:
-            source = self._wait_for_any(place, sources, tag, kind, call)
-            finish()
-            return source
-
         for source in sources:
             self._open(source)
-        if len(sources) == 1:
-            return self._receivers[sources[0]][0].put(from_one, tensors)
-        return self._from_any.put(from_any, tensors)
+        is_from_one = len(sources) == 1
+        lane = self._receivers[sources[0]][0] if is_from_one else self._from_any
+        work = Call(self._guard(lambda: self._receive(receipt, sources), call), tensors, lane)
+
+        def settle(source: int, error: BaseException | None) -> None:
+            if error is None:
+                finish()
+            work.settle(source=source, error=error)
+
+        receipt = Receipt(self._peers.rank, place, tag, kind, call, settle)
+        if is_from_one:
+            self._receivers[sources[0]][1].expect(receipt)
+        if not receipt.is_settled:
+            lane.submit(work, soon=True)
+        return work
 
     def close(self, timeout_seconds: float) -> None:
         """Run nothing more."""
@@ -82,17 +85,37 @@ class Mailbox:
         self._senders.clear()
         self._receivers.clear()
 
+    def _guard(self, action: Callable[[], int | None], call: bytes) -> Callable[[], int | None]:
+        def guarded() -> int | None:
+            try:
+                return action()
+            except GroupError:
+                raise  # told to the others where it was found, or the channel is as good as before
+            except BaseException as error:
+                # Part of a message may lie in the channel, and must not be taken for the next.
+                self._peers.fail(error, call)
+                raise
+
+        return guarded
+
     def _open(self, source: int) -> None:
         with self._lock:
             if source not in self._receivers:
                 lane = Lane("lockstep-receive")
                 self._receivers[source] = (lane, Receiver(self._memory, self._peers, source))
 
-    def _wait_for_any(self, place: Tensor, sources: Sequence[int], tag: int, kind: bytes, call: bytes) -> int:
-        while True:
+    def _receive(self, receipt: Receipt, sources: Sequence[int]) -> None:
+        """Take messages until the receipt has its own, which settles its call."""
+        if len(sources) == 1:
+            self._receivers[sources[0]][1].take_until(receipt)
+            return
+
+        def take() -> int | None:
             for source in sources:
                 lane, receiver = self._receivers[source]
                 with lane.turn_if_free() as is_mine:
-                    if is_mine and receiver.try_receive(place, tag, kind, call):
+                    if receiver.offer(receipt, may_take=is_mine):
                         return source
-            self._peers.wait_for_any(sources, self._mail, call)
+            return None
+
+        self._peers.wait_for_any(sources, self._mail, receipt.call, take)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.errors import GroupError
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
@@ -55,11 +56,13 @@ class Memory:
         self.layout = layout
         self._descriptor = descriptor
         self._rank = rank
+        self._pid = os.getpid()
         self._control = mmap.mmap(descriptor, layout.control_bytes)
         self.address = _address(self._control)
         """Where the control area begins."""
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._heap_used = 0
+        self._heap_free: dict[int, list[int]] = {}
         self._heap: dict[int, tuple[int, int]] = {}
         self._peer_mappings: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()
 
@@ -85,13 +88,12 @@ class Memory:
         The pages go back to the system when the tensor and all that view it are gone.
         """
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
-        offset = self._heap_used
-        self._heap_used += length
+        offset = self._take_heap(length)
         start = self.layout.heap(self._rank) + offset
         mapping = mmap.mmap(self._descriptor, length, offset=start)
         address = _address(mapping)
         self._heap[address] = (offset, length)
-        weakref.finalize(mapping, _release, weakref.ref(self), address, start, length).atexit = False
+        weakref.finalize(mapping, _release, weakref.ref(self), address).atexit = False
         return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
 
     def locate(self, flat: Tensor) -> int:
@@ -123,19 +125,40 @@ class Memory:
         self._views.clear()
         self._peer_mappings.clear()
 
-    def forget(self, address: int, start: int, length: int) -> None:
+    def forget(self, address: int) -> None:
         """Give the pages of an allocation back to the system."""
-        self._heap.pop(address, None)
-        if self._descriptor >= 0:
+        offset, length = self._heap.pop(address)
+        # A forked child has a copy of every tensor, but the pages are its parent's.
+        if self._descriptor >= 0 and os.getpid() == self._pid:
+            start = self.layout.heap(self._rank) + offset
             ctypes.CDLL(None).fallocate(
                 self._descriptor, _PUNCH_HOLE, ctypes.c_longlong(start), ctypes.c_longlong(length)
             )
+            self._heap_free.setdefault(length, []).append(offset)
+
+    def _take_heap(self, length: int) -> int:
+        """Return an offset in this rank's heap where nothing lies: one that was used for the same length, or a new one.
+
+        Raises:
+            GroupError: The heap is full.
+        """
+        free = self._heap_free.get(length)
+        if free:
+            return free.pop()
+        offset = self._heap_used
+        if self.layout.heap(self._rank) + offset + length > self.layout.heap(self._rank + 1):
+            raise GroupError(
+                f"This group cannot give {length} bytes more: its tensors of other lengths have used up its addresses. "
+                "Keep the tensors that it gave instead of asking for new ones, or make a new group."
+            )
+        self._heap_used += length
+        return offset
 
 
-def _release(memory: "weakref.ref[Memory]", address: int, start: int, length: int) -> None:
+def _release(memory: "weakref.ref[Memory]", address: int) -> None:
     alive = memory()
     if alive is not None:
-        alive.forget(address, start, length)
+        alive.forget(address)
 
 
 def _address(mapping: mmap.mmap) -> int:

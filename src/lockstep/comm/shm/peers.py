@@ -11,7 +11,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final, final
 
@@ -73,9 +73,15 @@ class Peers:
         """
         for address in self._posts:
             semaphores.post(address)
-        for peer, address in self._waits:
-            if not semaphores.try_wait(address):
-                self.wait(peer, address, call, everyone=True)
+        try:
+            for peer, address in self._waits:
+                if not semaphores.try_wait(address):
+                    self.wait(peer, address, call, everyone=True)
+        except BaseException:
+            # Who comes later must not find complete a round that failed here: take back what it has not taken yet.
+            for address in self._posts:
+                semaphores.try_wait(address)
+            raise
 
     def wait(self, peer: int, address: int, call: bytes, *, everyone: bool = False) -> None:
         """Wait until `peer` has posted the semaphore at `address`.
@@ -89,24 +95,41 @@ class Peers:
         for _ in range(self._num_spins):
             if semaphores.try_wait(address):
                 return
+        started = time.monotonic()
         if semaphores.wait(address, _SLICE_SECONDS):
             return
         self._say_waiting(call)
-        try:
-            self._wait_long(peer, address, call, everyone)
-        finally:
-            self._say_waiting(b"")
+        self._wait_long(peer, address, call, started, everyone)
+        self._say_waiting(b"")  # after an error it stays, for the messages of the others
 
-    def wait_for_any(self, peers: Sequence[int], address: int, call: bytes) -> None:
-        """Wait until some rank has posted the semaphore at `address`, for one slice at most; raise if all are lost."""
-        if self.broken is not None:
-            raise self.broken
+    def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
+        """Return the rank whose message `take` finds; it is asked again when the semaphore at `address` is posted.
+
+        A rank that was killed or failed ends the wait, though another may still send: the group is broken. Ranks that
+        have left end it when all have.
+
+        Args:
+            peers: The ranks that may send.
+            address: The semaphore.
+            call: What this rank is doing, for messages.
+            take: Takes a message if one is here, and returns who sent it, or None.
+        """
+        started = time.monotonic()
+        lost_since: float | None = None
         self._say_waiting(call)
-        if not semaphores.wait(address, _SLICE_SECONDS):
-            lost = [self._find_lost([peer]) is not None for peer in peers]
-            if all(lost):
+        while (source := take()) is None:
+            if semaphores.wait(address, _SLICE_SECONDS):
+                continue
+            self._check_broken()
+            if all(self._find_lost([peer]) is not None for peer in peers):
+                source = take()
+                if source is not None:
+                    break
                 self.check(peers)
+            lost_since = self._check_killed(lost_since)
+            self._check_time(started, call, "any rank")
         self._say_waiting(b"")
+        return source
 
     def check(self, peers: Sequence[int]) -> None:
         """Raise if one of `peers` is lost.
@@ -138,30 +161,50 @@ class Peers:
             semaphores.post(self.semaphore(ROUND, self.rank, self.rank))  # orders the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
+    def fail(self, error: BaseException, call: bytes) -> None:
+        """Tell the others that `error` ended `call` on this rank, nobody knows where in it: the group is broken."""
+        self.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        self.broken = GroupError(f"{call.decode()} ended with {type(error).__name__} on this rank.")
+
     def close(self) -> None:
         """Stop watching the processes."""
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}
 
-    def _wait_long(self, peer: int, address: int, call: bytes, everyone: bool) -> None:
-        started = time.monotonic()
+    def _wait_long(self, peer: int, address: int, call: bytes, started: float, everyone: bool) -> None:
         lost_since: float | None = None
-        while not semaphores.wait(address, _SLICE_SECONDS):
-            if self.broken is not None:
-                raise self.broken
-            now = time.monotonic()
+        while True:
+            self._check_broken()
             if self._find_lost([peer]) is not None:
                 if semaphores.try_wait(address):
                     return
                 self.check([peer])
-            if everyone and self._find_killed() is not None:
-                # The awaited rank may be past its own wait for the dead one: leave it the time to post.
-                lost_since = now if lost_since is None else lost_since
-                if now - lost_since > _GRACE_SECONDS:
-                    raise self._break(self._find_killed() or peer)
-            if now - started > self.timeout_seconds:
-                raise self.time_out(call, f"rank {peer}")
+            if everyone:
+                lost_since = self._check_killed(lost_since)
+            self._check_time(started, call, f"rank {peer}")
+            if semaphores.wait(address, _SLICE_SECONDS):
+                return
+
+    def _check_broken(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    def _check_killed(self, lost_since: float | None) -> float | None:
+        """Raise if some rank was killed or failed a while ago; return since when one is."""
+        killed = self._find_killed()
+        if killed is None:
+            return None
+        # The awaited rank may be past its own wait for the dead one: leave it the time to post.
+        now = time.monotonic()
+        lost_since = now if lost_since is None else lost_since
+        if now - lost_since > _GRACE_SECONDS:
+            raise self._break(killed)
+        return lost_since
+
+    def _check_time(self, started: float, call: bytes, awaited: str) -> None:
+        if time.monotonic() - started > self.timeout_seconds:
+            raise self.time_out(call, awaited)
 
     def _find_lost(self, peers: Sequence[int]) -> int | None:
         for peer in peers:
@@ -203,8 +246,9 @@ class Peers:
                 "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks."
             )
         return (
-            f"Rank {peer} (process {self._pids.get(peer)}) is lost: its process ended without a word, so it was killed "
-            "or crashed. Look at its log; the system log says if it ran out of memory."
+            f"Rank {peer} (process {self._pids.get(peer)}) is lost: its process ended without a word. It was killed or "
+            "crashed, or ended by os._exit before it destroyed the group, as forked children of multiprocessing do. Look "
+            "at its log; the system log says if it ran out of memory."
         )
 
     def _read_state(self, peer: int) -> tuple[PeerState, int, str]:

@@ -9,6 +9,7 @@
     6 checks whose process it is, notes its pid
     7 sends the file and the pids to all                       8 maps the file, watches the pids, says "ready"
     9 says "go" when all are ready                            10 closes the socket
+    X leaves word why it gave up       ->   failed       <-    X asks why rank 0 is gone
 
 The socket's name lives in the kernel alone, and both ends ask the kernel who is on the other one: another user of the
 machine can neither join nor be joined.
@@ -20,7 +21,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,6 +35,7 @@ from lockstep.errors import GroupError, PeerLostError
 
 _READY = b"r"
 _GO = b"g"
+_FAILED = "failed"
 _NUMBER = struct.Struct("<I")
 
 
@@ -76,8 +79,9 @@ def meet(store: Store, rank: int, layout: Layout, timeout: timedelta) -> Meeting
         if reason:
             return Apart(reason=reason)
         if listener is not None:
-            return _receive_all(listener, layout, timeout)
-        return _join(hosts[0][1], rank, timeout)
+            return _receive_all(store, listener, layout, timeout)
+        with _asking_why(store, timeout):
+            return _join(hosts[0][1], rank, timeout)
     finally:
         if listener is not None:
             listener.close()
@@ -120,11 +124,46 @@ def _explain_apart(hosts: Sequence[str]) -> str:
     return ""
 
 
-def _receive_all(listener: socket.socket, layout: Layout, timeout: timedelta) -> Meeting:
+@contextmanager
+def _leaving_word(store: Store) -> Iterator[None]:
+    """Tell the other ranks why rank 0 gives up, before it closes its sockets."""
+    try:
+        yield
+    except (GroupError, OSError) as error:
+        store.set(_FAILED, json.dumps([getattr(error, "rank", -1), str(error)]))
+        raise
+
+
+@contextmanager
+def _asking_why(store: Store, timeout: timedelta) -> Iterator[None]:
+    """Explain what goes wrong between this rank and rank 0."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise GroupError(
+            f"Rank 0 did not make the group within {timeout.total_seconds():g} s. Look at its log; it may be stuck."
+        ) from error
+    except (OSError, EOFError) as error:
+        raise _explain_gone(store) from error
+
+
+def _explain_gone(store: Store) -> GroupError:
+    try:
+        said = store.get(_FAILED) if store.check([_FAILED]) else b""
+    except RuntimeError:  # the store is gone too
+        said = b""
+    if not said:
+        return PeerLostError("Rank 0 ended while the group was being made.", rank=0)
+    rank, message = json.loads(said)
+    return GroupError(message) if rank < 0 else PeerLostError(message, rank=rank)
+
+
+def _receive_all(store: Store, listener: socket.socket, layout: Layout, timeout: timedelta) -> Meeting:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
-    descriptor = memory.create_file(layout)
-    try:
+    with ExitStack() as undo, ExitStack() as done, _leaving_word(store):
+        descriptor = memory.create_file(layout)
+        undo.callback(os.close, descriptor)
         deadline = time.monotonic() + timeout.total_seconds()
         while len(connections) < layout.size - 1:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -133,33 +172,33 @@ def _receive_all(listener: socket.socket, layout: Layout, timeout: timedelta) ->
             except TimeoutError as error:
                 missing = [rank for rank in range(1, layout.size) if rank not in connections]
                 raise GroupError(_explain_missing(missing, layout.size, timeout)) from error
+            done.callback(connection.close)
             _admit(connection, connections, pids, timeout)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
-        for connection in connections.values():
-            socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
-        pidfds = _watch(pids, own=0)
         for rank, connection in connections.items():
-            _expect(connection, _READY, rank)
-        for connection in connections.values():
-            connection.sendall(_GO)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    finally:
-        for connection in connections.values():
-            connection.close()
+            with _losing(rank):
+                socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
+        pidfds = _watch(pids, 0, undo)
+        for rank, connection in connections.items():
+            with _losing(rank):
+                _expect(connection, _READY)
+        for rank, connection in connections.items():
+            with _losing(rank):
+                connection.sendall(_GO)
+        undo.pop_all()
     return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
 
 
 def _admit(
     connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], timeout: timedelta
 ) -> None:
+    """Note whose connection this is, or close it: it may be anybody's, and may say anything or nothing."""
     connection.settimeout(timeout.total_seconds())
     pid, uid = _who_is(connection)
-    if uid != os.geteuid():
-        connection.close()
-        return
-    hello = connection.recv(_NUMBER.size)
+    hello = b""
+    if uid == os.geteuid():
+        with suppress(OSError):
+            hello = connection.recv(_NUMBER.size)
     rank = _NUMBER.unpack(hello)[0] if len(hello) == _NUMBER.size else 0
     if rank == 0 or rank in connections:
         connection.close()
@@ -169,33 +208,42 @@ def _admit(
 
 
 def _join(address: str, rank: int, timeout: timedelta) -> Meeting:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout.total_seconds())
-        try:
-            connection.connect(f"\0{address}")
-        except OSError as error:
-            raise PeerLostError("Rank 0 ended while the group was being made.", rank=0) from error
+        connection.connect(f"\0{address}")
         if _who_is(connection)[1] != os.geteuid():
             raise GroupError("The process that offers the group's shared memory belongs to another user: not joined.")
         connection.sendall(_NUMBER.pack(rank))
         data, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
         if not descriptors:
-            raise PeerLostError("Rank 0 ended while the group was being made, or refused this process.", rank=0)
-        try:
-            hello = _receive_exactly(connection, _NUMBER.unpack(data)[0])
-            pids = dict(enumerate(json.loads(hello)))
-            pidfds = _watch(pids, own=rank)
-            connection.sendall(_READY)
-            _expect(connection, _GO, 0)
-        except BaseException:
-            os.close(descriptors[0])
-            raise
+            raise EOFError
+        undo.callback(os.close, descriptors[0])
+        pids = dict(enumerate(json.loads(_receive_exactly(connection, _NUMBER.unpack(data)[0]))))
+        pidfds = _watch(pids, rank, undo)
+        connection.sendall(_READY)
+        _expect(connection, _GO)
+        undo.pop_all()
     return Meeting(descriptor=descriptors[0], pidfds=pidfds, pids=pids)
 
 
-def _watch(pids: dict[int, int], own: int) -> dict[int, int]:
+def _watch(pids: dict[int, int], own: int, undo: ExitStack) -> dict[int, int]:
     """Open a descriptor for every other process; each still holds its socket, so its number is not another's yet."""
-    return {rank: os.pidfd_open(pid) for rank, pid in pids.items() if rank != own}
+    pidfds: dict[int, int] = {}
+    for rank, pid in pids.items():
+        if rank != own:
+            with _losing(rank):
+                pidfds[rank] = os.pidfd_open(pid)
+            undo.callback(os.close, pidfds[rank])
+    return pidfds
+
+
+@contextmanager
+def _losing(rank: int) -> Iterator[None]:
+    """Take what goes wrong within for the loss of `rank`."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise PeerLostError(f"Rank {rank} was lost while the group was being made.", rank=rank) from error
 
 
 def _who_is(connection: socket.socket) -> tuple[int, int]:
@@ -204,13 +252,9 @@ def _who_is(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _expect(connection: socket.socket, word: bytes, rank: int) -> None:
-    try:
-        received = connection.recv(1)
-    except OSError:
-        received = b""
-    if received != word:
-        raise PeerLostError(f"Rank {rank} was lost while the group was being made.", rank=rank)
+def _expect(connection: socket.socket, word: bytes) -> None:
+    if _receive_exactly(connection, 1) != word:
+        raise EOFError
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
@@ -218,6 +262,6 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     while len(received) < count:
         part = connection.recv(count - len(received))
         if not part:
-            raise PeerLostError("Rank 0 ended while the group was being made.", rank=0)
+            raise EOFError
         received += part
     return received

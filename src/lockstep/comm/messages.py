@@ -1,0 +1,128 @@
+"""Between the ranks of a group: messages, and the checks and the flat form that tensors take before them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.comm.world import World, current_world
+from lockstep.errors import GroupError
+
+_TAG = 0x10C5
+"""Keeps our messages apart from those that a user has under way with tag 0, on backends that know tags."""
+
+_SUMMABLE = frozenset({
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+})  # fmt: skip
+
+
+def joined_world(group: ProcessGroup | None) -> World:
+    """Return this worker's place in `group`, or in the default group (local).
+
+    Raises:
+        GroupError: There is no group, it was torn down, or this worker is not in it.
+        TypeError: `group` is something else.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise GroupError(
+            "There is no process group to reduce over. Call ls.init_process_group() first, or start the function with "
+            "ls.launch."
+        )
+    no_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group == no_member:
+        raise GroupError(
+            f"Rank {dist.get_rank()} does not belong to this group, and only its members may call. "
+            "Call it under `if group is not dist.GroupMember.NON_GROUP_MEMBER`."
+        )
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup or None.")
+    try:
+        return current_world(group)
+    except ValueError as error:
+        raise GroupError("The process group was torn down already. Make another, or leave group out.") from error
+
+
+def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:
+    """Return `tensor` if it can be summed over a group.
+
+    Args:
+        tensor: What the caller gave.
+        name: How to call it in a message.
+        is_written: Whether the sum is to be written into it.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It is sparse, of a dtype that torch cannot add, or to be written and several of its elements share
+            memory.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor.")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}, expected a dense tensor. Give {name}.to_dense().")
+    if tensor.dtype not in _SUMMABLE:
+        raise ValueError(f"{name} is {tensor.dtype}, which torch cannot add. Convert it to float32 or int64 first.")
+    if is_written and any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{name} is an expanded tensor, several of its elements share memory, and the sum cannot be written into "
+            f"it. Give {name}.contiguous()."
+        )
+    return tensor
+
+
+def flatten(tensor: Tensor, min_elements: int) -> Tensor:
+    """Return the elements of `tensor` in their logical order: its own memory where it lies in that order, else a copy.
+
+    Complex numbers become pairs of real ones: adding those is the same in every part of a vectorised loop, while a
+    complex addition may multiply by 1 + 0j first, which infinities do not survive.
+
+    Args:
+        tensor: Dense, any strides.
+        min_elements: Pad with zeros to this length.
+
+    Returns:
+        1-D and contiguous, of a real dtype, without autograd.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    num_missing = min_elements - flat.numel()
+    return torch.cat([flat, flat.new_zeros(num_missing)]) if num_missing > 0 else flat
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy the values of `flat`, which `flatten` made of `tensor`, into it, unless they share memory."""
+    if flat.data_ptr() != tensor.data_ptr():
+        values = flat[: tensor.nbytes // flat.element_size()].view(tensor.dtype)
+        tensor.detach().copy_(values.view(tensor.shape))
+
+
+def post_messages(
+    sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], world: World
+) -> list[dist.Work]:
+    """Start sending and receiving (every rank of the group must call, in one order for each pair of ranks).
+
+    All of one call are one batch: NCCL would wait for ever for two ranks that each send first.
+
+    Args:
+        sends: Rank within the group and what to send it: contiguous, any dtype, left alone until the work is done.
+        receives: Rank within the group and where to put what comes from it: as many bytes as it sends.
+        world: The group.
+    """
+
+    def message(operation: object, peer: int, part: Tensor) -> dist.P2POp:
+        # Bytes, so that every dtype travels, those included that a backend does not know.
+        return dist.P2POp(operation, part.view(torch.uint8), group=world.group, tag=_TAG, group_peer=peer)  # type: ignore[arg-type]
+
+    messages = [message(dist.irecv, peer, part) for peer, part in receives]
+    messages += [message(dist.isend, peer, part) for peer, part in sends]
+    return dist.batch_isend_irecv(messages) if messages else []
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Wait for messages; on a GPU the current stream waits, and the host goes on."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,131 @@
+"""All-reduce around a ring, over any process group that can send and receive.
+
+P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel
+and Distributed Computing 69(2), 2009: each rank talks to its two neighbours only, and sends 2 (W - 1) / W times the
+tensor, which no algorithm that starts with one tensor on each of W ranks can undercut.
+
+A chunk is sent on once it has come and been added; meanwhile the next one is on its way:
+
+    turn          0          1          2          3          4
+    send, take    chunk 0    chunk 1    chunk 2    chunk 0    chunk 1   of the next slice
+    add                      chunk 0    chunk 1    chunk 2    chunk 0
+
+Slice k is added in the order of ranks k, k + 1, ..., k - 1, so the result is the same on every rank and in every
+run, and another one, in its last bits, on another number of ranks. `ordered_all_reduce` has the same on any.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
+from lockstep.comm.slices import Transfer, plan_ring, ring_transfers
+from lockstep.comm.world import World
+
+_CHUNK_BYTES = 2 << 20
+_MAX_IN_FLIGHT = 2
+
+
+@torch.no_grad()
+def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum `tensor` over the ranks of `group`, in place (collective: every rank of the group calls).
+
+    Memory beside the tensor: two chunks of 2 MiB; for a non-contiguous tensor a contiguous copy.
+
+    Args:
+        tensor: Dense, the same shape, dtype and kind of device on every rank; any strides. Integers wrap
+            around, booleans are or-ed, as torch adds them.
+        group: The group; None for the default one.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        GroupError: There is no group, or this worker is not in it.
+        TypeError: `tensor` or `group` is something else.
+        ValueError: The tensor is sparse, expanded, or of a dtype that torch cannot add.
+    """
+    world = joined_world(group)
+    check_summable(tensor, "tensor", is_written=True)
+    if world.world_size > 1 and tensor.numel() > 0:
+        flat = flatten(tensor, min_elements=world.world_size)
+        _reduce(flat, world)
+        write_back(flat, tensor)
+    return tensor
+
+
+def ring_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of torch's DistributedDataParallel around the ring; its register_comm_hook takes this.
+
+    Gradients are divided before they are added, as torch does, so that half precision does not overflow. The hook
+    returns when the bucket is reduced: nothing of the backward overlaps with it.
+
+    Args:
+        state: The group to average over, that of the wrapper; None for the default group.
+        bucket: The bucket, reduced in place.
+
+    Raises:
+        GroupError: As `ring_all_reduce`.
+    """
+    averaged = bucket.buffer().div_(joined_world(state).world_size)
+    return resolved(ring_all_reduce(averaged, state))
+
+
+def resolved(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future that holds `tensor` already; on a GPU, work queued on the current stream included (local)."""
+    devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(tensor)
+    return future
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """A transfer on its way."""
+
+    transfer: Transfer
+    """What is sent and received."""
+    landing: Tensor
+    """Where the received elements are put."""
+    works: list[dist.Work]
+    """The two messages."""
+
+
+def _reduce(flat: Tensor, world: World) -> None:
+    """Sum a 1-D contiguous tensor with an element or more per rank, in place."""
+    chunks = plan_ring(flat.numel(), world.world_size, _CHUNK_BYTES // flat.element_size())
+    # A turn may start when the one that brought what it sends is finished: with one chunk, that is the one before it.
+    max_in_flight = min(_MAX_IN_FLIGHT, len(chunks[0]))
+    longest = max(stop - start for start, stop in chunks[0])
+    landings = [flat.new_empty(longest) for _ in range(max_in_flight)]
+    in_flight: deque[_Turn] = deque()
+    for number, transfer in enumerate(ring_transfers(world.rank, chunks)):
+        if len(in_flight) == max_in_flight:
+            _finish(flat, in_flight.popleft())
+        in_flight.append(_start(flat, transfer, landings[number % max_in_flight], world))
+    while in_flight:
+        _finish(flat, in_flight.popleft())
+
+
+def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _Turn:
+    (sent_start, sent_stop), (start, stop) = transfer.sent, transfer.received
+    landing = landing[: stop - start] if transfer.is_added else flat[start:stop]
+    works = post_messages(
+        sends=[((world.rank + 1) % world.world_size, flat[sent_start:sent_stop])],
+        receives=[((world.rank - 1) % world.world_size, landing)],
+        world=world,
+    )
+    return _Turn(transfer=transfer, landing=landing, works=works)
+
+
+def _finish(flat: Tensor, turn: _Turn) -> None:
+    wait_all(turn.works)
+    if turn.transfer.is_added:
+        start, stop = turn.transfer.received
+        flat[start:stop].add_(turn.landing)
