@@ -5,7 +5,7 @@ VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-comm clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -21,6 +21,9 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/ddp.py
 
+bench-comm: $(STAMP)-bench
+	$(VENV)/bin/python benchmarks/comm.py
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache
 
@@ -30,4 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): once, about a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(STAMP)-bench: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	@touch $@

@@ -1,8 +1,8 @@
-"""Time of a training step under Lockstep's DistributedDataParallel, torch's, and without communication.
+"""Time of a training step under Lockstep's DistributedDataParallel and torch's, on Gloo and on shared memory.
 
     make bench            or: python benchmarks/ddp.py [--steps 30] [--rounds 7] [--worlds 2,4]
 
-All three train the same model in the same processes, in turn, a few steps each, round after round, so that whatever
+All train the same model in the same processes, in turn, a few steps each, round after round, so that whatever
 else the machine does hits each alike. The figure is the median over the rounds of the slowest rank's time per step.
 """
 
@@ -11,7 +11,6 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -52,22 +51,35 @@ def many_tiny() -> tuple[nn.Module, Batch]:
 
 
 MODELS = {"MLP, 6 M": mlp, "conv net, 0.1 M": conv_net, "400 tiny": many_tiny}
-SIDES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "none": lambda model: model,
-    "torch": lambda model: TorchDDP(model, gradient_as_bucket_view=True),
-    "lockstep": ls.DistributedDataParallel,
-}
+
+
+def torch_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Wrap with torch's."""
+    return TorchDDP(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def lockstep_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Wrap with ours."""
+    return ls.DistributedDataParallel(model, process_group=group)
+
+
+WRAPPERS = {"torch": torch_ddp, "Lockstep": lockstep_ddp}
+BACKENDS = ("gloo", "shm")
+ALONE = "alone"
+SIDES = [ALONE, *(f"{name} {backend}" for name in WRAPPERS for backend in BACKENDS)]
 
 
 def time_steps(_place: ls.Run, steps: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return seconds per step, by model and side."""
+    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     medians: dict[str, dict[str, float]] = {}
     for name, build in MODELS.items():
         torch.manual_seed(0)
         sides = {}
-        for side, wrap in SIDES.items():
+        for side in SIDES:
             model, batch = build()
-            wrapped = wrap(model)
+            wrapper, _, backend = side.partition(" ")
+            wrapped = model if side == ALONE else WRAPPERS[wrapper](model, groups[backend])
             sides[side] = (wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3), batch)
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         for number in range(rounds + 1):
@@ -100,17 +112,17 @@ def main() -> None:
     parser.add_argument("--worlds", default="2,4", help="numbers of workers")
     options = parser.parse_args()
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {load}, Gloo, CPU"
-    )
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {load}, CPU")
     print(f"{options.rounds} rounds of {options.steps} steps, one thread per worker, median of the slowest rank\n")
-    print("| model | workers | no communication, ms | torch DDP, ms | Lockstep, ms | Lockstep / torch |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| model | workers | {', ms | '.join(SIDES)}, ms | Lockstep / torch, gloo | Lockstep shm / torch gloo |")
+    print("| --- " * (len(SIDES) + 4) + "|")
     for world in map(int, options.worlds.split(",")):
         medians, *_ = ls.launch(time_steps, options.steps, options.rounds, devices=f"cpu:{world}")
         for name, sides in medians.items():
-            none, torchs, ours = (1000 * sides[side] for side in ("none", "torch", "lockstep"))
-            print(f"| {name} | {world} | {none:.2f} | {torchs:.2f} | {ours:.2f} | {ours / torchs:.2f} |", flush=True)
+            figures = " | ".join(f"{1000 * sides[side]:.2f}" for side in SIDES)
+            same = sides["Lockstep gloo"] / sides["torch gloo"]
+            best = sides["Lockstep shm"] / sides["torch gloo"]
+            print(f"| {name} | {world} | {figures} | {same:.2f} | {best:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

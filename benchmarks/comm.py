@@ -1,0 +1,406 @@
+"""Time of an all-reduce (float32 sums, CPU memory) under Gloo, Lockstep's own transport and OpenMPI.
+
+    make bench-comm       or: python benchmarks/comm.py [--quick] [--markdown] [--sizes 4B,1MB] [--worlds 2,4]
+                                                        [--columns gloo,shm,openmpi] [--repetitions 15]
+
+All columns of a size are measured in one run, in short batches in turn, repetition after repetition, so that whatever
+else the machine does hits each alike. OpenMPI needs processes of its own; torch's columns share theirs:
+
+controller                                      ranks: torch's, by ls.launch; OpenMPI's, by mpirun
+----------                                      ------
+1 start both sets, listen on a socket           connect, say who they are
+2 a turn: one set, one column, n calls   ->     barriers, clock, n calls, clock
+3 take the slowest rank                  <-     seconds per call
+4 the next column's turn                        read the socket: a blocked read, not a spinning MPI call
+
+The figure is the median over the repetitions of the slowest rank's mean time per call. Every column's sums are checked
+at every size before they are timed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from comm_ranks import Call, needs_shm, serve_torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import lockstep as ls
+
+COLUMNS = {
+    "copy": "every process copies as many bytes at once (copy_): what the memory can do",
+    "gloo": "torch's Gloo, over loopback",
+    "shm": "backend shm, on ordinary tensors",
+    "shm-own": "backend shm, on tensors that the group allocated",
+    "ring": "lockstep.comm.ring over shm",
+    "ordered": "lockstep.comm.ordered over shm",
+    "openmpi": "OpenMPI, mpi4py's Allreduce in place",
+}
+BASELINES = ("gloo", "openmpi", "copy")
+UNITS = {"MB": 10**6, "KB": 10**3, "B": 1}  # MB before B: the first that a size ends with counts
+SIZES = "4B,1KB,4KB,64KB,256KB,1MB,4MB,26MB,102MB,256MB"  # 26 MB: a bucket of DDP; 102 MB: a ResNet-50
+QUICK_SIZES = "4B,64KB,1MB,4MB"
+BATCH_SECONDS = 0.03
+"""A batch has as many calls as fit in here, at least one."""
+MAX_CALLS = 2000
+SIZE_SECONDS = 25.0
+"""A size gets fewer repetitions than asked for, though not fewer than five, where they would take longer."""
+NOISY_SPREAD = 0.5
+"""A time whose quartiles are further apart, in units of the median, is marked."""
+PATIENCE_SECONDS = 120.0
+"""How long a set of ranks may take to start, or to answer, before it counts as hung."""
+LEAVE_SECONDS = 20.0
+"""How long a set of ranks may take to end."""
+
+
+@final
+class Crew:
+    """One set of ranks, as the controller sees it.
+
+    Args:
+        connections: One socket per rank.
+        explain: Raises what is known about how the set ended.
+    """
+
+    def __init__(self, connections: Sequence[socket.socket], explain: Call) -> None:
+        self._connections = connections
+        self._explain = explain
+        self._streams = [connection.makefile("rw") for connection in connections]
+        self.version = max(hello["version"] for hello in self._answers("starting"))
+
+    def turn(self, **order: Any) -> list[dict[str, Any]]:
+        """Give all ranks one order; return their answers."""
+        with contextlib.suppress(BrokenPipeError):  # reading finds out, and explains
+            for stream in self._streams:
+                stream.write(json.dumps(order) + "\n")
+                stream.flush()
+        return self._answers(f"the order {order}")
+
+    def seconds(self, column: str, calls: int) -> float:
+        """Return the slowest rank's seconds per call."""
+        answers = self.turn(do="time", column=column, calls=calls)
+        return max(float(answer["seconds"]) for answer in answers)
+
+    def hang_up(self) -> None:
+        """Let the ranks go."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # gone already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _answers(self, doing: str) -> list[dict[str, Any]]:
+        lines = []
+        for stream in self._streams:
+            try:
+                lines.append(stream.readline())
+            except TimeoutError:
+                sys.exit(f"A rank has not answered for {PATIENCE_SECONDS:.0f} seconds: it hangs in {doing}.")
+            except ConnectionResetError:
+                lines.append("")
+        if not all(lines):
+            self._explain()
+        return [json.loads(line) for line in lines]
+
+
+@contextlib.contextmanager
+def torch_crew(world: int, columns: Sequence[str]) -> Iterator[Crew]:
+    """Start torch's ranks; `ls.launch` waits for them in a thread."""
+    outcome: Future[list[None]] = Future()
+
+    def launch(address: str) -> None:
+        try:
+            outcome.set_result(ls.launch(serve_torch, address, columns, devices=f"cpu:{world}"))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is looked at
+            outcome.set_exception(error)
+
+    def explain() -> None:
+        sys.exit(str(outcome.exception(LEAVE_SECONDS) or "A torch rank hung up."))
+
+    with listening() as (listener, address):
+        threading.Thread(target=launch, args=(address,), daemon=True).start()
+        crew = Crew(accept(listener, world, outcome.done, explain), explain)
+        try:
+            yield crew
+        finally:
+            crew.hang_up()
+            with contextlib.suppress(Exception):  # has been told, or is a consequence of what is being told
+                outcome.result(LEAVE_SECONDS)
+
+
+@contextlib.contextmanager
+def openmpi_crew(world: int) -> Iterator[Crew]:
+    """Start OpenMPI's ranks."""
+    command = [
+        *(str(find_mpirun()), "--allow-run-as-root"),
+        # More processes than cores are allowed (OpenMPI then yields while it waits), and bound to none, as torch's.
+        *("--oversubscribe", "--bind-to", "none", "-n", str(world)),
+        *(sys.executable, str(Path(__file__).with_name("comm_ranks.py"))),
+    ]
+
+    def explain() -> None:
+        sys.exit(f"OpenMPI's ranks ended early; mpirun's exit code is {process.wait(LEAVE_SECONDS)}.")
+
+    with listening() as (listener, address):
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([*command, address], env=variables, stdin=subprocess.DEVNULL)
+        try:
+            crew = Crew(accept(listener, world, lambda: process.poll() is not None, explain), explain)
+            yield crew
+            crew.hang_up()
+            process.wait(LEAVE_SECONDS)
+        finally:
+            process.terminate()
+            process.wait(LEAVE_SECONDS)
+
+
+def find_mpirun() -> Path | None:
+    """Return the mpirun that came with this interpreter's packages, else the system's."""
+    beside = Path(sys.executable).parent
+    found = shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    return Path(found) if found else None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    """Listen where only this user can connect."""
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        address = str(Path(directory) / "controller")
+        listener.bind(address)
+        listener.listen(128)
+        yield listener, address
+
+
+def accept(listener: socket.socket, world: int, has_ended: Callable[[], bool], explain: Call) -> list[socket.socket]:
+    """Return one connection per rank, in the order in which they come."""
+    listener.settimeout(1.0)
+    connections: list[socket.socket] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(connections) < world:
+        if has_ended():
+            explain()
+        if time.monotonic() > deadline:
+            sys.exit(f"Only {len(connections)} of {world} ranks have come in {PATIENCE_SECONDS:.0f} seconds.")
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.settimeout(PATIENCE_SECONDS)
+            connections.append(connection)
+    return connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was measured at one size and number of ranks."""
+
+    world: int
+    num_bytes: int
+    samples: dict[str, list[float]]
+    """Seconds per call of the slowest rank, by column; one for each repetition."""
+
+    def median(self, column: str) -> float:
+        return statistics.median(self.samples[column])
+
+    def spread(self, column: str) -> float:
+        """Return the distance between the quartiles, in units of the median."""
+        low, _, high = statistics.quantiles(self.samples[column], n=4, method="inclusive")
+        return (high - low) / self.median(column)
+
+
+def measure(crews: dict[str, Crew], world: int, num_bytes: int, repetitions: int) -> Row:
+    """Check and time all columns at one size."""
+    for crew in dict.fromkeys(crews.values()):
+        crew.turn(do="bind", numel=num_bytes // 4)
+    for column, crew in crews.items():
+        if column == "copy":  # no sum
+            continue
+        for answer in crew.turn(do="check", column=column):
+            if answer["wrong"]:
+                sys.exit(
+                    f"{column}: {answer['wrong']} of {num_bytes // 4} sums are wrong on {world} ranks, so its times "
+                    "would mean nothing."
+                )
+    calls = {column: choose_calls(crew, column) for column, crew in crews.items()}
+    samples: dict[str, list[float]] = {column: [] for column in crews}
+    began = time.monotonic()
+    for number in range(repetitions):
+        if number >= 5 and time.monotonic() - began > SIZE_SECONDS:  # noqa: PLR2004 - see SIZE_SECONDS
+            break
+        # Each repetition begins with another column, so that none always finds what the same other left in the cache.
+        first = number % len(crews)
+        for column in [*crews, *crews][first : first + len(crews)]:
+            samples[column].append(crews[column].seconds(column, calls[column]))
+    return Row(world=world, num_bytes=num_bytes, samples=samples)
+
+
+def choose_calls(crew: Crew, column: str) -> int:
+    """Return how many calls make a batch; warms up on the way."""
+    calls = 1
+    while True:
+        seconds = crew.seconds(column, calls)
+        if calls * seconds < 10 * BATCH_SECONDS:
+            # The shortest of three: a moment's disturbance must not make all batches short.
+            seconds = min(seconds, *(crew.seconds(column, calls) for _ in range(2)))
+        if calls >= MAX_CALLS or calls * seconds >= BATCH_SECONDS / 4:
+            break
+        calls *= 4
+    return max(1, min(MAX_CALLS, round(BATCH_SECONDS / seconds)))
+
+
+def why_unavailable(column: str) -> str:
+    """Return why a column cannot be measured here; empty if it can."""
+    if needs_shm([column]) and not hasattr(dist.Backend, "SHM"):
+        return "there is no backend shm"
+    if column in ("ring", "ordered") and find_spec(f"lockstep.comm.{column}") is None:
+        return f"there is no lockstep.comm.{column}"
+    if column == "openmpi" and (find_spec("mpi4py") is None or find_mpirun() is None):
+        return "there is no mpi4py, or no mpirun; make bench-comm installs both"
+    return ""
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in `4B`, `64KB` or `1.5MB`."""
+    unit = next((unit for unit in UNITS if text.upper().endswith(unit)), None)
+    try:
+        num_bytes = round(float(text[: -len(unit)]) * UNITS[unit]) if unit else 0
+    except ValueError:
+        num_bytes = 0
+    if num_bytes < 4 or num_bytes % 4:  # noqa: PLR2004 - bytes of a float32
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected, for example, 4B, 64KB or 1MB.")
+    return num_bytes
+
+
+def format_size(num_bytes: int) -> str:
+    unit = next(unit for unit, factor in UNITS.items() if num_bytes >= factor)
+    return f"{num_bytes / UNITS[unit]:g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"  # noqa: PLR2004 - a millisecond
+
+
+def format_ratio(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.4f}"  # noqa: PLR2004
+
+
+def describe_cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def show(console: Console, rows: Sequence[Row], columns: Sequence[str], markdown: bool) -> None:
+    """Print the times, then their ratios to each baseline."""
+
+    def print_table(title: str, names: Sequence[str], cell: Callable[[Row, str], str]) -> None:
+        table = Table("ranks", "size", box=box.MARKDOWN if markdown else box.SIMPLE)
+        for name in names:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(str(row.world), format_size(row.num_bytes), *(cell(row, name) for name in names))
+        console.print(f"\n{title}\n")
+        console.print(table)
+
+    def format_time(row: Row, name: str) -> str:
+        noisy = len(row.samples[name]) > 1 and row.spread(name) > NOISY_SPREAD
+        return ("~" if noisy else "") + format_seconds(row.median(name))
+
+    print_table("Time of one call", columns, format_time)
+    for baseline in filter(columns.__contains__, BASELINES):
+        others = [name for name in columns if name not in (baseline, "copy")]
+        if others:
+            print_table(
+                f"Time / time of {baseline} (below 1: faster)",
+                others,
+                lambda row, name, baseline=baseline: format_ratio(row.median(name) / row.median(baseline)),  # type: ignore[misc]
+            )
+    fewest = min(len(row.samples[columns[0]]) for row in rows)
+    console.print(
+        f"\nAt least {fewest} repetitions. ~: the quartiles are further apart than {NOISY_SPREAD:.0%} of the median; "
+        "the machine was busy, do not cite."
+    )
+
+
+def load_average() -> str:
+    return " ".join(f"{value:.2f}" for value in os.getloadavg())
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", help=f"sizes of the tensor (KB = 1000 bytes); default {SIZES}")
+    parser.add_argument("--worlds", default="2,4", help="numbers of ranks")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help=f"which of {', '.join(COLUMNS)}")
+    parser.add_argument("--repetitions", type=int, help="batches of each column at each size; default 15")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} and 5 repetitions, unless they are given")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
+    options = parser.parse_args()
+    options.columns = options.columns.split(",")
+    options.repetitions = options.repetitions or (5 if options.quick else 15)
+    options.worlds = [int(world) for world in options.worlds.split(",")]
+    try:
+        options.sizes = [
+            parse_size(text) for text in (options.sizes or (QUICK_SIZES if options.quick else SIZES)).split(",")
+        ]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    if unknown := sorted(set(options.columns) - COLUMNS.keys()):
+        parser.error(f"no column is called {', '.join(unknown)}; there are {', '.join(COLUMNS)}.")
+    return options
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    options = parse_options()
+    width = None if sys.stdout.isatty() and not options.markdown else 200
+    console = Console(width=width, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    reasons = {column: why_unavailable(column) for column in options.columns}
+    columns = [column for column in COLUMNS if column in options.columns and not reasons[column]]
+    if not columns:
+        sys.exit("; ".join(f"{column}: {reason}" for column, reason in reasons.items()))
+    load_before = load_average()
+    rows, versions = [], [f"torch {torch.__version__}"]
+    for world in options.worlds:
+        with contextlib.ExitStack() as stack:
+            crews: dict[str, Crew] = {}
+            if torchs := [column for column in columns if column != "openmpi"]:
+                crews |= dict.fromkeys(torchs, stack.enter_context(torch_crew(world, torchs)))
+            if "openmpi" in columns:
+                crews["openmpi"] = stack.enter_context(openmpi_crew(world))
+                versions[1:] = [crews["openmpi"].version]
+            for num_bytes in options.sizes:
+                print(f"{world} ranks, {format_size(num_bytes)} ...", file=sys.stderr, flush=True)
+                rows.append(measure(crews, world, num_bytes, options.repetitions))
+    console.print(
+        f"{', '.join(versions)}, Python {platform.python_version()}; {os.cpu_count()} cores, {describe_cpu()}; "
+        f"load average before {load_before}, after {load_average()}"
+    )
+    console.print(
+        f"All-reduce of float32 sums; KB = 1000 bytes; one thread per rank; medians over up to {options.repetitions} "
+        "repetitions of the slowest rank's mean time per call."
+    )
+    for column in options.columns:
+        note = f" (left out: {reasons[column]})" if reasons[column] else ""
+        console.print(f"- {column}: {COLUMNS[column]}{note}")
+    show(console, rows, columns, options.markdown)
+
+
+if __name__ == "__main__":
+    main()
