@@ -19,7 +19,7 @@ from lockstep.shards.tree import Node, add_in_tree_order
 Combine = Callable[..., Tensor]
 """Takes two tensors and `out`."""
 
-_BLOCK_BYTES: Final = 128 << 10  # two operands and a result stay in a core's second-level cache
+_BLOCK_BYTES: Final = 256 << 10  # two operands and a result stay in a core's second-level cache
 _OVER_NUMBERS: Final[Mapping[Any, Combine]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,

@@ -13,7 +13,6 @@ sides know whether they meant the same.
 """
 
 import ctypes
-import mmap
 import struct
 import threading
 from collections import deque
@@ -26,7 +25,7 @@ from torch import Tensor
 from lockstep.comm.calls import LONGEST_CALL
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.layout import FREE, FULL, MAIL, PAGE
-from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.memory import Mapping, Memory
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError
 
@@ -39,7 +38,7 @@ class Sender:
 
     def __init__(self, memory: Memory, peers: Peers, target: int) -> None:
         self._mapping = memory.map_channel(peers.rank, target)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._address = ctypes.addressof(self._mapping)
         self._slots = _map_slots(self._mapping, memory.layout.slot_bytes)
         self._slot_bytes = memory.layout.slot_bytes
         self._peers = peers
@@ -84,7 +83,7 @@ class Receiver:
 
     def __init__(self, memory: Memory, peers: Peers, source: int) -> None:
         self._mapping = memory.map_channel(source, peers.rank)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._address = ctypes.addressof(self._mapping)
         self._slots = _map_slots(self._mapping, memory.layout.slot_bytes)
         self._peers = peers
         self._source = source
@@ -128,7 +127,9 @@ class Receiver:
                 return True
             if not (may_take and semaphores.try_wait(self._full)):
                 return False
-            self._take(receipt.call)
+            self._take(receipt.call, receipt)
+            if receipt.is_settled:
+                return True
 
     def _take_aside(self, tag: int) -> tuple[bytes, Tensor] | None:
         kept = self._aside.get(tag)
@@ -138,12 +139,14 @@ class Receiver:
         waiting = self._expected.get(tag)
         return waiting.popleft() if waiting else None
 
-    def _take(self, call: bytes) -> None:
-        """Take the message whose first chunk is here."""
+    def _take(self, call: bytes, otherwise: "Receipt | None" = None) -> None:
+        """Take the message whose first chunk is here, for `otherwise` if it is of its tag and nobody expects it."""
         tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         sent = ctypes.string_at(self._address + _HEAD.size, min(kind_length, LONGEST_CALL))
         with self._lock:
             receipt = self._next_expected(tag)
+        if receipt is None and otherwise is not None and otherwise.tag == tag:
+            receipt = otherwise
         fits = receipt is not None and receipt.kind == sent
         target = receipt.place if receipt is not None and fits else torch.empty(length, dtype=torch.uint8)
         reply = receipt.kind if receipt is not None and not fits else b""
@@ -202,7 +205,7 @@ class Receipt:
         self._settle(source=source, error=error)
 
 
-def _map_slots(mapping: mmap.mmap, slot_bytes: int) -> list[Tensor]:
+def _map_slots(mapping: Mapping, slot_bytes: int) -> list[Tensor]:
     return [
         torch.frombuffer(mapping, dtype=torch.uint8, count=slot_bytes, offset=2 * PAGE + number * slot_bytes)
         for number in (0, 1)

@@ -49,17 +49,18 @@ class Exchange:
         """Return what `rank` wrote before the last swap, as a flat tensor; to be read before the next swap."""
         return self.memory.outbox(rank, 1 - self._parity, dtype)
 
-    def swap(self) -> None:
-        """End a round (collective)."""
-        self._peers.swap(self._call)
+    def swap(self, timeout_seconds: float | None = None) -> None:
+        """End a round (collective), in the time that the group allows or in another."""
+        self._peers.swap(self._call, timeout_seconds)
         self._parity = 1 - self._parity
 
-    def agree(self, call: bytes, location: int = NOWHERE) -> list[int]:
+    def agree(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
         """End the first round of a call, in which every rank says what it calls (collective).
 
         Args:
             call: Description of the call.
             location: Where in this rank's heap the call's tensor lies.
+            timeout_seconds: How long to wait for the others, if not as long as the group allows.
 
         Returns:
             The location that each rank gave.
@@ -71,7 +72,7 @@ class Exchange:
         pages = self._pages[self._parity]
         page = struct.pack("<qi", location, len(call)) + call
         ctypes.memmove(pages[self.rank], page, len(page))
-        self.swap()
+        self.swap(timeout_seconds)
         locations = [location] * self.size
         for rank, address in enumerate(pages):
             if rank != self.rank:

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import BarrierOptions, PrefixStore, ProcessGroup, ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.shm import collectives
@@ -48,7 +48,7 @@ from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.pipeline import PartialReduction
 from lockstep.comm.shm.rendezvous import Apart, Meeting, meet
-from lockstep.errors import CollectiveMismatchError, GroupError
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 from lockstep.shards.tree import Node
 
 _CLOSING_SECONDS: Final = 1.0
@@ -324,6 +324,26 @@ class ShmProcessGroup(ProcessGroup):
         """Return when every rank has come here."""
         call = describe_call("barrier", ())
         return self._start(call, lambda: self._agree(call), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Return when every rank has come here; the error of one that waits too long names who does not come.
+
+        Args:
+            timeout: How long to wait; None for the group's.
+            wait_all_ranks: Accepted because torch does: the error says of every rank what it waits for.
+        """
+        call = describe_call("monitored_barrier", ())
+        seconds = None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
+
+        def action() -> None:
+            try:
+                self._exchange.agree(call, timeout_seconds=seconds)
+            except CollectiveTimeoutError as error:
+                raise CollectiveTimeoutError(f"Rank {self.rank()} timed out in monitoredBarrier. {error}") from error
+
+        options = BarrierOptions()
+        options.asyncOp = False
+        self._start(call, action, [], options).wait()
 
     # Names of torch before 2.13, which its C++ code and other libraries still call.
     _allgather_base = all_gather_single

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from collections import OrderedDict
 from typing import Final, final
@@ -25,6 +26,17 @@ from lockstep.errors import GroupError
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 _NUM_PEER_MAPPINGS: Final = 256
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+Mapping = ctypes.Array[ctypes.c_char]
+"""A part of the file, for tensors to be made of; Python's own mmap would hold a descriptor for each."""
+
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def create_file(layout: Layout) -> int:
@@ -38,10 +50,9 @@ def create_file(layout: Layout) -> int:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, layout.total_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        address = _address(mapping := mmap.mmap(descriptor, layout.state(0)))
+        mapping = _map(descriptor, layout.state(0))
         for place in layout.semaphores():
-            semaphores.create(address + place)
-        del mapping
+            semaphores.create(ctypes.addressof(mapping) + place)
     except BaseException:
         os.close(descriptor)
         raise
@@ -57,14 +68,14 @@ class Memory:
         self._descriptor = descriptor
         self._rank = rank
         self._pid = os.getpid()
-        self._control = mmap.mmap(descriptor, layout.control_bytes)
-        self.address = _address(self._control)
+        self._control = _map(descriptor, layout.control_bytes)
+        self.address = ctypes.addressof(self._control)
         """Where the control area begins."""
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._heap_used = 0
         self._heap_free: dict[int, list[int]] = {}
         self._heap: dict[int, tuple[int, int]] = {}
-        self._peer_mappings: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()
+        self._peer_mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
 
     def outbox(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
         """Return an outbox as a flat tensor."""
@@ -77,10 +88,10 @@ class Memory:
             self._views[key] = view
         return view
 
-    def map_channel(self, source: int, target: int) -> mmap.mmap:
+    def map_channel(self, source: int, target: int) -> Mapping:
         """Map the channel from one rank to another."""
         layout = self.layout
-        return mmap.mmap(self._descriptor, layout.channel_bytes, offset=layout.channel(source, target))
+        return _map(self._descriptor, layout.channel_bytes, layout.channel(source, target))
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros that lies in this rank's heap, where its peers can map it.
@@ -89,9 +100,8 @@ class Memory:
         """
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
         offset = self._take_heap(length)
-        start = self.layout.heap(self._rank) + offset
-        mapping = mmap.mmap(self._descriptor, length, offset=start)
-        address = _address(mapping)
+        mapping = _map(self._descriptor, length, self.layout.heap(self._rank) + offset)
+        address = ctypes.addressof(mapping)
         self._heap[address] = (offset, length)
         weakref.finalize(mapping, _release, weakref.ref(self), address).atexit = False
         return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
@@ -111,7 +121,7 @@ class Memory:
         key = (self.layout.heap(rank) + start, length)
         mapping = self._peer_mappings.pop(key, None)
         if mapping is None:
-            mapping = mmap.mmap(self._descriptor, length, offset=key[0])
+            mapping = _map(self._descriptor, length, key[0])
             if len(self._peer_mappings) >= _NUM_PEER_MAPPINGS:
                 self._peer_mappings.popitem(last=False)
         self._peer_mappings[key] = mapping
@@ -131,9 +141,7 @@ class Memory:
         # A forked child has a copy of every tensor, but the pages are its parent's.
         if self._descriptor >= 0 and os.getpid() == self._pid:
             start = self.layout.heap(self._rank) + offset
-            ctypes.CDLL(None).fallocate(
-                self._descriptor, _PUNCH_HOLE, ctypes.c_longlong(start), ctypes.c_longlong(length)
-            )
+            _libc.fallocate(self._descriptor, _PUNCH_HOLE, start, length)
             self._heap_free.setdefault(length, []).append(offset)
 
     def _take_heap(self, length: int) -> int:
@@ -161,5 +169,16 @@ def _release(memory: "weakref.ref[Memory]", address: int) -> None:
         alive.forget(address)
 
 
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+def _map(descriptor: int, length: int, offset: int = 0) -> Mapping:
+    """Map a part of a file.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {length} bytes of shared memory: {os.strerror(number)}")
+    mapping = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(mapping, _libc.munmap, address, length).atexit = False
+    return mapping

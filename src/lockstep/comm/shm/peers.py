@@ -50,8 +50,8 @@ class Peers:
         self.rank = rank
         self.size = memory.layout.size
         self.timeout_seconds = timeout_seconds
-        self.broken: GroupError | None = None
-        """Why this rank cannot use the group any more, once it cannot."""
+        self._broken: GroupError | None = None
+        self._member = os.getpid()
         self._memory = memory
         self._pids = pids
         self._pidfds = pidfds
@@ -60,11 +60,25 @@ class Peers:
         self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
         self._num_spins = _NUM_SPINS if self.size <= (os.cpu_count() or 1) else 0
 
+    @property
+    def broken(self) -> GroupError | None:
+        """Why this process cannot use the group any more, or never could: a forked child has a copy, but is no rank."""
+        if self._broken is None and os.getpid() != self._member:
+            self._broken = GroupError(
+                f"This process was forked from rank {self.rank} of the group and is no rank itself. Make its calls in "
+                "the parent, or give the child a group of its own."
+            )
+        return self._broken
+
+    @broken.setter
+    def broken(self, error: GroupError) -> None:
+        self._broken = error
+
     def semaphore(self, kind: int, source: int, target: int) -> int:
         """Return the address of a semaphore that `source` posts for `target`."""
         return self._memory.address + self._memory.layout.semaphore(kind, source, target)
 
-    def swap(self, call: bytes) -> None:
+    def swap(self, call: bytes, timeout_seconds: float | None = None) -> None:
         """Tell every rank that this one has come so far, and wait until all have (collective).
 
         Raises:
@@ -76,14 +90,16 @@ class Peers:
         try:
             for peer, address in self._waits:
                 if not semaphores.try_wait(address):
-                    self.wait(peer, address, call, everyone=True)
+                    self.wait(peer, address, call, everyone=True, timeout_seconds=timeout_seconds)
         except BaseException:
             # Who comes later must not find complete a round that failed here: take back what it has not taken yet.
             for address in self._posts:
                 semaphores.try_wait(address)
             raise
 
-    def wait(self, peer: int, address: int, call: bytes, *, everyone: bool = False) -> None:
+    def wait(  # what a wait is, and two ways in which one may differ
+        self, peer: int, address: int, call: bytes, *, everyone: bool = False, timeout_seconds: float | None = None
+    ) -> None:
         """Wait until `peer` has posted the semaphore at `address`.
 
         Args:
@@ -91,6 +107,7 @@ class Peers:
             address: The semaphore.
             call: What this rank is doing, for messages.
             everyone: Whether the death of any rank ends the wait, not only that of `peer`.
+            timeout_seconds: How long to wait, if not as long as the group allows.
         """
         for _ in range(self._num_spins):
             if semaphores.try_wait(address):
@@ -99,7 +116,7 @@ class Peers:
         if semaphores.wait(address, _SLICE_SECONDS):
             return
         self._say_waiting(call)
-        self._wait_long(peer, address, call, started, everyone)
+        self._wait_long(peer, address, call, started, everyone, timeout_seconds)
         self._say_waiting(b"")  # after an error it stays, for the messages of the others
 
     def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
@@ -141,19 +158,22 @@ class Peers:
         if lost is not None:
             raise self._break(lost)
 
-    def time_out(self, call: bytes, awaited: str) -> CollectiveTimeoutError:
+    def time_out(self, call: bytes, awaited: str, timeout_seconds: float) -> CollectiveTimeoutError:
         """Return the error of a wait that took too long, with what every rank waits for."""
         doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
         error = CollectiveTimeoutError(
-            f"Rank {self.rank} waited {self.timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
-            "must make the same calls in the same order; if one is only slow, give init_process_group a longer timeout."
+            f"Rank {self.rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
+            "must make the same calls in the same order; if one is only slow, give a longer timeout to "
+            "init_process_group."
         )
         self.leave(PeerState.FAILED, str(error))
         self.broken = error
         return error
 
     def leave(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
-        """Tell the others that this rank is out; what was said first stays."""
+        """Tell the others that this rank is out; what was said first stays, and a forked child says nothing."""
+        if os.getpid() != self._member:
+            return
         page = self._memory.address + self._memory.layout.state(self.rank)
         if self._read_state(self.rank)[0] is PeerState.JOINED:
             _write_text(page + _REASON, reason.encode())
@@ -172,7 +192,9 @@ class Peers:
             os.close(descriptor)
         self._pidfds = {}
 
-    def _wait_long(self, peer: int, address: int, call: bytes, started: float, everyone: bool) -> None:
+    def _wait_long(
+        self, peer: int, address: int, call: bytes, started: float, everyone: bool, timeout_seconds: float | None
+    ) -> None:
         lost_since: float | None = None
         while True:
             self._check_broken()
@@ -182,7 +204,7 @@ class Peers:
                 self.check([peer])
             if everyone:
                 lost_since = self._check_killed(lost_since)
-            self._check_time(started, call, f"rank {peer}")
+            self._check_time(started, call, f"rank {peer}", timeout_seconds)
             if semaphores.wait(address, _SLICE_SECONDS):
                 return
 
@@ -202,9 +224,10 @@ class Peers:
             raise self._break(killed)
         return lost_since
 
-    def _check_time(self, started: float, call: bytes, awaited: str) -> None:
-        if time.monotonic() - started > self.timeout_seconds:
-            raise self.time_out(call, awaited)
+    def _check_time(self, started: float, call: bytes, awaited: str, timeout_seconds: float | None = None) -> None:
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if time.monotonic() - started > limit:
+            raise self.time_out(call, awaited, limit)
 
     def _find_lost(self, peers: Sequence[int]) -> int | None:
         for peer in peers:
@@ -247,8 +270,8 @@ class Peers:
             )
         return (
             f"Rank {peer} (process {self._pids.get(peer)}) is lost: its process ended without a word. It was killed or "
-            "crashed, or ended by os._exit before it destroyed the group, as forked children of multiprocessing do. Look "
-            "at its log; the system log says if it ran out of memory."
+            "crashed, or ended by os._exit and did not destroy the group, as forked children of multiprocessing do. "
+            "Look at its log; the system log says if it ran out of memory."
         )
 
     def _read_state(self, peer: int) -> tuple[PeerState, int, str]:

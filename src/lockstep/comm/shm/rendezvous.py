@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 from lockstep.comm.shm import memory
 from lockstep.comm.shm.host import host_identity
@@ -37,6 +37,8 @@ _READY = b"r"
 _GO = b"g"
 _FAILED = "failed"
 _NUMBER = struct.Struct("<I")
+_LONGER_SECONDS = 5.0
+"""How much longer the others wait than rank 0, which knows who is missing and says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +100,19 @@ def _exchange_hosts(
     store: Store, rank: int, size: int, listener: socket.socket | None, timeout: timedelta
 ) -> list[tuple[str, str]]:
     address = listener.getsockname()[1:].decode("ascii") if listener is not None else ""
-    store.set(f"host/{rank}", json.dumps([host_identity(), address]))
     keys = [f"host/{peer}" for peer in range(size)]
     try:
+        store.set(keys[rank], json.dumps([host_identity(), address]))
         store.wait(keys, timeout)
+        return [(str(host), str(where)) for host, where in (json.loads(store.get(key)) for key in keys)]
+    except DistNetworkError as error:
+        raise GroupError(
+            "The store is gone: the process that holds it, rank 0 as a rule, ended while the group was being made. "
+            f"Look at its log. torch said: {str(error).splitlines()[0]}"
+        ) from error
     except RuntimeError as error:
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         raise GroupError(_explain_missing(missing, size, timeout)) from error
-    return [(str(host), str(where)) for host, where in (json.loads(store.get(key)) for key in keys)]
 
 
 def _explain_missing(missing: Sequence[int], size: int, timeout: timedelta) -> str:
@@ -209,7 +216,7 @@ def _admit(
 
 def _join(address: str, rank: int, timeout: timedelta) -> Meeting:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout.total_seconds())
+        connection.settimeout(timeout.total_seconds() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
         if _who_is(connection)[1] != os.geteuid():
             raise GroupError("The process that offers the group's shared memory belongs to another user: not joined.")
