@@ -26,6 +26,8 @@ class WorldVariables:
     """MASTER_ADDR: host of the rendezvous."""
     master_port: str | None
     """MASTER_PORT: its TCP port."""
+    agent_store: str | None
+    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldVariables:
@@ -41,7 +43,17 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldVariables:
         local_rank=source.get("LOCAL_RANK"),
         master_addr=source.get("MASTER_ADDR"),
         master_port=source.get("MASTER_PORT"),
+        agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE"),
     )
+
+
+def read_check(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether LOCKSTEP_CHECK asks for the calls of all ranks to be compared: set, and neither empty nor 0.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "") not in {"", "0"}
 
 
 def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -175,9 +175,9 @@ class CheckedProcessGroup(ProcessGroup):
         """Agree, then scatter the root's list."""
         return self._call("scatter", arguments, _listed(arguments[0]), _root(arguments))
 
-    def barrier(self, *arguments: Any) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         """Agree, then wait for all."""
-        return self._call("barrier", arguments, [])
+        return self._call("barrier", () if opts is None else (opts,), [])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -246,12 +246,13 @@ def check_group(
         "gloo": lambda place: dist.ProcessGroupGloo(place, rank, size, timeout),
         "nccl": lambda place: dist.ProcessGroupNCCL(place, rank, size, _nccl_options(timeout)),
     }
+    made: dict[str, Any] = {}
     for device, name in backends.items():
         if name not in makers:
             raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
-        inner._register_backend(  # noqa: SLF001 - torch has no public name for it
-            torch.device(device), _BACKEND_TYPES[name], makers[name](PrefixStore(f"inner/{device}", store))
-        )
+        if name not in made:
+            made[name] = makers[name](PrefixStore(f"inner/{name}", store))
+        inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
     inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
     shared = meet_on_host(PrefixStore("agreement/shm", store), rank, size, timeout)
     agreement: Agreement = shared if shared is not None else GlooAgreement(store, rank, size, timeout)

@@ -1,18 +1,38 @@
-"""Setting up and tearing down the process group, with torch's arguments and errors that say what to do."""
+"""Setting up and tearing down the process group, with torch's arguments and errors that say what to do.
 
+what this worker was told -> open the store -> call the roll -> torch makes the group, with that store
+(here)                       (meeting.py)      (roll_call.py)
+"""
+
+import contextlib
 import datetime
-from collections.abc import Mapping
-from dataclasses import fields
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from lockstep.comm.meeting import Meeting, Place, connect_to_other, explain_port_in_use, find_meeting, open_store
+from lockstep.comm.roll_call import PATIENCE_SECONDS, Announcement, call_roll, contest_rank
 from lockstep.errors import GroupError
-from lockstep.settings import WorldVariables, read_world
+from lockstep.settings import WorldVariables, read_check, read_world
 
 _REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
+_STORELESS = frozenset({"mpi", "fake"})
+"""Backends that meet without a store: no roll can be called."""
+_HIGHEST_PORT = 65535
+_PATIENCE = datetime.timedelta(seconds=PATIENCE_SECONDS)
+_CONTEST = datetime.timedelta(seconds=2)
+"""How long the program that has rank 0's port may take to show that it is a store."""
+_LEAST_SECONDS = 1.0
+"""What is left at least for a second attempt."""
+_TOKEN = uuid.uuid4().hex
 
 
 def init_process_group(  # the parameters are torch's, in torch's order
@@ -25,27 +45,39 @@ def init_process_group(  # the parameters are torch's, in torch's order
     group_name: str = "",
     pg_options: Any = None,
     device_id: torch.device | int | None = None,
+    *,
+    check: bool | None = None,
 ) -> None:
     """Set up the default process group (collective over the world that is made).
 
     Same arguments as `torch.distributed.init_process_group`, except that the backend is chosen by device when it
-    is not given: NCCL for CUDA tensors where there are GPUs, Gloo for CPU tensors.
+    is not given: NCCL for CUDA tensors where there are GPUs and Gloo beside it; shared memory for CPU tensors
+    elsewhere, which is Gloo where the workers are not all on one host.
+
+    Before torch makes the group, the workers call the roll: if they disagree, or one is missing or there twice, all
+    that are there raise an error that names it.
 
     Args:
         backend: `"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`, ...; None to choose.
         init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`.
-        timeout: How long a collective may take; None for the backend's default.
+        timeout: How long a collective may take, and how long to wait here for the other workers; None for the
+            backend's default.
         world_size: Number of workers; needed unless the method is `env://`.
         rank: Number of this worker; needed unless the method is `env://`.
         store: A store that all workers share, instead of `init_method`.
         group_name: Accepted because torch does; without effect there too.
         pg_options: Options of the backend, handed through.
         device_id: The device of this worker, if it has one.
+        check: Whether Gloo and NCCL compare the calls of all ranks before they make them, here and in the groups that
+            `new_group` makes without naming a backend; `get_backend` says "checked" then. None for what LOCKSTEP_CHECK
+            says. Shared memory always does.
 
     Raises:
-        GroupError: There is a group already; a variable is missing or not a number; the rank is outside the
-            world; the rendezvous cannot be reached; this torch lacks the backend.
+        GroupError: There is a group already; a variable is missing or not a number; the rank is outside the world,
+            or there twice; a rank is missing; the workers were told different world sizes or backends; the
+            rendezvous cannot be reached, or its port is taken; this torch lacks the backend.
         ValueError: Both `store` and `init_method` are given.
+        TypeError: The timeout is not a timedelta.
     """
     if dist.is_initialized():
         raise GroupError(
@@ -54,22 +86,32 @@ def init_process_group(  # the parameters are torch's, in torch's order
         )
     if store is not None and init_method is not None:
         raise ValueError("Both store and init_method are given; they are two ways to say one thing: drop one.")
+    if not isinstance(timeout, datetime.timedelta | None):
+        raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
     backend = choose_backend(device_id) if backend is None else backend
-    _check_backend(backend)
-    if store is None and (init_method or "env://").startswith("env://"):
-        _check_environment(read_world(), world_size, rank)
-    elif world_size < 0 or rank < 0:
-        raise GroupError(
-            f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} knows neither: give both."
-        )
-    if world_size >= 0 and rank >= 0:
-        _check_rank(rank, world_size)
+    problem = _explain_lacking(backend)
+    check = read_check() if check is None else check
+    with _blaming(problem):
+        rank, world_size = _find_place(read_world(), init_method, rank, world_size, has_store=store is not None)
+    if backend.lower() not in _STORELESS:
+        parts = ",".join(sorted(backend.lower().split(",")))
+        told = _Told(rank=rank, world_size=world_size, backend=parts, problem=problem)
+        meeting = find_meeting(init_method or "env://", store, read_world())
+        place = _gather(told, meeting, _PATIENCE if problem else timeout or _default_timeout(backend))
+        init_method, store, rank, world_size = None, place.store, place.rank, place.world_size
+    elif problem:
+        raise GroupError(problem)
+    if check and "shm" not in backend.lower():
+        backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     try:
         dist.init_process_group(
             backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
         )
     except dist.DistNetworkError as error:
-        raise GroupError(_explain_network(str(error))) from error
+        raise GroupError(
+            "All workers were there, but then the store of the rendezvous was lost. Look at the log of rank 0. torch "
+            f"said: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -79,20 +121,112 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def choose_backend(device_id: torch.device | int | None = None) -> str:
-    """Return the backend for this worker's device: NCCL beside Gloo where there is a GPU, else Gloo (local)."""
+    """Return the backend for this worker's device: NCCL and Gloo where there is a GPU, else shared memory (local)."""
     wants_gpu = device_id.type == "cuda" if isinstance(device_id, torch.device) else torch.cuda.is_available()
-    return "cpu:gloo,cuda:nccl" if wants_gpu and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if wants_gpu and dist.is_nccl_available() else "shm"
 
 
-def _check_backend(backend: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What this worker was told."""
+
+    rank: int
+    world_size: int
+    backend: str
+    problem: str
+    """Why it cannot take part; empty if it can."""
+
+
+def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
+    """Meet the other workers (collective); return this one's place, with a store for this group alone."""
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        left = datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
+        with _blaming(told.problem):
+            place = open_store(meeting, told.rank, told.world_size, left)
+            if place is None:
+                raise GroupError(explain_port_in_use(meeting, _contest(told, meeting)))
+        if meeting.store is None:
+            place.store.set_timeout(limit)
+        generation = call_roll(
+            place.store,
+            _announce(told, place.rank, place.world_size),
+            timeout=left,
+            hosted_at=meeting.address if meeting.is_hosted else "",
+            problem=f"Rank {place.rank} cannot take part: {told.problem}" if told.problem else "",
+        )
+        if generation is not None:
+            own = PrefixStore(f"lockstep/{generation}/group", place.store)
+            return Place(store=own, rank=place.rank, world_size=place.world_size)
+
+
+def _contest(told: _Told, meeting: Meeting) -> str:
+    """Object to whoever serves this rank's port, if that is a worker of this world; return who it is, in words."""
+    other = connect_to_other(meeting, _CONTEST)
+    with contextlib.suppress(dist.DistNetworkError):  # it has just ended
+        return "" if other is None else contest_rank(other, _announce(told, told.rank, told.world_size))
+    return ""
+
+
+def _announce(told: _Told, rank: int, world_size: int) -> Announcement:
+    return Announcement(
+        rank=rank,
+        world_size=world_size,
+        backend=told.backend,
+        process=f"process {os.getpid()} on host {socket.gethostname()}",
+        token=f"{_TOKEN}-{os.getpid()}",  # a fork has its parent's half
+    )
+
+
+@contextlib.contextmanager
+def _blaming(problem: str) -> Iterator[None]:
+    """Raise `problem`, if there is one, in place of an error that comes after it."""
+    try:
+        yield
+    except GroupError as error:
+        if problem:
+            raise GroupError(problem) from error
+        raise
+
+
+def _default_timeout(backend: str) -> datetime.timedelta:
+    default: datetime.timedelta = dist.distributed_c10d._get_default_timeout(dist.Backend(backend))  # noqa: SLF001 - torch has no public name for it
+    return default
+
+
+def _explain_lacking(backend: str) -> str:
+    """Say which backend this torch lacks; nothing if it has all."""
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
             known = ", ".join(sorted(known for known in dist.Backend.backend_list if dist.is_backend_available(known)))
-            raise GroupError(f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}.")
+            return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}."
+    return ""
 
 
-def _check_environment(variables: WorldVariables, world_size: int, rank: int) -> None:
+def _find_place(
+    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
+) -> tuple[int, int]:
+    """Return rank and world size, from the arguments or else the environment."""
+    if has_store or not (init_method or "env://").startswith("env://"):
+        if world_size < 0 or rank < 0:
+            raise GroupError(
+                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} knows neither: give "
+                "both."
+            )
+    else:
+        _check_environment(variables, rank, world_size)
+        rank = rank if rank >= 0 else int(variables.rank or "")
+        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
+    if not 0 <= rank < world_size:
+        raise GroupError(
+            f"Rank {rank} is outside a world of {world_size} workers: ranks are 0 to {world_size - 1}. "
+            "Check that the number of workers counts processes, not hosts."
+        )
+    return rank, world_size
+
+
+def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
     given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
     values = {field.name: getattr(variables, field.name) for field in fields(variables)}
     needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
@@ -105,27 +239,5 @@ def _check_environment(variables: WorldVariables, world_size: int, rank: int) ->
     for name in needed:
         if name != "master_addr" and not values[name].isdecimal():
             raise GroupError(f"{name.upper()} is {values[name]!r} in the environment, expected a whole number.")
-    _check_rank(
-        rank if given["rank"] else int(values["rank"]),
-        world_size if given["world_size"] else int(values["world_size"]),
-    )
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise GroupError(
-            f"Rank {rank} is outside a world of {world_size} workers: ranks are 0 to {world_size - 1}. "
-            "Check that the number of workers counts processes, not hosts."
-        )
-
-
-def _explain_network(message: str) -> str:
-    if "EADDRINUSE" in message or "address already in use" in message.lower():
-        return (
-            "The rendezvous port is in use by another program, perhaps another training. Set MASTER_PORT to a "
-            f"free one, or use ls.launch, which picks one by itself. torch said: {message.splitlines()[0]}"
-        )
-    return (
-        "The rendezvous cannot be reached: check MASTER_ADDR and MASTER_PORT, and that rank 0 is running. "
-        f"torch said: {message.splitlines()[0]}"
-    )
+    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
+        raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")

@@ -69,14 +69,14 @@ class ShmProcessGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, meeting: Meeting, layout: Layout, timeout: timedelta) -> None:
         super().__init__(rank, layout.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._store = store
+        self._name = ""
+        self._description = ""
         self._memory = Memory(meeting.descriptor, layout, rank)
         self._peers = Peers(self._memory, rank, meeting.pidfds, meeting.pids, timeout.total_seconds())
         self._exchange = Exchange(self._memory, self._peers)
         self._lane = Lane("lockstep-collectives")
         self._mailbox = Mailbox(self._memory, self._peers)
         self._inner = InnerGroups(PrefixStore("inner", store), rank, layout.size, timeout)
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._inner.gloo)
-        self._set_default_backend(ProcessGroup.BackendType.GLOO)
         self._close = weakref.finalize(
             self, _close, os.getpid(), self._peers, self._memory, self._lane, self._mailbox, self._inner
         )
@@ -401,6 +401,48 @@ class ShmProcessGroup(ProcessGroup):
         """Return `"shm"`."""
         return "shm"
 
+    # Torch keeps name and description in the backends of a group, of which this one has none.
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name that torch gave the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        """Take the name that torch gives the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """Return the description that the group was made with."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        """Take the description that the group is made with."""
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> "ShmProcessGroup":
+        """Return the group itself, which is what torch's Python code asks a backend's abilities of."""
+        if device.type != "cpu":
+            raise RuntimeError(f"The shm backend has no backend of its own for {device}.")
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `split_group` works: no, `new_group` does."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether calls can be estimated instead of made: no."""
+        return False
+
     def get_group_store(self) -> Store:
         """Return the store that the group was made with (local)."""
         return self._store
@@ -433,6 +475,7 @@ class ShmProcessGroup(ProcessGroup):
 
         def guarded() -> None:
             self._check_usable()
+            self._peers.lingers = not self._lane.is_in_background
             try:
                 action()
             except CollectiveMismatchError:
@@ -454,7 +497,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def _check_usable(self) -> None:
         if self._peers.broken is not None:
-            raise self._peers.broken
+            raise self._peers.broken.with_traceback(None)
         if not self._close.alive:
             raise GroupError("This process group was destroyed; make a new one to go on.")
 

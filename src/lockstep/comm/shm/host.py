@@ -1,10 +1,13 @@
 """Which processes may share memory: those of one user under one kernel that see the same processes and sockets."""
 
+import errno
 import os
 import sys
 from pathlib import Path
 
 _NAMESPACES = ("pid", "net", "user")
+_LONG_BYTES = 1 << 44
+"""As long as the file of a group, which takes memory only where it is written."""
 
 
 def host_identity() -> str:
@@ -25,9 +28,13 @@ def _why_not() -> str:
     if sys.platform != "linux":
         return f"shared memory without names needs Linux, not {sys.platform}"
     try:
-        os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        descriptor = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with os.fdopen(descriptor, "wb") as probe:
+            probe.truncate(_LONG_BYTES)
         os.close(os.pidfd_open(os.getpid()))
         Path("/proc/self/ns/pid").readlink()
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            return "ulimit -f limits the length of its files"
         return f"this kernel or container lacks a call: {error}"
     return ""

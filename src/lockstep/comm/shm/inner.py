@@ -15,21 +15,14 @@ _LOOPBACK = "127.0.0.1"
 
 @final
 class InnerGroups:
-    """Gloo for sparse CPU tensors, connected when first used; NCCL for CUDA tensors, made when first used."""
+    """Gloo for sparse CPU tensors and NCCL for CUDA tensors, each made when it is first used."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
-        options = gloo._Options()  # noqa: SLF001 - torch has no public way to choose the interface
-        # All ranks are on this host: the loopback works without a network or a host name that resolves.
-        options._devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]  # noqa: SLF001
-        options._timeout = timeout  # noqa: SLF001
-        options._threads = 1  # noqa: SLF001
-        self.gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
-        self._nccl: Any = None
+        self._made: dict[str, Any] = {}
 
     def call(self, device: torch.device, name: str, arguments: tuple[Any, ...]) -> Work:
         """Do the collective `name` on the backend for `device`."""
@@ -48,21 +41,33 @@ class InnerGroups:
 
     def close(self) -> None:
         """Let go of them."""
-        self.gloo = None
-        if self._nccl is not None:
-            self._nccl.shutdown()
-            self._nccl = None
+        for backend in self._made.values():
+            backend.shutdown()
+        self._made.clear()
 
     def _on(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return self.gloo
-        if device.type != "cuda" or not dist.is_nccl_available():
+        makers = {"cpu": self._make_gloo, "cuda": self._make_nccl}
+        if device.type not in makers:
+            raise GroupError(f"The shm backend carries CPU tensors; make the group with a backend for {device}.")
+        if device.type not in self._made:
+            self._made[device.type] = makers[device.type]()
+        return self._made[device.type]
+
+    def _make_gloo(self) -> Any:
+        gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
+        options = gloo._Options()  # noqa: SLF001 - torch has no public way to choose the interface
+        # All ranks are on this host: the loopback works without a network or a host name that resolves.
+        options._devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]  # noqa: SLF001
+        options._timeout = self._timeout  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        return gloo(PrefixStore("gloo", self._store), self._rank, self._size, options)
+
+    def _make_nccl(self) -> Any:
+        if not dist.is_nccl_available():
             raise GroupError(
-                f"The shm backend carries CPU tensors, and this torch has no NCCL for {device}. Move the tensor to the "
-                "CPU, or make the group with a backend for that device."
+                "The shm backend carries CPU tensors, and this torch has no NCCL for CUDA tensors. Move the tensor to "
+                "the CPU, or make the group with a backend for its device."
             )
-        if self._nccl is None:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout  # noqa: SLF001 - torch has no public name for it
-            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
-        return self._nccl
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout  # noqa: SLF001 - torch has no public name for it
+        return dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)

@@ -69,8 +69,10 @@ class Call(Work):
             pending, self._pending = self._pending, []
         self._action = _do_nothing  # lets go of what it holds
         self._done.release()
-        for future in pending:
-            future.set_result(None)
+        if pending:
+            # In a thread of its own: a callback may wait for another call, and whoever settles may hold the turn that
+            # the other needs (torch's PowerSGD hook does so).
+            threading.Thread(target=_complete, args=(pending,), name="lockstep-callback", daemon=True).start()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
@@ -156,6 +158,8 @@ class Lane:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self.is_in_background = False
+        """Whether the call that runs is run by the lane's own thread."""
 
     @property
     def is_idle(self) -> bool:
@@ -249,7 +253,11 @@ class Lane:
             self._wake.acquire()
             while self._queue and not self._is_closed:
                 with self._turn:
-                    self._run_next()
+                    self.is_in_background = True
+                    try:
+                        self._run_next()
+                    finally:
+                        self.is_in_background = False
 
     def _run_next(self) -> None:
         try:
@@ -257,6 +265,11 @@ class Lane:
         except IndexError:
             return
         call.run()
+
+
+def _complete(futures: Sequence["torch.futures.Future[None]"]) -> None:
+    for future in futures:
+        future.set_result(None)
 
 
 def _do_nothing() -> None:

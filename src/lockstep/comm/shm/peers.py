@@ -23,6 +23,7 @@ from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 _SLICE_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.3
 _NUM_SPINS: Final = 150
+_LINGER_SECONDS: Final = 0.0005
 _TEXT_BYTES: Final = PAGE // 2 - 32
 _REASON: Final = 8
 _WAITING: Final = PAGE // 2
@@ -58,7 +59,10 @@ class Peers:
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [self.semaphore(ROUND, rank, peer) for peer in others]
         self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
-        self._num_spins = _NUM_SPINS if self.size <= (os.cpu_count() or 1) else 0
+        self.has_core = self.size <= (os.cpu_count() or 1)
+        """Whether every rank has a core of its own, so that a wait may spin."""
+        self.lingers = False
+        """Whether a wait for a round spins longer: set while the caller of a blocking call runs it itself."""
 
     @property
     def broken(self) -> GroupError | None:
@@ -109,9 +113,8 @@ class Peers:
             everyone: Whether the death of any rank ends the wait, not only that of `peer`.
             timeout_seconds: How long to wait, if not as long as the group allows.
         """
-        for _ in range(self._num_spins):
-            if semaphores.try_wait(address):
-                return
+        if self.has_core and self._spin(address, everyone and self.lingers):
+            return
         started = time.monotonic()
         if semaphores.wait(address, _SLICE_SECONDS):
             return
@@ -208,9 +211,21 @@ class Peers:
             if semaphores.wait(address, _SLICE_SECONDS):
                 return
 
+    def _spin(self, address: int, lingers: bool) -> bool:
+        for _ in range(_NUM_SPINS):
+            if semaphores.try_wait(address):
+                return True
+        # To sleep and be woken takes about as long as this; other threads and processes get the core meanwhile.
+        end = time.perf_counter() + _LINGER_SECONDS
+        while lingers and time.perf_counter() < end:
+            semaphores.give_way()
+            if semaphores.try_wait(address):
+                return True
+        return False
+
     def _check_broken(self) -> None:
         if self.broken is not None:
-            raise self.broken
+            raise self.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
 
     def _check_killed(self, lost_since: float | None) -> float | None:
         """Raise if some rank was killed or failed a while ago; return since when one is."""

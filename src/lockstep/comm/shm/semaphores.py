@@ -31,8 +31,15 @@ if sys.platform == "linux":
     _sem_trywait.argtypes = (ctypes.c_void_p,)
     _sem_getvalue = _quick.sem_getvalue
     _sem_getvalue.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
-    _sem_timedwait = _blocking.sem_timedwait
-    _sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
+    _sched_yield = _blocking.sched_yield
+    # By the clock that nobody sets, where the C library can (glibc 2.30).
+    _has_clockwait = hasattr(_blocking, "sem_clockwait")
+    _sem_timedwait = _blocking.sem_clockwait if _has_clockwait else _blocking.sem_timedwait
+    _sem_timedwait.argtypes = (
+        ctypes.c_void_p,
+        *((ctypes.c_int,) if _has_clockwait else ()),
+        ctypes.POINTER(_Timespec),
+    )
 
 
 def create(address: int) -> None:
@@ -63,16 +70,23 @@ def try_wait(address: int) -> bool:
     return bool(_sem_trywait(address) == 0)
 
 
+def give_way() -> None:
+    """Let another thread of this process, or another process on this core, run for a moment."""
+    _sched_yield()
+
+
 def wait(address: int, timeout_seconds: float) -> bool:
     """Take one from the semaphore, waiting for it at most so long; return whether it was taken.
 
     Other threads of this process run meanwhile. A signal ends the wait early.
     """
-    fraction, whole = math.modf(time.time() + timeout_seconds)
-    deadline = _Timespec(int(whole), int(fraction * 1e9))
-    if _sem_timedwait(address, ctypes.byref(deadline)) == 0:
+    now = time.monotonic() if _has_clockwait else time.time()
+    fraction, whole = math.modf(now + timeout_seconds)
+    deadline = ctypes.byref(_Timespec(int(whole), int(fraction * 1e9)))
+    clock = (time.CLOCK_MONOTONIC,) if _has_clockwait else ()
+    if _sem_timedwait(address, *clock, deadline) == 0:
         return True
     number = ctypes.get_errno()
     if number not in (errno.ETIMEDOUT, errno.EINTR):
-        raise OSError(number, "sem_timedwait failed")
+        raise OSError(number, "waiting for a semaphore failed")
     return False

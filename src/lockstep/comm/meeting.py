@@ -1,0 +1,298 @@
+"""Where the workers of a world meet: opening the store of a rendezvous, and saying why it cannot be opened.
+
+torch opens it, so that every method that torch knows works as in torch. But to torch an unknown host, a worker that
+never started and another program on the port are all one timeout, and the last not even that: it waits without an end.
+So the address is looked at from here until somebody listens there, and torch is then left to try in a thread.
+"""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import Store, rendezvous
+
+from lockstep.errors import GroupError
+from lockstep.settings import WorldVariables
+
+ANSWER_SECONDS = 30.0
+"""How long a store may take to answer on a connection that it has accepted."""
+_CONNECT_SECONDS = 5.0
+"""How long a host may take to accept a connection or to refuse it."""
+_FIRST_PAUSE_SECONDS = 0.01
+_LAST_PAUSE_SECONDS = 0.5
+"""How often to look at an address where nobody listens: often at first, when the others are about to come."""
+_LEAST_SECONDS = 1.0
+"""What torch is given at least."""
+_TRY_SECONDS = 2.0
+"""How long torch may try at once, where the store is another's."""
+_GRACE_SECONDS = 3.0
+_LONG_GRACE_SECONDS = 20.0
+"""How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
+interpreter ends aborts the process."""
+_GLANCE_SECONDS = 1.0
+"""How long torch may try where somebody has the port that this worker is to serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the workers of a world meet."""
+
+    url: str
+    """`init_method`, as torch takes it."""
+    scheme: str
+    """`"env"`, `"tcp"`, `"file"` or one that somebody registered with torch."""
+    host: str
+    """Host of the store; empty if it has none."""
+    port: int
+    """Its port; 0 if it has none."""
+    is_hosted: bool
+    """Whether the store lives in rank 0's process, and ends with it."""
+    store: Store | None
+    """The store itself, if the caller had one."""
+
+    @property
+    def address(self) -> str:
+        """Where the store is, in words."""
+        return f"{self.host}:{self.port}" if self.host else urlsplit(self.url).path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a worker was told of its place, and the store it got with that."""
+
+    store: Store
+    """Shared by all workers of the world."""
+    rank: int
+    """Number of this worker."""
+    world_size: int
+    """How many there are."""
+
+
+def find_meeting(init_method: str, store: Store | None, variables: WorldVariables) -> Meeting:
+    """Return where to meet.
+
+    Args:
+        init_method: `"env://"`, `"tcp://host:port"`, `"file:///path"`, ...
+        store: The store to use instead, if there is one.
+        variables: The environment, looked through already: what `env://` needs is there.
+    """
+    url = urlsplit(init_method)
+    host, port, is_hosted = "", 0, False
+    if store is None and url.scheme in {"env", "tcp"}:
+        is_env = url.scheme == "env"
+        host = (variables.master_addr if is_env else url.hostname) or ""
+        port = int(variables.master_port or 0) if is_env else url.port or 0
+        is_hosted = variables.agent_store != str(True)
+    return Meeting(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
+
+
+def open_store(
+    meeting: Meeting, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
+) -> Place | None:
+    """Open the store, which rank 0 may be the one to serve; each rank does.
+
+    Args:
+        meeting: Where.
+        rank: Number of this worker.
+        world_size: How many there are.
+        timeout: How long to try.
+        answer_seconds: How long a store may take to answer on a connection that it has accepted.
+
+    Returns:
+        The store; None if this worker is to serve it and another program has the port.
+
+    Raises:
+        GroupError: The store cannot be reached, or is none.
+    """
+    found = meeting.store
+    if found is None and meeting.host:
+        found = _connect(meeting, rank, timeout, answer_seconds)
+        if found is None:
+            return None
+    elif found is None:
+        if meeting.scheme == "file" and not (directory := Path(meeting.address).parent).is_dir():
+            # FileStore would wait for it without an end, and hold the interpreter's lock meanwhile.
+            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: there is no directory {directory}.")
+        try:
+            found, rank, world_size = next(iter(rendezvous(meeting.url, rank, world_size, timeout=timeout)))
+        except dist.DistError as error:
+            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: {_first_line(error)}.") from error
+    return Place(store=found, rank=rank, world_size=world_size)
+
+
+def connect_to_other(meeting: Meeting, timeout: timedelta) -> Store | None:
+    """Return the store that somebody else serves at this address; None if what is there is no store."""
+    glance = timedelta(seconds=_GLANCE_SECONDS)
+    attempt = _Attempt(lambda: dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=glance))
+    try:
+        return attempt.result(timeout.total_seconds())
+    except dist.DistError:
+        return None
+
+
+def explain_port_in_use(meeting: Meeting, process: str) -> str:
+    """Say that rank 0 cannot serve its port, because `process` does, or, if that is empty, some other program."""
+    remedy = (
+        "Set MASTER_PORT to a free one, or use ls.launch, which picks one by itself."
+        if meeting.scheme == "env"
+        else "Put a free one into init_method."
+    )
+    if process:
+        return (
+            f"Port {meeting.port} is in use by another training, on whose behalf {process} serves it; or that is "
+            f"this training, and two of its workers have rank 0. {remedy}"
+        )
+    return (
+        f"Port {meeting.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
+        f"there. {remedy}"
+    )
+
+
+def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: float) -> Store | None:
+    start = time.monotonic()
+    end = start + timeout.total_seconds()
+    serves = rank == 0 and meeting.is_hosted
+    accepted_at: float | None = None
+    while True:
+        refusal = _await_name(meeting, end) if serves else _await_listener(meeting, end)
+        cause, is_silent = None, False
+        if refusal is None:
+            left = max(end - time.monotonic(), _LEAST_SECONDS)
+            try:
+                store = _serve(meeting, left) if serves else _join(meeting, rank, min(left, answer_seconds))
+            except dist.DistError as error:
+                if "EADDRINUSE" in str(error):
+                    return None
+                if "failed to listen" in str(error):
+                    raise GroupError(f"Rank 0 cannot serve port {meeting.port}: {_first_line(error)}.") from error
+                cause = error
+            else:
+                if store is not None:
+                    return store
+                is_silent = True
+            refusal = _look(meeting)
+        now = time.monotonic()
+        # A refusal here may come from a store that has ended: rank 0 has left the group before, and serves anew soon.
+        accepted_at = None if refusal is not None else now if accepted_at is None else accepted_at
+        is_none = accepted_at is not None and (is_silent or now - accepted_at >= answer_seconds)
+        if is_none or serves or now >= end:
+            raise GroupError(_explain_unreachable(meeting, rank, now - start, refusal)) from cause
+
+
+def _serve(meeting: Meeting, seconds: float) -> Store | None:
+    """Have torch open the store that the others join; return None if it got nowhere."""
+    return _Attempt(lambda: _open_with_torch(meeting, 0, seconds)).result(seconds + _LONG_GRACE_SECONDS)
+
+
+def _join(meeting: Meeting, rank: int, seconds: float) -> Store | None:
+    """Have torch join the store; return None if what listens there stays silent."""
+    # Torch overshoots its time by a pause that grows with it: better a short time, and again.
+    attempt = _Attempt(lambda: _open_with_torch(meeting, rank, min(seconds, _TRY_SECONDS)))
+    return attempt.result(seconds + _GRACE_SECONDS)
+
+
+def _open_with_torch(meeting: Meeting, rank: int, seconds: float) -> Store:
+    # A world of 1: in one of its true size, rank 0 would wait in there for the rest and could not say who is missing.
+    store: Store = next(iter(rendezvous(meeting.url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+    return store
+
+
+def _await_listener(meeting: Meeting, end: float) -> OSError | None:
+    """Wait until somebody listens; return why nobody does at the `end`."""
+    pause = _FIRST_PAUSE_SECONDS
+    while (refusal := _look(meeting)) is not None and time.monotonic() < end:
+        time.sleep(min(pause, max(end - time.monotonic(), 0)))
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+    return refusal
+
+
+def _await_name(meeting: Meeting, end: float) -> OSError | None:
+    """Wait until the host has an address; return why it has none at the `end`."""
+    while True:
+        try:
+            socket.getaddrinfo(meeting.host, meeting.port)
+        except OSError as error:
+            if time.monotonic() >= end:
+                return error
+        else:
+            return None
+        time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
+
+
+def _look(meeting: Meeting) -> OSError | None:
+    """Return why nobody can connect to the store's address; None if one can."""
+    try:
+        socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OSError | None) -> str:
+    is_env = meeting.scheme == "env"
+    host, port = ("MASTER_ADDR", "MASTER_PORT") if is_env else ("the host in init_method", "the port in init_method")
+    found_none = f"Rank {rank} found no rendezvous at {meeting.address} in {waited:.3g} s:"
+    if refusal is None:
+        return (
+            f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to one "
+            "that is free on the host of rank 0."
+        )
+    if isinstance(refusal, socket.gaierror):
+        return (
+            f"{found_none} the name {meeting.host!r} cannot be resolved ({refusal.strerror}). Set {host} to the name "
+            "or the address of the host of rank 0."
+        )
+    if not isinstance(refusal, ConnectionRefusedError):
+        return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
+    if not meeting.is_hosted:
+        return f"{found_none} nobody listens there. Look at the log of torchrun on the first host."
+    if rank == 0:
+        return (
+            f"{found_none} rank 0 itself is to serve it, from {socket.gethostname()!r}, so that must be the host "
+            f"there. Set {host} to it, or start rank 0 elsewhere."
+        )
+    return (
+        f"{found_none} rank 0, which is to serve it, did not come. Look at its log; if it waits too, {host} or {port} "
+        "differs between the workers."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+@final
+class _Attempt:
+    """A call that may not return, made in a thread that nothing waits for."""
+
+    def __init__(self, call: Callable[[], Store]) -> None:
+        self._outcome: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._make, args=(call,), daemon=True).start()
+
+    def result(self, seconds: float) -> Store | None:
+        """Return what the call returned; None if it has not within `seconds`.
+
+        Raises:
+            Exception: What the call raised.
+        """
+        try:
+            outcome = self._outcome.get(timeout=max(seconds, 0))
+        except queue.Empty:
+            return None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _make(self, call: Callable[[], Store]) -> None:
+        try:
+            self._outcome.put(call())
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for
+            self._outcome.put(error)

@@ -1,0 +1,344 @@
+"""The roll call: before a group is made, each worker says through the store who it is and what it was told.
+
+torch's own set-up believes what each worker was told and then waits for the rest. Two workers with one rank, worlds of
+two sizes, different backends, a worker that never starts: each ends in a timeout, half an hour later and without a
+name. Here whoever finds such a thing tells everyone, and all raise the same message.
+
+worker r                                              the store, under the generation's prefix
+--------                                              ----------------------------------------
+1 pass over generations that are finished          <- verdict, closed
+2 compare itself with the worker that came first   <> first
+3 take the place of rank r                         <> place/<r>, member/<token>, taken
+4 the last to take a place, or who finds a mistake -> stir
+5 show that it is alive                            -> alive/<r>, living
+6 the last to show it, or who finds a mistake      -> verdict
+7 after a mistake: leave when all have heard of it <> heard, closed
+
+[Note: proof of life] A store may outlive workers: torchrun's agent keeps its own when it starts workers again, and a
+file stays behind when they are killed. A place that is taken may be taken by the dead, so nobody counts as present
+before step 5. A generation with a dead worker in it is abandoned, and the living meet in the next.
+
+[Note: leave together] The store may live in rank 0's process and end with it. So a worker that raises first waits,
+not for long, until the others have heard why.
+"""
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lockstep.errors import GroupError
+
+PATIENCE_SECONDS = 5.0
+"""How long a living worker may take to answer, and how long those who know of a mistake wait for the late."""
+
+_ABSENT = ""
+"""What `compare_set` expects of a key that nobody has set."""
+_SHORTEST_SECONDS = 0.01
+"""The shortest wait: to a store, zero means for ever."""
+_NAMED_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a worker says of itself."""
+
+    rank: int
+    """Its number."""
+    world_size: int
+    """How many workers it was told there are."""
+    backend: str
+    """The backend it was asked for."""
+    process: str
+    """Where to find it, for people: `"process 12 on host a"`."""
+    token: str
+    """Of its process, and of no other: tells a worker that comes again from a second one with its rank."""
+
+
+class Outcome(StrEnum):
+    """How a generation ended; it is settled once, and every worker reads the same.
+
+    none -> COMPLETE: every rank has shown that it is alive.
+    none -> FAILED: somebody found a mistake; all raise.
+    none -> ABANDONED: somebody in it is dead; the living go on to the next generation.
+    """
+
+    COMPLETE = "complete"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    outcome: Outcome
+    message: str = ""
+    """What to raise, after a failure."""
+    audience: int = 0
+    """How many workers should hear it before the first leaves."""
+
+
+def call_roll(
+    store: Store,
+    me: Announcement,
+    *,
+    timeout: timedelta,
+    hosted_at: str = "",
+    problem: str = "",
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> int | None:
+    """Wait until every rank is there and agrees (collective); return the number of the generation.
+
+    The number is the same on all ranks and no other group over this store has it: what the group keeps in the store
+    belongs under a prefix made of it.
+
+    Args:
+        store: Shared by all workers.
+        me: This worker.
+        timeout: How long to wait for the others.
+        hosted_at: Address of the store, if it lives in rank 0's process; empty if it outlives workers.
+        problem: Why this worker cannot take part, if it cannot: then all fail with it.
+        patience_seconds: How long a living worker may take to answer.
+
+    Returns:
+        The generation; None if this was still the store of the group before, and rank 0 has torn it down: open the
+        next one.
+
+    Raises:
+        GroupError: Some rank is there twice, or missing; the workers were told different things; `problem`; the
+            store is lost, or belongs to other workers.
+    """
+    start = time.monotonic()
+    generation = 0
+    while True:
+        roll, following = (_Roll(store, number, me, start, patience_seconds) for number in (generation, generation + 1))
+        try:
+            if roll.meet(timeout, problem):
+                return generation
+            others = roll.first_of_others()
+            if hosted_at and others is not None and not following.has_begun():
+                raise GroupError(_explain_closed_world(hosted_at, me, others))
+        except dist.DistNetworkError as error:
+            if hosted_at and me.rank != 0 and (generation > 0 or not roll.has_place):
+                return None
+            raise GroupError(_explain_lost(hosted_at, me)) from error
+        generation += 1
+
+
+def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PATIENCE_SECONDS) -> str:
+    """Object to the worker that has this worker's rank and serves `store`, if both belong to one world.
+
+    Called by a second rank 0, which could not open a store of its own.
+
+    Returns:
+        The process that serves the store, in words; empty if no roll is called there.
+
+    Raises:
+        GroupError: They belong to one world; the other workers of it raise the same.
+    """
+    for generation in itertools.count():
+        roll = _Roll(store, generation, me, time.monotonic(), patience_seconds)
+        verdict = roll.verdict()
+        if verdict is None or verdict.outcome is Outcome.COMPLETE:
+            break
+    other = roll.await_holder()
+    if other is not None and verdict is None and _find_mistake(other, me) is None:
+        verdict = roll.object_to(other, _explain_twice(other, me))
+        if verdict.outcome is Outcome.FAILED:
+            roll.leave(verdict)
+            raise GroupError(verdict.message)
+    return "" if other is None else other.process
+
+
+@final
+class _Roll:
+    """The roll call of one generation, as one worker takes part in it."""
+
+    def __init__(self, store: Store, generation: int, me: Announcement, start: float, patience_seconds: float) -> None:
+        self._store = PrefixStore(f"lockstep/{generation}/roll_call", store)
+        self._me = me
+        self._start = start
+        self._patience = patience_seconds
+        self.has_place = False
+
+    def meet(self, timeout: timedelta, problem: str) -> bool:
+        """Take part, unless it is over; return whether the world is complete, and now, and with this worker in it."""
+        verdict = self.verdict()
+        takes_part = verdict is None
+        if verdict is None:
+            verdict = self.take_part(timeout, problem)
+        if verdict.outcome is Outcome.FAILED and (takes_part or not self._store.check(["closed"])):
+            self.leave(verdict)
+            raise GroupError(verdict.message)
+        return takes_part and verdict.outcome is Outcome.COMPLETE and self._is_member()
+
+    def verdict(self) -> _Verdict | None:
+        """Return the verdict, or None as long as there is none."""
+        if not self._store.check(["verdict"]):
+            return None
+        found = json.loads(self._store.get("verdict"))
+        return _Verdict(**{**found, "outcome": Outcome(found["outcome"])})
+
+    def await_holder(self) -> Announcement | None:
+        """Return who has the place of this worker's rank; give it a moment to come."""
+        key = f"place/{self._me.rank}"
+        return Announcement(**json.loads(self._store.get(key))) if self._wait([key], self._patience) else None
+
+    def has_begun(self) -> bool:
+        """Return whether anybody came."""
+        return self._store.check(["first"])
+
+    def first_of_others(self) -> Announcement | None:
+        """Return the first worker of a world that is complete without this process; None if there is no such world."""
+        verdict = self.verdict()
+        is_complete = verdict is not None and verdict.outcome is Outcome.COMPLETE
+        return self._claim("first") if is_complete and not self._is_member() else None
+
+    def take_part(self, timeout: timedelta, problem: str) -> _Verdict:
+        """Take this worker's place and wait for the verdict."""
+        first = self._claim("first")
+        mistake = _find_mistake(first, self._me)
+        if mistake is not None:
+            return self.object_to(first, mistake)
+        holder = self._claim(f"place/{self._me.rank}")
+        if holder.token != self._me.token:
+            return self.object_to(holder, _explain_twice(holder, self._me))
+        self.has_place = True
+        self._store.set(f"member/{self._me.token}", "yes")
+        if self._store.add("taken", 1) == self._me.world_size:
+            self._stir("all are here")
+        patience = min(self._patience, timeout.total_seconds())
+        left = self._start + timeout.total_seconds() - time.monotonic()
+        # Some patience is always left: the living may be on their way from an abandoned generation.
+        if not self._wait(["stir"], patience if problem else max(left, patience)):
+            return self._settle_without(problem)
+        return self._show_life(problem)
+
+    def object_to(self, other: Announcement, mistake: str) -> _Verdict:
+        """Tell all of a mistake that involves `other`, if that is alive (see [Note: proof of life])."""
+        self._stir("a mistake")
+        if not self._wait([f"alive/{other.rank}"], self._patience):
+            return self._settle(Outcome.ABANDONED)
+        return self._settle(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
+
+    def leave(self, verdict: _Verdict) -> None:
+        """Return when the others have heard the verdict, or had time to (see [Note: leave together])."""
+        with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left, and its store with it
+            if self._store.add("heard", 1) < verdict.audience:
+                self._wait(["closed"], self._patience)
+            self._store.set("closed", "yes")
+
+    def _show_life(self, problem: str) -> _Verdict:
+        self._store.set(f"alive/{self._me.rank}", "yes")
+        if self._store.get("stir") == b"all are here":
+            if problem:
+                return self._settle(Outcome.FAILED, problem, self._me.world_size)
+            if self._store.add("living", 1) == self._me.world_size:
+                return self._settle(Outcome.COMPLETE)
+        # Whoever stirred us looks for life with one patience; it is to settle this, not we.
+        self._wait(["verdict"], 2 * self._patience)
+        return self._settle(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
+
+    def _settle_without(self, problem: str) -> _Verdict:
+        """Settle a generation that did not fill in time."""
+        self._stir("time is up")
+        self._store.set(f"alive/{self._me.rank}", "yes")
+        ranks = range(self._me.world_size)
+        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], self._patience)
+        living = [rank for rank in ranks if self._store.check([f"alive/{rank}"])]
+        missing = sorted(set(ranks) - set(living))
+        if not (missing or problem):
+            return self._settle(Outcome.COMPLETE)
+        waited = time.monotonic() - self._start
+        return self._settle(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
+
+    def _settle(self, outcome: Outcome, message: str = "", audience: int = 0) -> _Verdict:
+        """Settle the generation, unless it is settled; return the verdict that counts."""
+        verdict = _Verdict(outcome=outcome, message=message, audience=audience)
+        self._store.compare_set("verdict", _ABSENT, json.dumps(asdict(verdict)))
+        self._stir("it is settled")
+        settled = self.verdict()
+        assert settled is not None
+        return settled
+
+    def _is_member(self) -> bool:
+        return self._store.check([f"member/{self._me.token}"])
+
+    def _claim(self, key: str) -> Announcement:
+        """Put this worker under `key`, unless another is there; return who is."""
+        return Announcement(**json.loads(self._store.compare_set(key, _ABSENT, json.dumps(asdict(self._me)))))
+
+    def _stir(self, why: str) -> None:
+        self._store.compare_set("stir", _ABSENT, why)
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        """Return whether all `keys` were set within `seconds`."""
+        try:
+            self._store.wait(keys, timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # FileStore has no exception of its own for a timeout
+            return self._store.check(keys)
+        return True
+
+
+def _find_mistake(first: Announcement, me: Announcement) -> str | None:
+    """Compare what two workers of one world were told."""
+    if first.world_size != me.world_size:
+        return (
+            f"The workers were told different world sizes: rank {first.rank} ({first.process}) was told "
+            f"{first.world_size} and rank {me.rank} ({me.process}) {me.world_size}. Give all of them the same "
+            "WORLD_SIZE, the number of workers on all hosts together; two trainings need a MASTER_PORT (or file, or "
+            "store) each."
+        )
+    if first.backend != me.backend:
+        return (
+            f"The workers were asked for different backends: rank {first.rank} ({first.process}) for "
+            f"{first.backend!r} and rank {me.rank} ({me.process}) for {me.backend!r}. Pass the same backend to "
+            "init_process_group on every rank."
+        )
+    return None
+
+
+def _explain_twice(other: Announcement, me: Announcement) -> str:
+    return (
+        f"Two workers have rank {me.rank} of {me.world_size}: {other.process} and {me.process}. Give every worker a "
+        f"RANK of its own, 0 to {me.world_size - 1}; two trainings need a MASTER_PORT (or file, or store) each."
+    )
+
+
+def _explain_missing(living: Sequence[int], missing: Sequence[int], waited: float) -> str:
+    return (
+        f"{_name_ranks(missing)} did not come: {_name_ranks(living).lower()} waited {waited:.3g} s for a world of "
+        f"{len(living) + len(missing)} workers. Look at the log of each missing rank; if nobody started that many "
+        "workers, WORLD_SIZE is too large."
+    )
+
+
+def _explain_closed_world(hosted_at: str, me: Announcement, first: Announcement) -> str:
+    return (
+        f"The world at {hosted_at} is complete without this worker, {me.process}: its {first.world_size} workers, "
+        f"{first.process} among them, have ranks 0 to {first.world_size - 1}, and this one was told rank {me.rank} of "
+        f"{me.world_size}. Start every rank once and give all the same WORLD_SIZE; if that is another training, set "
+        "MASTER_PORT to a free port."
+    )
+
+
+def _explain_lost(hosted_at: str, me: Announcement) -> str:
+    where = f"the store at {hosted_at}, which rank 0 serves," if hosted_at else "the store of the rendezvous"
+    return f"Rank {me.rank} lost {where} while it waited for the other workers. Look at the log of what ended there."
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    more = len(ranks) - _NAMED_RANKS
+    return f"Ranks {named} and {more} more" if more > 0 else f"Ranks {named}"

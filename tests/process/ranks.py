@@ -1,0 +1,230 @@
+"""The ranks of a group, each a process, and the test that directs them: tells them when to go on, and when to die.
+
+A *scene* is a function that every rank runs: `scene(rank, *arguments)`. Ranks are forked from a server that has
+imported torch already, so one costs 10 ms and not 2 s. Nothing waits for luck: both sides speak over a pipe, and give
+up with an error after `PATIENCE` seconds.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import lockstep  # noqa: F401 - registers the backend
+from lockstep.comm.shm import semaphores
+
+PATIENCE = 30.0
+"""Seconds after which a silent rank is an error of the test."""
+CPU = torch.device("cpu")
+_SERVER = get_context("forkserver")
+
+
+@final
+class Rank:
+    """One rank, as its own process sees it."""
+
+    def __init__(self, number: int, size: int, folder: str, line: Connection) -> None:
+        self.number = number
+        self.size = size
+        self._folder = folder
+        self._line = line
+
+    def join(self, timeout_seconds: float = 60.0) -> Any:
+        """Make the default group (collective)."""
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group("shm", store=self.store(), rank=self.number, world_size=self.size, timeout=timeout)
+        return dist.group.WORLD
+
+    def store(self) -> dist.Store:
+        """Return a store that the ranks share, and that no rank holds."""
+        return dist.FileStore(f"{self._folder}/store", self.size)
+
+    def say(self, value: Any = None) -> None:
+        """Tell the director something."""
+        self._line.send(("said", value))
+
+    def hear(self) -> Any:
+        """Return what the director says next."""
+        assert self._line.poll(PATIENCE), "the director says nothing"
+        return self._line.recv()
+
+    def has_mail(self) -> bool:
+        """Return whether the director has said something."""
+        return self._line.poll(0)
+
+    def play(self, scene: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Run the scene and tell the director how it went."""
+        torch.set_num_threads(1)
+        try:
+            self._line.send(("returned", scene(self, *arguments)))
+        except BaseException:  # noqa: BLE001 - the director reports it
+            self._line.send(("raised", traceback.format_exc()))
+
+
+@final
+class Ranks:
+    """Some ranks that play one scene, as their director sees them; all have ended when the `with` block has."""
+
+    def __init__(self, folder: Path, size: int, scene: Callable[..., Any], *arguments: Any) -> None:
+        self._store = tempfile.mkdtemp(dir=folder)
+        self._lines: list[Connection] = []
+        self._processes = []
+        # What is loaded by the server need not be loaded by each rank.
+        _SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", __name__])
+        for number in range(size):
+            ours, theirs = _SERVER.Pipe()
+            rank = Rank(number, size, self._store, theirs)
+            process = _SERVER.Process(target=rank.play, args=(scene, arguments))
+            process.start()
+            theirs.close()
+            self._lines.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for line in self._lines:
+            line.close()
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def hear(self, rank: int) -> Any:
+        """Return what a rank says next."""
+        kind, value = self._receive(rank)
+        assert kind == "said", f"rank {rank} {kind}: {value}"
+        return value
+
+    def say(self, rank: int, value: Any = None) -> None:
+        """Tell a rank something."""
+        self._lines[rank].send(value)
+
+    def result(self, rank: int, within: float = PATIENCE) -> Any:
+        """Return what the scene returned on a rank; what it said before is passed over."""
+        while True:
+            kind, value = self._receive(rank, within)
+            if kind != "said":
+                assert kind == "returned", f"rank {rank} {kind}: {value}"
+                return value
+
+    def results(self, within: float = PATIENCE) -> list[Any]:
+        """Return what the scene returned on every rank."""
+        return [self.result(rank, within) for rank in range(len(self._lines))]
+
+    def send_signal(self, rank: int, number: signal.Signals) -> float:
+        """Send a signal, and return when."""
+        moment = time.monotonic()
+        os.kill(self.pid(rank), number)
+        return moment
+
+    def wait_until(self, rank: int, status: str) -> None:
+        """Return when the main thread of a rank is "sleeping" or "stopped"."""
+        deadline = time.monotonic() + PATIENCE
+        while psutil.Process(self.pid(rank)).status() != status:
+            assert time.monotonic() < deadline, f"rank {rank} is not {status}"
+            time.sleep(0.001)
+
+    def _receive(self, rank: int, within: float = PATIENCE) -> tuple[str, Any]:
+        line = self._lines[rank]
+        assert line.poll(within), f"rank {rank} says nothing"
+        try:
+            kind, value = line.recv()
+        except EOFError:
+            raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
+        return kind, value
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names of all that is in a folder."""
+    return sorted(entry.name for entry in Path(folder).iterdir())
+
+
+@final
+class Posts:
+    """The semaphores that this process posts: how a rank tells others anything. Counts them; stops at one if told."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: tuple[int, Callable[[], None]] | None = None
+        self._post = semaphores.post
+        semaphores.post = self._count_and_post
+
+    def count_of(self, call: Callable[[], Any]) -> int:
+        """Make a call and return how often it posts."""
+        self._count = 0
+        call()
+        return self._count
+
+    def stop_before(self, number: int, tell: Callable[[], None]) -> None:
+        """From now on: before post `number` of those to come, call `tell` and stand still for ever."""
+        self._count = 0
+        self._last = (number, tell)
+
+    def _count_and_post(self, address: int) -> None:
+        self._count += 1
+        if self._last is not None and self._count == self._last[0]:
+            self._last[1]()
+            threading.Event().wait()
+        self._post(address)
+
+
+def mixed_calls(rank: Rank, group: Any, step: int) -> None:
+    """Make one call of many kinds (collective), and check every number of every result."""
+    size, number = rank.size, rank.number
+    length = (10, 50_000, 300_000)[step % 3]
+    total = size * (size + 1) // 2 + size * step
+
+    def mine() -> torch.Tensor:
+        return torch.full((length,), float(number + 1 + step))
+
+    summed = mine()
+    dist.all_reduce(summed)
+    assert torch.equal(summed, torch.full((length,), float(total)))
+    owned: torch.Tensor = group.allocate_tensor(length, dtype=torch.float32, device=CPU)
+    owned.copy_(mine())
+    work: Any = dist.all_reduce(owned, async_op=True)
+    work.wait()
+    assert torch.equal(owned, torch.full((length,), float(total)))
+    gathered = [torch.empty(length) for _ in range(size)]
+    dist.all_gather(gathered, mine())
+    assert [float(part.sum()) for part in gathered] == [length * float(peer + 1 + step) for peer in range(size)]
+    root = step % size
+    sent = mine()
+    dist.broadcast(sent, root)
+    assert torch.equal(sent, torch.full((length,), float(root + 1 + step)))
+    exchanged, scattered = torch.empty(size), torch.empty(1)
+    dist.all_to_all_single(exchanged, torch.arange(size, dtype=torch.float32) + size * number)
+    assert exchanged.tolist() == [float(peer * size + number) for peer in range(size)]
+    dist.reduce_scatter_single(scattered, torch.arange(size, dtype=torch.float32) * (number + 1))
+    assert scattered.item() == number * size * (size + 1) / 2
+    passed = torch.empty(length)
+    outgoing: Any = dist.isend(mine(), (number + 1) % size)
+    dist.recv(passed, (number - 1) % size)
+    outgoing.wait()
+    assert torch.equal(passed, torch.full((length,), float((number - 1) % size + 1 + step)))
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": number, "step": step})
+    assert objects == [{"rank": peer, "step": step} for peer in range(size)]
+    dist.barrier()

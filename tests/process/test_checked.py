@@ -1,0 +1,181 @@
+"""Gloo groups whose calls are compared first: with `check=True`, and where shm ranks are not on one host."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.comm import checked
+from lockstep.comm.shm import rendezvous
+
+Answers = dict[str, Any]
+WAYS = ("shared memory", "gloo", "apart")
+"""Agreement over shared memory, over Gloo, and the group of ranks that seem to be on several hosts."""
+
+
+def join(way: str, run: ls.Run) -> None:
+    """Make the default group anew, checked in one of the ways."""
+    store = dist.PrefixStore(way, dist.distributed_c10d._get_default_store())
+    ls.destroy_process_group()
+    if way == "apart":
+        vars(rendezvous)["host_identity"] = lambda: f"boot {run.rank // 2}"
+    elif way == "gloo":
+        vars(checked)["meet_on_host"] = lambda *_: None
+    backend = "shm" if way == "apart" else "gloo"
+    ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ls.CollectiveMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def odd_calls(rank: int, size: int) -> dict[str, Callable[[], object]]:
+    """Calls in which the last rank differs from the others."""
+    is_odd = rank == size - 1
+    ones = torch.ones(2, 3)
+
+    def reduces(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], object]:
+        return lambda: dist.all_reduce(tensor, op=op)
+
+    return {
+        "operation": (lambda: dist.broadcast(ones, 0)) if is_odd else reduces(ones),
+        "dtype": reduces(ones.int() if is_odd else ones),
+        "shape": reduces(ones.T.contiguous() if is_odd else ones),
+        "reduce operation": reduces(ones, dist.ReduceOp.MAX if is_odd else dist.ReduceOp.SUM),
+        "root": lambda: dist.broadcast(ones, int(is_odd)),
+        "order": dist.barrier if is_odd else reduces(ones),
+    }
+
+
+def right_answers(rank: int, size: int) -> Answers:
+    """Make every collective once and say whether it did what it should."""
+    mine = torch.full((2,), float(rank))
+    answers: Answers = {}
+
+    total = mine.clone()
+    dist.all_reduce(total)
+    answers["all_reduce"] = total.tolist() == [sum(range(size))] * 2
+    sent = mine.clone()
+    dist.broadcast(sent, 1)
+    answers["broadcast"] = sent.tolist() == [1.0, 1.0]
+    reduced = mine.clone()
+    dist.reduce(reduced, 0, op=dist.ReduceOp.MAX)
+    answers["reduce"] = rank != 0 or reduced.tolist() == [size - 1.0] * 2
+    gathered = [torch.empty(2) for _ in range(size)]
+    dist.all_gather(gathered, mine)
+    answers["all_gather"] = [row[0].item() for row in gathered] == list(range(size))
+    group: Any = dist.group.WORLD
+    whole = torch.empty(2 * size)
+    group._allgather_base(whole, mine).wait()
+    answers["all_gather_into_tensor"] = whole[::2].tolist() == list(range(size))
+    piece = torch.empty(1)
+    group._reduce_scatter_base(piece, torch.arange(float(size)), dist.ReduceScatterOptions()).wait()
+    answers["reduce_scatter_tensor"] = piece.item() == rank * size
+    rows = torch.empty(size)
+    dist.all_to_all_single(rows, torch.arange(float(size)) + 10 * rank)
+    answers["all_to_all_single"] = rows.tolist() == [10 * peer + rank for peer in range(size)]
+    at_root = [torch.empty(2) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine, at_root)
+    answers["gather"] = at_root is None or [row[0].item() for row in at_root] == list(range(size))
+    part = torch.empty(2)
+    dist.scatter(part, [torch.full((2,), float(peer)) for peer in range(size)] if rank == 0 else None)
+    answers["scatter"] = part.tolist() == mine.tolist()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    answers["objects"] = objects == [{"rank": peer} for peer in range(size)]
+    if rank == 0:
+        dist.send(mine, 1)
+    elif rank == 1:
+        dist.recv(part, 0)
+        answers["messages"] = part.tolist() == [0.0, 0.0]
+    work = dist.all_reduce(mine, async_op=True)
+    assert work is not None
+    work.wait()
+    answers["asynchronous"] = mine.tolist() == [sum(range(size))] * 2
+    return answers
+
+
+def scenarios(run: ls.Run, way: str) -> Answers:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        join(way, run)
+    answers: Answers = {"warnings": [str(warning.message) for warning in caught if "shm" in str(warning.message)]}
+    answers["mistakes"] = {name: message_of(call) for name, call in odd_calls(run.rank, run.world_size).items()}
+    answers["afterwards"] = right_answers(run.rank, run.world_size)
+    group = dist.new_group([0, 1])
+    if run.rank < 2:
+        answers["subgroup"] = message_of(lambda: dist.all_reduce(torch.ones(2 + run.rank), group=group))
+    ls.destroy_process_group()
+    return answers
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def answers(request: pytest.FixtureRequest) -> list[Answers]:
+    return ls.launch(scenarios, request.param, devices="cpu:3")
+
+
+@pytest.mark.parametrize("mistake", ["operation", "dtype", "shape", "reduce operation", "root", "order"])
+def test_every_rank_hears_of_different_calls(answers: list[Answers], mistake: str) -> None:
+    messages = {answer["mistakes"][mistake] for answer in answers}
+    assert len(messages) == 1
+    message = messages.pop()
+    assert "ranks 0 and 1 call " in message
+    assert "; rank 2 calls " in message
+
+
+def test_the_group_goes_on_after_a_mismatch(answers: list[Answers]) -> None:
+    assert [name for answer in answers for name, is_right in answer["afterwards"].items() if not is_right] == []
+
+
+def test_subgroups_are_checked_too(answers: list[Answers]) -> None:
+    for answer in answers[:2]:
+        assert "rank 0 calls allreduce(sum, float32 [2])" in answer["subgroup"].replace("all_reduce", "allreduce")
+
+
+def test_ranks_on_several_hosts_say_so_once() -> None:
+    first, *others = ls.launch(scenarios, "apart", devices="cpu:3")
+    assert ["ranks 0 and 2 are not on one host" in text for text in first["warnings"]] == [True]
+    assert [other["warnings"] for other in others] == [[], []]
+
+
+def check_by_variable(run: ls.Run) -> str:
+    os.environ["LOCKSTEP_CHECK"] = "1"
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    ls.destroy_process_group()
+    ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
+    return message_of(lambda: dist.all_reduce(torch.ones(1 + run.rank)))
+
+
+def test_the_variable_asks_for_checks() -> None:
+    assert ["rank 1 calls" in message for message in ls.launch(check_by_variable, workers=2)] == [True, True]
+
+
+def lose_a_rank(run: ls.Run, way: str) -> str:
+    if way != "shm":
+        join(way, run)
+    if run.rank == 1:
+        raise ValueError("no such file")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except ls.PeerLostError as error:
+        raise RuntimeError(f"lost rank {error.rank}: {error}") from error
+    return "nothing was lost"
+
+
+@pytest.mark.parametrize("way", ["shm", "shared memory", "gloo"])
+def test_the_others_hear_what_a_worker_died_of(way: str) -> None:
+    with pytest.raises(ls.WorkerFailedError, match="Worker 1 failed first: ValueError: no such file") as caught:
+        ls.launch(lose_a_rank, way, devices="cpu:3")
+    consequences = [failure.reason for failure in caught.value.failures[1:]]
+    assert len(consequences) == 2
+    for reason in consequences:
+        assert "lost rank 1: Rank 1 failed: ValueError: no such file" in reason

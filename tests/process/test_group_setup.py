@@ -1,0 +1,306 @@
+"""What `ls.init_process_group` says when workers disagree, and that it works where they do not. Real processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+
+NUM_WORKERS = 3
+SHORT = timedelta(seconds=2)
+LONG = timedelta(seconds=40)
+HANG_SECONDS = 25
+AT_ONCE_SECONDS = 15
+NOWHERE = "no-such-host.invalid"
+
+
+class Heard(NamedTuple):
+    """What came of a worker's set-up."""
+
+    said: str
+    """What was raised; empty if the group was made."""
+    seconds: float
+    """How long it took."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def set_up(environment: dict[str, Any], options: dict[str, Any]) -> str:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    if isinstance(options.get("store"), int):
+        place = ("127.0.0.1", options["store"])
+        options["store"] = dist.TCPStore(*place, is_master=options["rank"] == 0, wait_for_workers=False)
+    try:
+        ls.init_process_group(options.pop("backend", "gloo"), **options)
+    except Exception as error:  # noqa: BLE001 - its class is looked at by the test
+        return f"{type(error).__name__}: {error}"
+    total = torch.tensor([1.0])
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    return ""
+
+
+def serve(pipe: Connection) -> None:
+    while True:
+        match pipe.recv():
+            case "leave":
+                ls.destroy_process_group()
+            case (environment, options):
+                start = time.monotonic()
+                said = set_up(environment, options)
+                pipe.send(Heard(said, time.monotonic() - start))
+            case call:
+                pipe.send(call())
+
+
+class Crew:
+    """Three processes that set up and leave groups as they are told: starting one for each test would take minutes."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        pipes = [context.Pipe() for _ in range(NUM_WORKERS)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [context.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        for process in self._processes:
+            process.start()
+
+    def start(self, place: int, environment: dict[str, Any] | None = None, **options: Any) -> None:
+        self._pipes[place].send((environment or {}, {"timeout": LONG, **options}))
+
+    def hear(self, place: int) -> Heard:
+        heard = self._receive(place)
+        assert isinstance(heard, Heard)
+        return heard
+
+    def leave(self) -> None:
+        for pipe in self._pipes:
+            pipe.send("leave")
+
+    def call(self, function: Callable[[], Any]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(function)
+        return [self._receive(place) for place in range(NUM_WORKERS)]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _receive(self, place: int) -> Any:
+        assert self._pipes[place].poll(HANG_SECONDS), f"worker {place} hangs"
+        return self._pipes[place].recv()
+
+    def told(self, port: int, *ranks: tuple[int, int], **options: Any) -> list[Heard]:
+        """Set up as many workers as there are pairs of rank and world size, each told its pair by env://."""
+        for place, (rank, world_size) in enumerate(ranks):
+            self.start(place, environ(port, rank, world_size), **options)
+        return [self.hear(place) for place in range(len(ranks))]
+
+
+def environ(port: int, rank: int, world_size: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[list[Crew]]:
+    crews = [Crew()]
+    yield crews
+    for crew in crews:
+        crew.stop()
+
+
+@pytest.fixture
+def crew(crews: list[Crew]) -> Iterator[Crew]:
+    crew = crews.pop()
+    done = False
+    try:
+        yield crew
+        crew.leave()
+        done = all(isinstance(answer, int) for answer in crew.call(os.getpid))
+    finally:  # after a failure its workers may be anywhere
+        if not done:
+            crew.stop()
+        crews.append(crew if done else Crew())
+
+
+RESTARTED = """
+import os
+import lockstep as ls
+import torch
+import torch.distributed as dist
+
+ls.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    os._exit(3)
+dist.barrier()
+with open(os.path.join(os.path.dirname(__file__), f"rank{dist.get_rank()}"), "w") as done:
+    done.write(str(total.item()))
+ls.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    """Start torchrun, and let it run while the other tests do."""
+    directory = tmp_path_factory.mktemp("restarted")
+    (directory / "script.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    process = subprocess.Popen(
+        [*command, str(directory / "script.py")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    yield process, directory
+    process.kill()
+    process.communicate()
+
+
+def assert_all_say(heard: Sequence[Heard], *parts: str) -> None:
+    for said, _ in heard:
+        assert said.startswith("GroupError: ")
+        for part in parts:
+            assert part in said
+
+
+@pytest.mark.usefixtures("restarted")
+def test_two_workers_with_one_rank_are_told_at_once(crew: Crew) -> None:
+    heard = crew.told(free_port(), (0, 3), (1, 3), (1, 3))
+    assert_all_say(heard, "Two workers have rank 1 of 3: process ")
+    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+
+
+def test_two_workers_with_rank_0_are_told_at_once(crew: Crew) -> None:
+    # One of them cannot serve the store, since the other does.
+    heard = crew.told(free_port(), (0, 3), (0, 3), (1, 3))
+    assert_all_say(heard, "Two workers have rank 0 of 3: process ")
+    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+
+
+def test_workers_told_different_world_sizes_are_told_at_once(crew: Crew) -> None:
+    heard = crew.told(free_port(), (0, 2), (1, 3), (2, 3))
+    assert_all_say(heard, "different world sizes: rank ", "rank 0 (process ", "WORLD_SIZE")
+    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+
+
+def test_workers_asked_for_different_backends_are_told_at_once(crew: Crew) -> None:
+    port = free_port()
+    for place, backend in enumerate(["gloo", "nccl", "gloo"]):
+        crew.start(place, environ(port, place, 3), backend=backend)
+    heard = [crew.hear(place) for place in range(3)]
+    assert_all_say(heard, "rank 1 (process ", "'nccl'", "'gloo'", "same backend")
+    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL")
+def test_a_backend_that_nobody_has_is_named_by_all(crew: Crew) -> None:
+    assert_all_say(crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="nccl"), "has no backend 'nccl'")
+
+
+@pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
+def test_a_missing_worker_is_named_when_time_is_up(crew: Crew, method: str, tmp_path: Path) -> None:
+    port = free_port()
+    url = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/rendezvous"}
+    for place, rank in enumerate([0, 2]):
+        if method == "env":
+            crew.start(place, environ(port, rank, 3), timeout=SHORT)
+        elif method == "store":
+            crew.start(place, store=port, rank=rank, world_size=3, timeout=SHORT)
+        else:
+            crew.start(place, init_method=url[method], rank=rank, world_size=3, timeout=SHORT)
+    heard = [crew.hear(place) for place in range(2)]
+    assert_all_say(heard, "Rank 1 did not come: ranks 0, 2 waited 2", "WORLD_SIZE is too large")
+
+
+def test_a_missing_rank_0_is_named_when_time_is_up(crew: Crew) -> None:
+    port = free_port()
+    crew.start(0, environ(port, 1, 2), timeout=SHORT)
+    assert_all_say([crew.hear(0)], f"Rank 1 found no rendezvous at 127.0.0.1:{port} in", "rank 0, which is to serve it")
+
+
+def test_a_program_on_the_port_is_named(crew: Crew) -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        port = foreign.getsockname()[1]
+        first, second = crew.told(port, (0, 2), (1, 2), timeout=SHORT)
+    assert_all_say([first], f"Port {port} is in use by another program on this host", "MASTER_PORT")
+    assert_all_say([second], f"127.0.0.1:{port} in", "a program listens there, but it does not answer")
+
+
+def test_a_host_that_cannot_be_resolved_is_named(crew: Crew) -> None:
+    port = free_port()
+    for rank in (0, 1):
+        crew.start(rank, environ(port, rank, 2, NOWHERE), timeout=SHORT)
+    heard = [crew.hear(rank) for rank in (0, 1)]
+    assert_all_say(heard, f"at {NOWHERE}:{port}", f"the name '{NOWHERE}' cannot be resolved", "Set MASTER_ADDR")
+
+
+def test_a_worker_too_many_is_told_at_once_and_leaves_the_others_alone(crew: Crew) -> None:
+    port = free_port()
+    assert [said for said, _ in crew.told(port, (0, 2), (1, 2))] == ["", ""]
+    crew.start(2, environ(port, 1, 2))
+    said, seconds = crew.hear(2)
+    assert f"The world at 127.0.0.1:{port} is complete without this worker, process " in said
+    assert seconds < AT_ONCE_SECONDS
+    crew.start(2, environ(port, 0, 2))
+    assert f"Port {port} is in use by another training, on whose behalf process " in crew.hear(2).said
+
+
+def test_groups_are_made_anew_without_waiting_for_each_other(crew: Crew) -> None:
+    # Nothing makes rank 0, which serves the store, leave its group before the others come for the next.
+    port = free_port()
+    for _ in range(5):
+        assert [said for said, _ in crew.told(port, (0, 3), (1, 3), (2, 3))] == [""] * 3
+        crew.leave()
+
+
+def test_groups_are_made_anew_over_one_file(crew: Crew, tmp_path: Path) -> None:
+    for _ in range(3):
+        for rank in range(3):
+            crew.start(rank, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=3)
+        assert [crew.hear(rank).said for rank in range(3)] == [""] * 3
+        crew.leave()
+
+
+def use_what_torch_has() -> tuple[float, int, float]:
+    half = dist.new_group([0, 1, 2], timeout=timedelta(seconds=7))
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=half)
+    default: Any = dist.distributed_c10d._get_default_group()
+    dist.distributed_c10d._get_default_store().set("mine", "yes")
+    dist.monitored_barrier()
+    return total.item(), dist.get_world_size(), default._get_backend(torch.device("cpu")).options._timeout.seconds
+
+
+def test_what_torch_does_with_a_group_works(crew: Crew) -> None:
+    assert [said for said, _ in crew.told(free_port(), (0, 3), (1, 3), (2, 3))] == [""] * 3
+    assert crew.call(use_what_torch_has) == [(3.0, 3, LONG.seconds)] * 3
+
+
+def test_no_directory_for_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ls.GroupError, match=f"no directory {tmp_path}/nowhere"):
+        ls.init_process_group("gloo", f"file://{tmp_path}/nowhere/file", rank=0, world_size=1)
+
+
+def test_workers_that_torchrun_starts_again_meet(restarted: tuple["subprocess.Popen[str]", Path]) -> None:
+    # torchrun's agent keeps the store: over torch's own set-up, Gloo finds the addresses of the dead in it.
+    process, directory = restarted
+    output, _ = process.communicate(timeout=55)
+    assert process.returncode == 0, output
+    assert [(directory / f"rank{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]

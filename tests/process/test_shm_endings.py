@@ -1,0 +1,182 @@
+"""How ranks of a group over shared memory may end, and what the others are told; also while the group is being made."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
+
+from lockstep.comm.shm import rendezvous
+from lockstep.comm.shm.layout import Layout
+from lockstep.errors import GroupError, PeerLostError
+
+# -- At the end of a script --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, multiprocessing, os, signal, sys
+import torch, torch.distributed as dist
+import lockstep
+from lockstep.errors import PeerLostError
+
+folder, *ways = sys.argv[1:]
+
+def join(rank, way):
+    signal.alarm(40)  # no rank outlives the test
+    store = dist.FileStore(f"{folder}/{way}", 2)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=2)
+    dist.barrier()
+
+def survive(way):
+    join(0, way)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except PeerLostError as error:
+        print(json.dumps([way, error.rank, str(error)]), flush=True)
+    os._exit(0)
+
+for way in ways:  # ranks are forked before any group is made
+    if os.fork() == 0:
+        survive(way)
+    if os.fork() == 0:
+        break
+else:
+    for _ in range(2 * len(ways)):
+        os.wait()
+    sys.exit()
+
+# What follows is the script of rank 1.
+if way.startswith("multiprocessing"):
+    def child():
+        join(1, way)
+        if "raises" in way:
+            raise ValueError("in a child")
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    os._exit(0)
+join(1, way)
+if way == "exception":
+    raise ValueError("no such luck")
+if way == "interrupt":
+    raise KeyboardInterrupt
+if way == "sys.exit":
+    sys.exit(3)
+if way == "os._exit":
+    os._exit(3)
+if way == "destroy":
+    dist.destroy_process_group()
+if way == "async":
+    dist.all_reduce(torch.ones(9), async_op=True)
+    sys.exit(3)
+"""
+LEFT = "Rank 1 has left the group (it destroyed it, or its script ended), but rank 0 still needs it."
+WAYS = {
+    "end": LEFT,
+    "destroy": LEFT,
+    "sys.exit": LEFT,
+    "exception": "Rank 1 failed: ValueError: no such luck",
+    "interrupt": "Rank 1 failed: KeyboardInterrupt",
+    "os._exit": ") is lost: its process ended without a word. It was killed or crashed, or ended by os._exit",
+    "multiprocessing": "and did not destroy the group, as forked children of multiprocessing do.",
+    "multiprocessing raises": "and did not destroy the group, as forked children of multiprocessing do.",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What rank 0 was told after rank 1 ended in each way."""
+    folder = tmp_path_factory.mktemp("stores")
+    script = [sys.executable, "-c", SCRIPT, str(folder), *WAYS]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(lines) == len(WAYS), ended.stderr
+    return {way: (rank, message) for way, rank, message in lines}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_ends_is_lost_with_the_reason(way: str, told: dict[str, tuple[int, str]]) -> None:
+    rank, message = told[way]
+    assert rank == 1
+    assert WAYS[way] in message
+
+
+# -- While the group is being made -------------------------------------------------------------------------------------
+
+
+def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str) -> tuple[float, GroupError, int]:
+    """Make a group, of which a rank is killed when it comes to a function; say when it failed, how, what stays open."""
+
+    def stop(*arguments: Any) -> None:
+        rank.say()
+        threading.Event().wait()
+
+    if rank.number == victim:
+        setattr(import_module(module), function, stop)
+    store = rank.store()
+    num_open = len(names_in("/proc/self/fd"))
+    with pytest.raises(GroupError) as caught:
+        rendezvous.meet(store, rank.number, Layout(rank.size), timedelta(seconds=1))
+    return time.monotonic(), caught.value, len(names_in("/proc/self/fd")) - num_open
+
+
+@pytest.mark.parametrize(
+    ("victim", "module", "function"),
+    [
+        (0, rendezvous.__name__, "_receive_all"),
+        (0, rendezvous.__name__, "_watch"),
+        (0, rendezvous.__name__, "_expect"),
+        (1, "socket", "recv_fds"),
+        (1, rendezvous.__name__, "_watch"),
+    ],
+)
+def test_a_rank_that_is_killed_while_the_group_is_made_is_named_to_all(
+    victim: int, module: str, function: str, tmp_path: Path
+) -> None:
+    with Ranks(tmp_path, 3, meet_with_a_victim, victim, module, function) as ranks:
+        ranks.hear(victim)
+        killed = ranks.send_signal(victim, signal.SIGKILL)
+        for number in {0, 1, 2} - {victim}:
+            moment, error, num_left_open = ranks.result(number)
+            assert isinstance(error, PeerLostError)
+            assert error.rank == victim
+            assert "while the group was being made" in str(error)
+            assert moment - killed < 1.0
+            assert num_left_open == 0
+
+
+def test_a_rank_that_never_comes_to_make_the_group_is_named_to_all(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 3, meet_with_a_victim, 1, rendezvous.__name__, "_join") as ranks:
+        ranks.hear(1)
+        for number in (0, 2):
+            _, error, num_left_open = ranks.result(number)
+            assert "Rank 1 of 3 did not come to make the group within 1 s." in str(error)
+            assert num_left_open == 0
+
+
+def hold_the_store(rank: Rank) -> GroupError:
+    """Make a group by a store that rank 0 holds; rank 0 does no more than that."""
+    port = rank.hear() if rank.number else 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank.number == 0, wait_for_workers=False)
+    rank.say(store.port)
+    if rank.number == 0:
+        rank.hear()
+    with pytest.raises(GroupError) as caught:
+        rendezvous.meet(store, rank.number, Layout(rank.size), timedelta(seconds=PATIENCE))
+    return caught.value
+
+
+def test_a_store_that_is_lost_while_the_group_is_made_is_an_error(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, hold_the_store) as ranks:
+        ranks.say(1, ranks.hear(0))
+        ranks.hear(1)
+        ranks.send_signal(0, signal.SIGKILL)
+        assert "The store is gone" in str(ranks.result(1))

@@ -1,0 +1,96 @@
+"""Reading what torch hands a process group."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lockstep.comm.shm.arguments import (
+    check_alike,
+    describe_message,
+    flatten,
+    is_plain,
+    premultiply,
+    read_list,
+    read_one,
+    read_reduce_op,
+    read_root,
+    write_back,
+)
+from lockstep.comm.shm.arithmetic import reduction
+
+ONE = torch.arange(6.0).view(2, 3)
+
+
+def test_one_tensor_is_read_from_a_list_or_alone() -> None:
+    assert read_one(ONE) == [ONE]
+    assert read_one([ONE]) == [ONE]
+    with pytest.raises(ValueError, match="Expected one tensor, got 2"):
+        read_one([ONE, ONE])
+
+
+def test_a_list_may_lie_in_a_list() -> None:
+    assert [id(tensor) for tensor in read_list([[ONE, ONE]])] == [id(ONE)] * 2
+    assert read_list([ONE]) == [ONE]
+    assert read_list([]) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [(ONE, True), (ONE.T, True), (ONE.to_sparse(), False), (torch.empty(3, device="meta"), False)],
+    ids=["plain", "strided", "sparse", "elsewhere"],
+)
+def test_what_shared_memory_carries(tensor: Tensor, expected: bool) -> None:
+    assert is_plain(tensor) is expected
+
+
+def test_a_row_is_a_view_where_it_can_be() -> None:
+    tensor = ONE.clone().requires_grad_()
+    flat = flatten(tensor)
+    assert flat.data_ptr() == tensor.data_ptr()
+    assert not flat.requires_grad
+    flat.add_(1)
+    assert torch.equal(tensor.detach(), ONE + 1)
+
+
+def test_what_was_copied_is_written_back() -> None:
+    tensor = torch.zeros(3, 4)[:, ::2]
+    flat = flatten(tensor)
+    write_back(tensor, flat.copy_(ONE.view(-1)))
+    assert torch.equal(tensor, ONE.view(3, 2))
+
+
+def test_a_factor_is_applied_in_place_or_not() -> None:
+    how = reduction(dist._make_nccl_premul_sum(0.5), torch.float32)
+    tensor = ONE.clone()
+    assert torch.equal(premultiply(tensor, how, always_new=True), ONE.view(-1) * 0.5)
+    assert torch.equal(tensor, ONE)
+    assert premultiply(tensor, how).data_ptr() == tensor.data_ptr()
+    assert torch.equal(tensor, ONE * 0.5)
+
+
+def test_outputs_of_another_kind_are_named() -> None:
+    check_alike("gather", ONE, [torch.zeros(6), torch.zeros(3, 2)])
+    with pytest.raises(ValueError, match=r"gather: a tensor is torch.float32 \[5\], expected torch.float32 \[2, 3\]"):
+        check_alike("gather", ONE, [torch.zeros(5)])
+    with pytest.raises(ValueError, match=r"torch.float64 \[2, 3\]"):
+        check_alike("gather", ONE, [ONE.double()])
+
+
+def test_a_message_is_described_without_its_shape() -> None:
+    assert describe_message(ONE) == describe_message(ONE.T) == b"6 elements of float32"
+
+
+@pytest.mark.parametrize("value", [None, ReduceOp.SUM, dist.AllreduceOptions()], ids=["none", "kind", "options"])
+def test_the_operation_is_read_from_options(value: Any) -> None:
+    assert reduction(read_reduce_op(value), torch.float32).name == "sum"
+
+
+def test_the_root_is_read_from_options() -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 3
+    assert read_root(options) == read_root(3) == 3
+    assert read_root(None) == 0

@@ -1,0 +1,231 @@
+"""Calls that wait their turn, without a group."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.comm.shm.lane import Done, Lane
+from lockstep.errors import CollectiveTimeoutError, GroupError
+
+PATIENCE = 10
+ONE = torch.ones(2)
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    made = Lane("test")
+    yield made
+    made.close(1.0)
+
+
+class Gate:
+    """An action that stands still until it is opened, and notes who ran it."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def __call__(self) -> None:
+        self.thread = threading.current_thread()
+        self.entered.set()
+        assert self.opened.wait(PATIENCE)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def fail() -> None:
+    raise GroupError("it went wrong")
+
+
+def test_a_call_that_is_waited_for_at_once_needs_no_thread(lane: Lane) -> None:
+    ran_by = []
+    work = lane.run(lambda: ran_by.append(threading.current_thread()), [ONE])
+    assert ran_by == [threading.current_thread()]
+    assert work.is_completed()
+    assert work.wait()
+    assert not [thread for thread in threading.enumerate() if thread.name == "test"]
+
+
+def test_calls_run_in_the_order_in_which_they_were_made(lane: Lane) -> None:
+    order: list[int] = []
+    gate = Gate()
+    first = lane.put(gate, [])
+    works = [lane.put(lambda number=number: order.append(number), []) for number in range(5)]  # type: ignore[misc]
+    assert gate.entered.wait(PATIENCE)
+    assert not works[0].is_completed()
+    assert not lane.is_idle
+    gate.opened.set()
+    for work in reversed(works):
+        assert work.wait()
+    assert order == [0, 1, 2, 3, 4]
+    assert first.is_success()
+    wait_until(lambda: lane.is_idle)
+
+
+def test_a_call_goes_on_though_nobody_waits(lane: Lane) -> None:
+    ran = threading.Event()
+    lane.put(ran.set, [])
+    assert ran.wait(PATIENCE)
+
+
+def test_a_synchronous_call_waits_for_those_before_it(lane: Lane) -> None:
+    order: list[str] = []
+    gate = Gate()
+    lane.put(gate, [])
+    lane.put(lambda: order.append("before"), [])
+    assert gate.entered.wait(PATIENCE)
+    threading.Timer(0.01, gate.opened.set).start()
+    lane.run(lambda: order.append("mine"), [])
+    assert order == ["before", "mine"]
+
+
+def test_calls_of_several_threads_run_one_at_a_time(lane: Lane) -> None:
+    running, most, total = 0, 0, 0
+
+    def action() -> None:
+        nonlocal running, most, total
+        running += 1
+        most = max(most, running)
+        time.sleep(0.0002)
+        running -= 1
+        total += 1
+
+    def make_calls() -> None:
+        for turn in range(20):
+            if turn % 2:
+                lane.run(action, [])
+            else:
+                lane.put(action, []).wait()
+
+    threads = [threading.Thread(target=make_calls, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert (most, total) == (1, 80)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: Lane, times: int) -> None:
+    work = lane.put(fail, [])
+    for _ in range(times):
+        with pytest.raises(GroupError, match="it went wrong"):
+            work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), GroupError)
+    assert lane.put(lambda: None, []).wait()
+    with pytest.raises(GroupError, match="it went wrong"):
+        lane.run(fail, [])
+
+
+def test_a_wait_may_end_before_the_call(lane: Lane) -> None:
+    gate = Gate()
+    work = lane.put(gate, [])
+    with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s; it goes on"):
+        work.wait(timedelta(seconds=0.01))
+    gate.opened.set()
+    assert work.wait(timedelta(seconds=PATIENCE))
+    assert work.is_success()
+
+
+def test_a_call_may_say_where_a_message_came_from(lane: Lane) -> None:
+    work: Any = lane.put(lambda: 3, [ONE])
+    work.wait()
+    assert work._source_rank() == work.source_rank() == 3
+    assert work.result() == [ONE]
+
+
+def test_a_call_may_be_settled_before_its_turn(lane: Lane) -> None:
+    gate = Gate()
+    lane.put(gate, [])
+    later: Any = lane.put(fail, [ONE])
+    later.settle(source=2)
+    assert later.wait()
+    assert later.source_rank() == 2
+    later.settle(error=GroupError("the first time counts"))
+    assert later.is_success()
+    gate.opened.set()
+
+
+def test_a_future_holds_the_tensors(lane: Lane) -> None:
+    gate = Gate()
+    work = lane.put(gate, [ONE])
+    early = work.get_future().then(lambda done: done.value()[0] + 1)
+    assert not early.done()
+    gate.opened.set()
+    assert torch.equal(early.wait(), ONE + 1)
+    assert work.get_future().wait()[0] is ONE
+
+
+def test_a_future_has_the_error_of_the_call(lane: Lane) -> None:
+    with pytest.raises(RuntimeError, match="it went wrong"):
+        lane.put(fail, [ONE]).get_future().wait()
+
+
+def test_a_callback_may_wait_for_another_call() -> None:
+    """Torch's PowerSGD hook does. It once hung: the thread that was to make the call stood in the callback."""
+    lane = Lane("test")  # closed only if nothing hangs
+    gate = Gate()
+
+    def wait_by_future(_: Any) -> str:
+        return str(lane.put(lambda: None, ["inner"]).get_future().wait())  # type: ignore[list-item]
+
+    def wait_in_place(_: Any) -> str:
+        lane.run(lambda: None, [])
+        return "in place"
+
+    futures = [lane.put(gate, []).get_future().then(wait_by_future)]
+    futures.append(lane.put(lambda: None, []).get_future().then(wait_in_place))
+    futures.append(lane.put(lambda: None, []).get_future().then(lambda _: str(last.wait())))
+    last = lane.put(lambda: None, []).get_future()
+    gate.opened.set()
+    wait_until(lambda: all(future.done() for future in futures))
+    assert [future.value() for future in futures] == ["['inner']", "in place", "[]"]
+    lane.close(1.0)
+
+
+def test_the_turn_is_free_when_nothing_runs(lane: Lane) -> None:
+    with lane.turn_if_free() as is_mine:
+        assert is_mine
+        with lane.turn_if_free() as again:
+            assert not again
+        work = lane.put(lambda: None, [])
+        assert not work.is_completed()
+    assert work.wait()
+
+
+def test_closing_lets_a_running_call_end() -> None:
+    lane = Lane("test")
+    gate = Gate()
+    work = lane.put(gate, [])
+    assert gate.entered.wait(PATIENCE)
+    threading.Timer(0.02, gate.opened.set).start()
+    lane.close(PATIENCE)
+    assert work.is_completed()
+    assert gate.thread is not None
+    gate.thread.join(PATIENCE)
+    assert not gate.thread.is_alive()
+
+
+def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
+    work = Done([ONE])
+    assert work.wait()
+    assert work.wait(timedelta(seconds=1))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.get_future().done()
+    assert work.result() == [ONE]
+    work.synchronize()
+    assert work.get_future().then(lambda done: done.value()[0]).wait() is ONE

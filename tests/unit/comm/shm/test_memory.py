@@ -1,0 +1,100 @@
+"""The shared file, seen by two ranks of one process."""
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.memory import Memory, create_file
+
+LAYOUT = Layout(2, outbox_bytes=PAGE, slot_bytes=PAGE)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Memory, Memory]]:
+    descriptor = create_file(LAYOUT)
+    memories = (Memory(os.dup(descriptor), LAYOUT, 0), Memory(descriptor, LAYOUT, 1))
+    yield memories
+    for memory in memories:
+        memory.close()
+
+
+def test_the_file_has_its_full_length_and_no_pages() -> None:
+    descriptor = create_file(LAYOUT)
+    try:
+        status = os.fstat(descriptor)
+        assert status.st_size == LAYOUT.total_bytes
+        assert status.st_blocks * 512 < 20 * PAGE
+        assert status.st_mode & 0o777 == 0o600
+        assert status.st_nlink == 0
+        for length in (0, 2 * LAYOUT.total_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, length)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.bool])
+def test_an_outbox_is_seen_by_the_other_rank(pair: tuple[Memory, Memory], dtype: torch.dtype) -> None:
+    mine, theirs = pair[0].outbox(0, 1, dtype), pair[1].outbox(0, 1, dtype)
+    assert mine.nbytes == LAYOUT.outbox_bytes
+    mine[:3] = torch.tensor([1, 0, 1]).to(dtype)
+    assert torch.equal(theirs[:3], mine[:3])
+    for rank, parity in ((0, 0), (1, 0), (1, 1)):
+        assert not pair[1].outbox(rank, parity, torch.uint8).any()
+
+
+def test_an_allocation_is_found_by_the_other_rank(pair: tuple[Memory, Memory]) -> None:
+    first, second = (pair[0].allocate(length, torch.float32) for length in (5000, 3))
+    assert not first.any()
+    first.copy_(torch.arange(5000.0))
+    second.copy_(torch.tensor([7.0, 8.0, 9.0]))
+    for tensor in (first, second, first[1:4000], first[4999:]):
+        place = pair[0].locate(tensor)
+        found = pair[1].peer_tensor(0, place, tensor.numel(), torch.float32)
+        assert torch.equal(found, tensor)
+        found += 1
+        assert torch.equal(found, tensor)
+
+
+def test_other_tensors_are_not_in_the_heap(pair: tuple[Memory, Memory]) -> None:
+    allocated = pair[0].allocate(10, torch.int64)
+    assert pair[0].locate(torch.empty(10)) == -1
+    assert pair[1].locate(allocated) == -1
+    assert pair[0].locate(pair[0].outbox(0, 0, torch.uint8)) == -1
+
+
+def test_memory_of_tensors_that_are_gone_is_given_back(pair: tuple[Memory, Memory]) -> None:
+    def used() -> int:
+        return os.fstat(pair[1]._descriptor).st_blocks * 512
+
+    before = used()
+    tensor = pair[0].allocate(1 << 20, torch.uint8).fill_(1)
+    place = pair[0].locate(tensor)
+    assert pair[1].peer_tensor(0, place, 10, torch.uint8).sum() == 10
+    view = tensor[100:200]
+    assert used() >= before + (1 << 20)
+    del tensor
+    gc.collect()
+    assert used() >= before + (1 << 20)
+    assert view.sum() == 100
+    del view
+    gc.collect()
+    assert used() < before + PAGE * 4
+    again = pair[0].allocate(1 << 20, torch.uint8)
+    assert not again.any()
+
+
+def test_a_tensor_outlives_its_group(pair: tuple[Memory, Memory]) -> None:
+    tensor = pair[0].allocate(10, torch.float32).fill_(3)
+    pair[0].close()
+    assert tensor.sum() == 30
+    tensor += 1
+    assert tensor.sum() == 40
+
+
+def test_nothing_may_be_allocated(pair: tuple[Memory, Memory]) -> None:
+    assert pair[0].allocate(0, torch.float32).shape == (0,)
