@@ -94,8 +94,8 @@ def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(GroupError, match="is in use by another program"):
-            ls.init_process_group("gloo")
+        with pytest.raises(GroupError, match=f"Port {port} is in use by another program"):
+            ls.init_process_group("gloo", timeout=timedelta(seconds=1))
 
 
 def test_a_store_and_a_method_together_are_refused() -> None:

@@ -105,7 +105,7 @@ def test_a_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
         ranks.say(1, ranks.hear(0))
         for early, late in ranks.results(within=55):
             assert late.num_descriptors <= early.num_descriptors
-            assert late.num_threads <= early.num_threads
+            assert late.num_threads <= early.num_threads + 1  # one may be about to end
             assert late.num_mappings <= early.num_mappings + 20  # the allocator of C has some that come and go
             assert late.private_bytes <= early.private_bytes + 2 * MEGABYTE
             assert late.shared_bytes <= early.shared_bytes + MEGABYTE

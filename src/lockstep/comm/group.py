@@ -28,10 +28,11 @@ _STORELESS = frozenset({"mpi", "fake"})
 """Backends that meet without a store: no roll can be called."""
 _HIGHEST_PORT = 65535
 _PATIENCE = datetime.timedelta(seconds=PATIENCE_SECONDS)
-_CONTEST = datetime.timedelta(seconds=2)
-"""How long the program that has rank 0's port may take to show that it is a store."""
+_CONTEST = datetime.timedelta(seconds=7)
+"""How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
+up the name of its address, and that alone takes 5 s where the name server is silent."""
 _LEAST_SECONDS = 1.0
-"""What is left at least for a second attempt."""
+"""What is left at least for the second thing to wait for."""
 _TOKEN = uuid.uuid4().hex
 
 
@@ -141,17 +142,16 @@ def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
     """Meet the other workers (collective); return this one's place, with a store for this group alone."""
     end = time.monotonic() + limit.total_seconds()
     while True:
-        left = datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
         with _blaming(told.problem):
-            place = open_store(meeting, told.rank, told.world_size, left)
+            place = open_store(meeting, told.rank, told.world_size, _until(end))
             if place is None:
-                raise GroupError(explain_port_in_use(meeting, _contest(told, meeting)))
+                raise GroupError(explain_port_in_use(meeting, _contest(told, meeting, min(_until(end), _CONTEST))))
         if meeting.store is None:
             place.store.set_timeout(limit)
         generation = call_roll(
             place.store,
             _announce(told, place.rank, place.world_size),
-            timeout=left,
+            timeout=_until(end),
             hosted_at=meeting.address if meeting.is_hosted else "",
             problem=f"Rank {place.rank} cannot take part: {told.problem}" if told.problem else "",
         )
@@ -160,9 +160,13 @@ def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
             return Place(store=own, rank=place.rank, world_size=place.world_size)
 
 
-def _contest(told: _Told, meeting: Meeting) -> str:
+def _until(end: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
+
+
+def _contest(told: _Told, meeting: Meeting, timeout: datetime.timedelta) -> str:
     """Object to whoever serves this rank's port, if that is a worker of this world; return who it is, in words."""
-    other = connect_to_other(meeting, _CONTEST)
+    other = connect_to_other(meeting, timeout)
     with contextlib.suppress(dist.DistNetworkError):  # it has just ended
         return "" if other is None else contest_rank(other, _announce(told, told.rank, told.world_size))
     return ""

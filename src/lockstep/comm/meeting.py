@@ -5,6 +5,7 @@ never started and another program on the port are all one timeout, and the last 
 So the address is looked at from here until somebody listens there, and torch is then left to try in a thread.
 """
 
+import math
 import queue
 import socket
 import threading
@@ -22,23 +23,19 @@ from torch.distributed import Store, rendezvous
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables
 
-ANSWER_SECONDS = 30.0
-"""How long a store may take to answer on a connection that it has accepted."""
+ANSWER_SECONDS = 60.0
+"""How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
+address that it connects to, may take some of that."""
 _CONNECT_SECONDS = 5.0
 """How long a host may take to accept a connection or to refuse it."""
 _FIRST_PAUSE_SECONDS = 0.01
-_LAST_PAUSE_SECONDS = 0.5
+_LAST_PAUSE_SECONDS = 0.25
 """How often to look at an address where nobody listens: often at first, when the others are about to come."""
 _LEAST_SECONDS = 1.0
 """What torch is given at least."""
-_TRY_SECONDS = 2.0
-"""How long torch may try at once, where the store is another's."""
 _GRACE_SECONDS = 3.0
-_LONG_GRACE_SECONDS = 20.0
 """How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
 interpreter ends aborts the process."""
-_GLANCE_SECONDS = 1.0
-"""How long torch may try where somebody has the port that this worker is to serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +127,7 @@ def open_store(
 
 def connect_to_other(meeting: Meeting, timeout: timedelta) -> Store | None:
     """Return the store that somebody else serves at this address; None if what is there is no store."""
-    glance = timedelta(seconds=_GLANCE_SECONDS)
-    attempt = _Attempt(lambda: dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=glance))
+    attempt = _Attempt(lambda: dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout))
     try:
         return attempt.result(timeout.total_seconds())
     except dist.DistError:
@@ -160,49 +156,43 @@ def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: fl
     start = time.monotonic()
     end = start + timeout.total_seconds()
     serves = rank == 0 and meeting.is_hosted
-    accepted_at: float | None = None
     while True:
         refusal = _await_name(meeting, end) if serves else _await_listener(meeting, end)
-        cause, is_silent = None, False
+        cause: dist.DistError | None = None
         if refusal is None:
             left = max(end - time.monotonic(), _LEAST_SECONDS)
             try:
-                store = _serve(meeting, left) if serves else _join(meeting, rank, min(left, answer_seconds))
+                store = _have_torch_open(meeting, rank, left, math.inf if serves else answer_seconds)
             except dist.DistError as error:
                 if "EADDRINUSE" in str(error):
                     return None
                 if "failed to listen" in str(error):
                     raise GroupError(f"Rank 0 cannot serve port {meeting.port}: {_first_line(error)}.") from error
-                cause = error
-            else:
-                if store is not None:
-                    return store
-                is_silent = True
+                store, cause = None, error
+            if store is not None:
+                return store
             refusal = _look(meeting)
-        now = time.monotonic()
-        # A refusal here may come from a store that has ended: rank 0 has left the group before, and serves anew soon.
-        accepted_at = None if refusal is not None else now if accepted_at is None else accepted_at
-        is_none = accepted_at is not None and (is_silent or now - accepted_at >= answer_seconds)
-        if is_none or serves or now >= end:
-            raise GroupError(_explain_unreachable(meeting, rank, now - start, refusal)) from cause
+        # With a cause and time left, it was a store that ended under us: rank 0 has left the group before just now.
+        if cause is None or time.monotonic() >= end:
+            raise GroupError(_explain_unreachable(meeting, rank, time.monotonic() - start, refusal)) from cause
+        time.sleep(_LAST_PAUSE_SECONDS)
 
 
-def _serve(meeting: Meeting, seconds: float) -> Store | None:
-    """Have torch open the store that the others join; return None if it got nowhere."""
-    return _Attempt(lambda: _open_with_torch(meeting, 0, seconds)).result(seconds + _LONG_GRACE_SECONDS)
+def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds: float) -> Store | None:
+    """Return the store; None if it has not opened within `seconds`, or something listens there and stays silent."""
 
+    def open_with_torch() -> Store:
+        # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
+        store: Store = next(iter(rendezvous(meeting.url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+        return store
 
-def _join(meeting: Meeting, rank: int, seconds: float) -> Store | None:
-    """Have torch join the store; return None if what listens there stays silent."""
-    # Torch overshoots its time by a pause that grows with it: better a short time, and again.
-    attempt = _Attempt(lambda: _open_with_torch(meeting, rank, min(seconds, _TRY_SECONDS)))
-    return attempt.result(seconds + _GRACE_SECONDS)
-
-
-def _open_with_torch(meeting: Meeting, rank: int, seconds: float) -> Store:
-    # A world of 1: in one of its true size, rank 0 would wait in there for the rest and could not say who is missing.
-    store: Store = next(iter(rendezvous(meeting.url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
-    return store
+    attempt = _Attempt(open_with_torch)
+    end = time.monotonic() + seconds + _GRACE_SECONDS
+    while True:
+        left = end - time.monotonic()
+        store = attempt.result(min(left, answer_seconds))
+        if store is not None or left <= answer_seconds or _look(meeting) is None:
+            return store
 
 
 def _await_listener(meeting: Meeting, end: float) -> OSError | None:

@@ -40,6 +40,8 @@ from lockstep.errors import GroupError
 PATIENCE_SECONDS = 5.0
 """How long a living worker may take to answer, and how long those who know of a mistake wait for the late."""
 
+_CLAIM_SECONDS = 2.0
+"""How long a worker that serves the store may take to come to the roll call."""
 _ABSENT = ""
 """What `compare_set` expects of a key that nobody has set."""
 _SHORTEST_SECONDS = 0.01
@@ -189,7 +191,7 @@ class _Roll:
     def await_holder(self) -> Announcement | None:
         """Return who has the place of this worker's rank; give it a moment to come."""
         key = f"place/{self._me.rank}"
-        return Announcement(**json.loads(self._store.get(key))) if self._wait([key], self._patience) else None
+        return Announcement(**json.loads(self._store.get(key))) if self._wait([key], _CLAIM_SECONDS) else None
 
     def has_begun(self) -> bool:
         """Return whether anybody came."""

@@ -303,4 +303,4 @@ def test_another_training_is_left_alone(call: Call) -> None:
 
 
 def test_a_store_without_a_roll_call_is_nobodys() -> None:
-    assert not contest_rank(HashStore(), worker(0), patience_seconds=0.01)
+    assert not contest_rank(HashStore(), worker(0))

@@ -40,18 +40,31 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.data.contiguous().view(-1)
 
 
-def premultiply(tensor: Tensor, how: Reduction, *, always_new: bool = False) -> Tensor:
-    """Return the elements in one row, times the factor of the reduction if it has one."""
-    flat = flatten(tensor)
-    if how.factor is None:
-        return flat
-    return flat * how.factor if always_new else flat.mul_(how.factor)
+def premultiply(tensor: Tensor, how: Reduction) -> Tensor:
+    """Return the elements in one row, times the factor of the reduction if it has one: then in new memory."""
+    return flatten(tensor) if how.factor is None else flatten(tensor) * how.factor
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
-    """Put the elements back where they do not lie in one row already."""
-    if not tensor.is_contiguous():
+    """Put the elements back where they do not lie in the tensor's own memory."""
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(flat.view(tensor.shape))
+
+
+def check_writable(tensors: Sequence[Tensor]) -> None:
+    """Check that every element has memory of its own.
+
+    Raises:
+        ValueError: A tensor is expanded.
+    """
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            continue
+        if any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"A tensor of shape {list(tensor.shape)} is expanded: several of its elements share memory, so nothing "
+                "can be written into it. Give tensor.contiguous()."
+            )
 
 
 def describe_tensors(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:

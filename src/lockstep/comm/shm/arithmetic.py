@@ -6,7 +6,7 @@ ordered all-reduce of one partial per rank is the plain one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -72,7 +72,14 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
         TypeError: The operation makes no sense for the dtype, or torch cannot do it.
     """
     kind, factor = split_operation(op)
-    return _reduction(kind, dtype) if factor is None else _with_factor(_reduction(kind, dtype), factor)
+    how = _reduction(kind, dtype)
+    if factor is None:
+        return how
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(
+            f"ReduceOp.PREMUL_SUM multiplies by {factor}, which {dtype} cannot hold; cast the tensor first."
+        )
+    return replace(how, factor=factor)
 
 
 def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpType, Any]:
@@ -176,7 +183,3 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
             f"ReduceOp.{name.upper()} does not work on {dtype} tensors on the CPU ({error}). Cast the tensor first."
         ) from error
     return Reduction(name=name, combine=combine, is_average=kind == ReduceOp.AVG, factor=None)
-
-
-def _with_factor(how: Reduction, factor: float | Tensor) -> Reduction:
-    return Reduction(name=how.name, combine=how.combine, is_average=how.is_average, factor=factor)

@@ -27,6 +27,7 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
     check_alike,
+    check_writable,
     describe_message,
     describe_tensors,
     flatten,
@@ -163,7 +164,7 @@ class ShmProcessGroup(ProcessGroup):
         call = describe_call("reduce", ((tensor.dtype, tensor.shape),), f"{how.name}, to rank {root}")
 
         def action() -> None:
-            flat = premultiply(tensor, how, always_new=self.rank() != root)
+            flat = premultiply(tensor, how)
             collectives.reduce(self._exchange, flat, how, root, call)
             if self.rank() == root:
                 write_back(tensor, flat)
@@ -472,6 +473,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def _start(self, call: bytes, action: Callable[[], None], tensors: Sequence[Tensor], opts: Any) -> Work:
         self._check_usable()
+        check_writable(tensors)
 
         def guarded() -> None:
             self._check_usable()
@@ -518,12 +520,12 @@ class ShmProcessGroup(ProcessGroup):
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes) -> None:
         flat = flatten(output)
-        pieces = [premultiply(piece, how, always_new=True) for piece in inputs]
+        pieces = [premultiply(piece, how) for piece in inputs]
         collectives.reduce_scatter(self._exchange, flat, pieces, how, call)
         write_back(output, flat)
 
     def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, how: Reduction, call: bytes) -> None:
-        flat, whole = flatten(output), premultiply(tensor, how, always_new=True)
+        flat, whole = flatten(output), premultiply(tensor, how)
         pieces = whole.split(max(flat.numel(), 1)) if whole.numel() else [whole] * self.size()
         collectives.reduce_scatter(self._exchange, flat, pieces, how, call)
         write_back(output, flat)

@@ -7,13 +7,16 @@ thread, which starts when it is first needed.
     submit -> queue -> run by   the thread that waits (`Call.wait`), or by the lane's thread
                        whoever holds `_turn`, one call at a time, oldest first
 
+What hangs on the future of a call may make calls and wait for them, as torch's PowerSGD hook does. So it runs after the
+turn, and while a thread of the lane is held up there, another takes its place.
+
 A call may be settled before its turn: a receive whose message came while an older one was still waiting for its own.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, final
 
@@ -69,10 +72,7 @@ class Call(Work):
             pending, self._pending = self._pending, []
         self._action = _do_nothing  # lets go of what it holds
         self._done.release()
-        if pending:
-            # In a thread of its own: a callback may wait for another call, and whoever settles may hold the turn that
-            # the other needs (torch's PowerSGD hook does so).
-            threading.Thread(target=_complete, args=(pending,), name="lockstep-callback", daemon=True).start()
+        self._lane.untold.extend(pending)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
@@ -154,9 +154,12 @@ class Lane:
         self._name = name
         self._turn = threading.Lock()
         self._queue: deque[Call] = deque()
+        self.untold: deque[torch.futures.Future[None]] = deque()
+        """Futures of calls that are done, to be completed after the turn."""
         self._wake = threading.Semaphore(0)
         self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._num_telling = 0
         self._is_closed = False
         self.is_in_background = False
         """Whether the call that runs is run by the lane's own thread."""
@@ -200,7 +203,7 @@ class Lane:
         finally:
             if is_mine:
                 self._turn.release()
-                if self._queue:
+                if self._queue or self.untold:
                     self.start()
 
     def submit(self, call: Call, *, soon: bool) -> None:
@@ -223,41 +226,62 @@ class Lane:
                     self._run_next()
             finally:
                 self._turn.release()
+            self._tell()
         if self._queue:
             self.start()
         done.acquire()
         done.release()
 
     def start(self) -> None:
-        """Let the lane's own thread run what is in the queue."""
+        """Let a thread of the lane run what is in the queue."""
         with self._starting:
-            if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+            if len(self._threads) == self._num_telling and not self._is_closed:
+                self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
+                self._threads[-1].start()
         self._wake.release()
 
     def close(self, timeout_seconds: float) -> None:
         """Run nothing more; a call that runs already has so long to end."""
         with self._starting:
             self._is_closed = True
-            thread, self._thread = self._thread, None
-        self._wake.release()
-        # Ctrl-C may have come between making the thread and starting it.
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            thread.join(timeout_seconds)
+            threads, self._threads = self._threads, []
+        self._wake.release(len(threads) + 1)
+        for thread in threads:
+            # Ctrl-C may have come between making the thread and starting it.
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(timeout_seconds)
         while self._queue:
             self._run_next()
+        self._tell()
 
     def _serve(self) -> None:
         while not self._is_closed:
             self._wake.acquire()
-            while self._queue and not self._is_closed:
+            while (self._queue or self.untold) and not self._is_closed:
                 with self._turn:
                     self.is_in_background = True
                     try:
                         self._run_next()
                     finally:
                         self.is_in_background = False
+                if self.untold:
+                    self._tell_in_its_own_time()
+
+    def _tell_in_its_own_time(self) -> None:
+        with self._starting:
+            self._num_telling += 1
+        try:
+            if self._queue:
+                self.start()
+            self._tell()
+        finally:
+            with self._starting:
+                self._num_telling -= 1
+
+    def _tell(self) -> None:
+        with suppress(IndexError):  # another thread takes them too
+            while True:
+                self.untold.popleft().set_result(None)
 
     def _run_next(self) -> None:
         try:
@@ -265,11 +289,6 @@ class Lane:
         except IndexError:
             return
         call.run()
-
-
-def _complete(futures: Sequence["torch.futures.Future[None]"]) -> None:
-    for future in futures:
-        future.set_result(None)
 
 
 def _do_nothing() -> None:

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from lockstep.comm.shm.arguments import (
     check_alike,
+    check_writable,
     describe_message,
     flatten,
     is_plain,
@@ -63,13 +64,23 @@ def test_what_was_copied_is_written_back() -> None:
     assert torch.equal(tensor, ONE.view(3, 2))
 
 
-def test_a_factor_is_applied_in_place_or_not() -> None:
-    how = reduction(dist._make_nccl_premul_sum(0.5), torch.float32)
+def test_a_factor_leaves_the_tensor_alone() -> None:
     tensor = ONE.clone()
-    assert torch.equal(premultiply(tensor, how, always_new=True), ONE.view(-1) * 0.5)
+    how = reduction(dist._make_nccl_premul_sum(0.5), torch.float32)
+    assert torch.equal(premultiply(tensor, how), ONE.view(-1) * 0.5)
     assert torch.equal(tensor, ONE)
-    assert premultiply(tensor, how).data_ptr() == tensor.data_ptr()
-    assert torch.equal(tensor, ONE * 0.5)
+    assert premultiply(tensor, reduction(dist.ReduceOp.SUM, torch.float32)).data_ptr() == tensor.data_ptr()
+
+
+def test_integers_take_no_factor() -> None:
+    with pytest.raises(TypeError, match=r"PREMUL_SUM multiplies by 0.5, which torch.int64 cannot hold"):
+        reduction(dist._make_nccl_premul_sum(0.5), torch.int64)
+
+
+def test_nothing_is_written_into_an_expanded_tensor() -> None:
+    check_writable([ONE, ONE.T, ONE[:1].expand(1, 3), ONE.to_sparse()])
+    with pytest.raises(ValueError, match=r"shape \[4, 2, 3\] is expanded"):
+        check_writable([ONE.expand(4, 2, 3)])
 
 
 def test_outputs_of_another_kind_are_named() -> None:
