@@ -21,6 +21,7 @@ import lockstep as ls
 NUM_WORKERS = 3
 SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=40)
+START_SECONDS = 50
 HANG_SECONDS = 25
 AT_ONCE_SECONDS = 15
 NOWHERE = "no-such-host.invalid"
@@ -81,6 +82,10 @@ class Crew:
         self._processes = [context.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
         for process in self._processes:
             process.start()
+        for pipe in self._pipes:
+            pipe.send(os.getpid)
+        for place in range(NUM_WORKERS):
+            self._receive(place, START_SECONDS)
 
     def start(self, place: int, environment: dict[str, Any] | None = None, **options: Any) -> None:
         self._pipes[place].send((environment or {}, {"timeout": LONG, **options}))
@@ -104,8 +109,8 @@ class Crew:
             process.kill()
             process.join()
 
-    def _receive(self, place: int) -> Any:
-        assert self._pipes[place].poll(HANG_SECONDS), f"worker {place} hangs"
+    def _receive(self, place: int, seconds: float = HANG_SECONDS) -> Any:
+        assert self._pipes[place].poll(seconds), f"worker {place} hangs"
         return self._pipes[place].recv()
 
     def told(self, port: int, *ranks: tuple[int, int], **options: Any) -> list[Heard]:

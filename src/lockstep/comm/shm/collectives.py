@@ -17,14 +17,14 @@ from lockstep.comm.shm.exchange import NOWHERE, Exchange
 from lockstep.comm.shm.pipeline import room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 
-_SHORT_BYTES: Final = 128 << 10
-"""Up to here every rank reduces the whole message by itself: one swap fewer, more arithmetic."""
+_SHORT_BYTES: Final = 2 << 20
+"""Up to here, over all ranks, every rank reduces the whole message by itself: one swap fewer, more arithmetic."""
 
 
 def all_reduce(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
     """Replace `tensor` by its reduction over all ranks."""
     reduction = pipeline.one_per_rank(exchange, tensor, how)
-    if tensor.nbytes <= _SHORT_BYTES:
+    if tensor.nbytes * exchange.size <= _SHORT_BYTES:
         pipeline.run_short(exchange, reduction, call)
         return
     location = exchange.memory.locate(tensor)
@@ -43,7 +43,7 @@ def all_reduce(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) 
 
 def ordered_all_reduce(exchange: Exchange, reduction: pipeline.PartialReduction, call: bytes) -> None:
     """Reduce what the ranks hold, several partials each, into the result of the reduction on every rank."""
-    if reduction.num_slots * reduction.out.nbytes <= _SHORT_BYTES:
+    if reduction.num_slots * reduction.out.nbytes * exchange.size <= _SHORT_BYTES:
         pipeline.run_short(exchange, reduction, call)
         return
     pipeline.write_chunk(exchange, reduction, 0)
