@@ -214,6 +214,15 @@ def test_workers_asked_for_different_backends_are_told_at_once(crew: Crew) -> No
     assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
 
 
+def test_workers_of_which_one_checks_are_told_at_once(crew: Crew) -> None:
+    port = free_port()
+    for place, check in enumerate([False, True]):
+        crew.start(place, environ(port, place, 2), check=check)
+    heard = [crew.hear(place) for place in range(2)]
+    assert_all_say(heard, "different backends", "'gloo'", "'gloo with check=True'")
+    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+
+
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL")
 def test_a_backend_that_nobody_has_is_named_by_all(crew: Crew) -> None:
     assert_all_say(crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="nccl"), "has no backend 'nccl'")

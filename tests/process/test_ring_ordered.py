@@ -22,7 +22,7 @@ from lockstep.shards import add_in_tree_order, completed_nodes, partial_nodes, s
 from lockstep.shards.tree import Node
 
 Answers = dict[str, Any]
-WORLDS = (("gloo", 2), ("gloo", 3), ("gloo", 4), ("shm", 3))
+WORLDS = (("gloo", 2), ("gloo", 3), ("shm", 3))
 """Backend, and number of workers."""
 SHARDS = (2, 3, 4, 5, 8, 11)
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 1000, 100_003)

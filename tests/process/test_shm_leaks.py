@@ -115,7 +115,8 @@ def allocate_and_drop(rank: Rank) -> None:
     """Take tensors from a group and drop them, all of one length and then of many; keep one past the group's end."""
     group = rank.join()
     kept = group.allocate_tensor(MEGABYTE, dtype=torch.float32, device=CPU).fill_(5.0)
-    lengths = [MEGABYTE // 4] * 300 + [MEGABYTE // 4 + 1024 * number for number in range(100)]
+    # Long enough to be reduced where they lie: short ones would pass through the outboxes and leave them grown.
+    lengths = [MEGABYTE // 2] * 300 + [MEGABYTE // 2 + 1024 * number for number in range(100)]
     early = holdings()
     for number, length in enumerate(lengths):
         tensor = group.allocate_tensor(length, dtype=torch.float32, device=CPU)

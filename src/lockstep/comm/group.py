@@ -91,18 +91,18 @@ def init_process_group(  # the parameters are torch's, in torch's order
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
     backend = choose_backend(device_id) if backend is None else backend
     problem = _explain_lacking(backend)
-    check = read_check() if check is None else check
+    is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
     with _blaming(problem):
         rank, world_size = _find_place(read_world(), init_method, rank, world_size, has_store=store is not None)
     if backend.lower() not in _STORELESS:
-        parts = ",".join(sorted(backend.lower().split(",")))
-        told = _Told(rank=rank, world_size=world_size, backend=parts, problem=problem)
+        asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
+        told = _Told(rank=rank, world_size=world_size, backend=asked, problem=problem)
         meeting = find_meeting(init_method or "env://", store, read_world())
         place = _gather(told, meeting, _PATIENCE if problem else timeout or _default_timeout(backend))
         init_method, store, rank, world_size = None, place.store, place.rank, place.world_size
     elif problem:
         raise GroupError(problem)
-    if check and "shm" not in backend.lower():
+    if is_checked:
         backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     try:
         dist.init_process_group(

@@ -47,6 +47,7 @@ _ABSENT = ""
 _SHORTEST_SECONDS = 0.01
 """The shortest wait: to a store, zero means for ever."""
 _NAMED_RANKS = 8
+_SETTLED = "lockstep/settled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +120,19 @@ def call_roll(
     """
     start = time.monotonic()
     generation = 0
-    while True:
-        roll, following = (_Roll(store, number, me, start, patience_seconds) for number in (generation, generation + 1))
-        try:
-            if roll.meet(timeout, problem):
-                return generation
-            others = roll.first_of_others()
-            if hosted_at and others is not None and not following.has_begun():
+    roll: _Roll | None = None
+    try:
+        generation = _latest_settled(store)
+        while not (roll := _Roll(store, generation, me, start, patience_seconds)).meet(timeout, problem):
+            generation += 1
+            others = roll.first_of_others() if hosted_at else None
+            if others is not None and not _Roll(store, generation, me, start, patience_seconds).has_begun():
                 raise GroupError(_explain_closed_world(hosted_at, me, others))
-        except dist.DistNetworkError as error:
-            if hosted_at and me.rank != 0 and (generation > 0 or not roll.has_place):
-                return None
-            raise GroupError(_explain_lost(hosted_at, me)) from error
-        generation += 1
+    except dist.DistNetworkError as error:
+        if hosted_at and me.rank != 0 and (generation > 0 or roll is None or not roll.has_place):
+            return None
+        raise GroupError(_explain_lost(hosted_at, me)) from error
+    return generation
 
 
 def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PATIENCE_SECONDS) -> str:
@@ -145,7 +146,7 @@ def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PA
     Raises:
         GroupError: They belong to one world; the other workers of it raise the same.
     """
-    for generation in itertools.count():
+    for generation in itertools.count(_latest_settled(store)):
         roll = _Roll(store, generation, me, time.monotonic(), patience_seconds)
         verdict = roll.verdict()
         if verdict is None or verdict.outcome is Outcome.COMPLETE:
@@ -164,6 +165,8 @@ class _Roll:
     """The roll call of one generation, as one worker takes part in it."""
 
     def __init__(self, store: Store, generation: int, me: Announcement, start: float, patience_seconds: float) -> None:
+        self._root = store
+        self._generation = generation
         self._store = PrefixStore(f"lockstep/{generation}/roll_call", store)
         self._me = me
         self._start = start
@@ -265,6 +268,7 @@ class _Roll:
         """Settle the generation, unless it is settled; return the verdict that counts."""
         verdict = _Verdict(outcome=outcome, message=message, audience=audience)
         self._store.compare_set("verdict", _ABSENT, json.dumps(asdict(verdict)))
+        self._root.set(_SETTLED, str(self._generation))
         self._stir("it is settled")
         settled = self.verdict()
         assert settled is not None
@@ -289,6 +293,11 @@ class _Roll:
         except RuntimeError:  # FileStore has no exception of its own for a timeout
             return self._store.check(keys)
         return True
+
+
+def _latest_settled(store: Store) -> int:
+    """Return about the last generation that has a verdict: earlier ones concern nobody any more."""
+    return int(store.get(_SETTLED)) if store.check([_SETTLED]) else 0
 
 
 def _find_mistake(first: Announcement, me: Announcement) -> str | None:
