@@ -160,9 +160,11 @@ def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: fl
         refusal = _await_name(meeting, end) if serves else _await_listener(meeting, end)
         cause: dist.DistError | None = None
         if refusal is None:
-            left = max(end - time.monotonic(), _LEAST_SECONDS)
+            # No longer than an answer may take: nothing waits for that thread, and when it comes back while the
+            # interpreter ends, the process aborts.
+            seconds = max(min(end - time.monotonic(), answer_seconds), _LEAST_SECONDS)
             try:
-                store = _have_torch_open(meeting, rank, left, math.inf if serves else answer_seconds)
+                store = _have_torch_open(meeting, rank, seconds, math.inf if serves else answer_seconds)
             except dist.DistError as error:
                 if "EADDRINUSE" in str(error):
                     return None
@@ -170,10 +172,12 @@ def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: fl
                     raise GroupError(f"Rank 0 cannot serve port {meeting.port}: {_first_line(error)}.") from error
                 store, cause = None, error
             if store is not None:
+                store.set_timeout(timeout)
                 return store
             refusal = _look(meeting)
-        # With a cause and time left, it was a store that ended under us: rank 0 has left the group before just now.
-        if cause is None or time.monotonic() >= end:
+        # With time left, it is a store that ended under us, if not a silent one: rank 0 has left the group before.
+        is_silent = cause is None and refusal is None
+        if is_silent or time.monotonic() >= end:
             raise GroupError(_explain_unreachable(meeting, rank, time.monotonic() - start, refusal)) from cause
         time.sleep(_LAST_PAUSE_SECONDS)
 
