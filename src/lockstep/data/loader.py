@@ -137,13 +137,17 @@ class ShardedLoader:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
 
+        steps, shards, seed = range(start_step, len(self)), self._shards, self._seed
+
         def keys() -> Iterator[list[SampleKey]]:
-            for step in range(start_step, len(self)):
-                for _, indices in self._own(cuts(step)):
-                    yield [(derive_seed("sample", self._seed, epoch, index), index) for index in indices]
+            # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
+            # to end, and waits for them in vain for 5 s.
+            for step in steps:
+                for _, indices in _own(cuts(step), shards):
+                    yield [(derive_seed("sample", seed, epoch, index), index) for index in indices]
 
         with self._loaded(keys) as loaded:
-            for step in range(start_step, len(self)):
+            for step in steps:
                 slices = cuts(step)
                 yield ShardedBatch(
                     cursor=Cursor(epoch, step),
@@ -152,13 +156,9 @@ class ShardedLoader:
                     num_shards=self.num_shards,
                     slices=tuple(
                         Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
-                        for shard, indices in self._own(slices)
+                        for shard, indices in _own(slices, shards)
                     ),
                 )
-
-    def _own(self, slices: list[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
-        """Return the shards of this worker that have samples, with their samples."""
-        return [(shard, slices[shard]) for shard in self._shards if len(slices[shard]) > 0]
 
     @contextmanager
     def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
@@ -192,6 +192,11 @@ class ShardedLoader:
             # Its own generator: the default would draw from the global one, once per epoch.
             generator=torch.Generator(),
         )
+
+
+def _own(slices: list[Sequence[int]], shards: range) -> list[tuple[int, Sequence[int]]]:
+    """Return those of a worker's `shards` that have samples, with their samples."""
+    return [(shard, slices[shard]) for shard in shards if len(slices[shard]) > 0]
 
 
 def _as_it_is(collated: Any) -> Any:

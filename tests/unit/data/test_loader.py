@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +103,25 @@ def test_an_abandoned_epoch_does_not_leak_into_the_next() -> None:
     whole = loader(num_workers=1)
     next(iter(whole.epoch(0)))
     assert contents(list(whole.epoch(1))) == merged(1)
+
+
+@pytest.mark.parametrize("is_abandoned", [True, False])
+def test_a_loader_that_is_dropped_ends_its_processes(is_abandoned: bool) -> None:
+    before = set(multiprocessing.active_children())
+    whole: ShardedLoader | None = loader(num_workers=1)
+    epoch = whole.epoch(0)
+    next(epoch)
+    if not is_abandoned:
+        list(epoch)
+    (process,) = set(multiprocessing.active_children()) - before
+    # At once, and not when the garbage collector comes by: by then torch can no longer tell them to end.
+    gc.disable()
+    try:
+        whole = epoch = None
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
