@@ -77,6 +77,9 @@ class Call(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
 
+        Ctrl-C ends the waiting. It ends the call too if this thread runs it, which breaks the group; else, as with any
+        timeout, the call goes on and the group is whole.
+
         Raises:
             GroupError: The call failed.
             CollectiveTimeoutError: It is not done within `timeout`; it goes on.

@@ -1,5 +1,6 @@
 """Calls that wait their turn, without a group."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,30 @@ def test_a_callback_may_wait_for_another_call() -> None:
     wait_until(lambda: all(future.done() for future in futures))
     assert [future.value() for future in futures] == ["['inner']", "in place", "[]"]
     lane.close(1.0)
+
+
+def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the_call(lane: Lane) -> None:
+    gate = Gate()
+
+    def interrupt() -> None:
+        assert gate.entered.wait(PATIENCE)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+
+    def wait() -> None:
+        interrupting.start()
+        work.wait()
+
+    work = lane.put(gate, [ONE])
+    assert gate.entered.wait(PATIENCE)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    interrupting.join()
+    assert not work.is_completed()
+    gate.opened.set()
+    assert work.wait()
+    assert lane.run(lambda: None, []).wait()
 
 
 def test_the_turn_is_free_when_nothing_runs(lane: Lane) -> None:
