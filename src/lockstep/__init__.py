@@ -35,7 +35,7 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.launch import Run, launch
-from lockstep.parallel import DistributedDataParallel
+from lockstep.parallel import DistributedDataParallel, SyncBatchNorm
 from lockstep.train import Trainer, accuracy, seed_generators, set_deterministic
 
 __version__ = version("lockstep")
@@ -59,6 +59,7 @@ __all__ = [
     "RunDirectoryError",
     "ShardedBatch",
     "ShardedLoader",
+    "SyncBatchNorm",
     "Trainer",
     "UsageError",
     "WorkerFailedError",

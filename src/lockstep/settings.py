@@ -56,6 +56,24 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "") not in {"", "0"}
 
 
+def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what torch's DistributedDataParallel logs of the environment, by its names; "N/A" where nothing is set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    names = (
+        "MASTER_PORT",
+        "MASTER_ADDR",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "CUDA_VISIBLE_DEVICES",
+        "GLOO_SOCKET_IFNAME",
+        "GLOO_DEVICE_TRANSPORT",
+    )
+    return {name.lower(): source.get(name, "N/A") for name in names}
+
+
 def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a child process: this one's, with `overrides` on top."""
     return {**(os.environ if environ is None else environ), **overrides}

@@ -239,9 +239,17 @@ def interruptions(rank: int, answers: Answers) -> None:
     second.backward()
     answers["after an exception, an older graph"] = model.module.weight.grad.tolist()
 
-    embedding = ls.DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return nn.functional.embedding(rows, self.table, sparse=True)
+
+    lookup = ls.DistributedDataParallel(Lookup())
     with pytest.raises(ReductionError, match="sparse=False"):
-        embedding(torch.tensor([rank])).sum().backward()
+        lookup(torch.tensor([rank])).sum().backward()
 
 
 def overlap(rank: int, answers: Answers) -> None:
@@ -257,6 +265,8 @@ def overlap(rank: int, answers: Answers) -> None:
 
     dist.all_reduce = counting  # type: ignore[assignment]
     try:
+        model(inputs_of(rank, 0, 2, 64)).sum().backward()  # the first one shows what a backward of this model does
+        sent.clear()
         net[0].weight.register_hook(lambda _gradient: answers.__setitem__("sent before the end", len(sent)))
         model(inputs_of(rank, 0, 2, 64)).sum().backward()
     finally:

@@ -5,5 +5,6 @@ not under `no_sync`, each parameter's `.grad` is the mean over ranks, however th
 """
 
 from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm"]

@@ -1,192 +1,511 @@
 """`DistributedDataParallel`: a module whose gradients are averaged over the ranks of a group.
 
-First form: the arguments below, `no_sync`, buffers of rank 0. The reduction itself is `lockstep.reduce`.
+It is a subclass of torch's for the sake of `isinstance`: accelerate, Lightning, `torch.distributed.checkpoint` and the
+compiler ask for it. What does the work is not torch's: the reduction is `lockstep.reduce`, and all that torch's does
+with its C++ reducer is here anew. What is inherited says nothing of gradients: the list of buffers, the checks of a
+hook's signature, `scatter` and `gather`.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves  # the walk that torch itself uses over nested outputs
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn import parallel as torch_parallel
+from torch.nn.parallel import distributed as torch_distributed
 
-from lockstep.comm import World, broadcast_tensors, current_world
+from lockstep.comm import broadcast_tensors, current_world
 from lockstep.devices import to_device
-from lockstep.errors import GroupError
+from lockstep.parallel.delayed import DelayedReduction
+from lockstep.parallel.joining import WrapperJoinHook, highest_rank, tell_what_comes
+from lockstep.parallel.module_arguments import (
+    check_parameters,
+    find_buffer_syncs,
+    find_limits,
+    find_placement,
+    find_world,
+    require_group,
+)
 from lockstep.parallel.module_hook import ModuleHook
-from lockstep.reduce import BucketLimits, Reducer, check_same_model
+from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples
+from lockstep.parallel.statistics import describe_wrapper
+from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
+from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
+
+_BROADCAST_BYTES = 250 << 20
 
 
-@final
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     """Wrap `module` so that every backward averages its gradients over `process_group`.
 
-    Same names and meaning as `torch.nn.parallel.DistributedDataParallel`. Differences that a user can see: a forward
-    through `.module` synchronises as well; unused parameters need no flag; buffers are broadcast in training only, so
-    that one rank may evaluate alone; parameters that differ between ranks in name, order or dtype are an error on
-    every rank.
+    Same names and meaning as `torch.nn.parallel.DistributedDataParallel` of torch 2.13. Differences that a user can
+    see: a forward through `.module` synchronises as well; unused parameters need no flag; parameters may be added,
+    frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, so that one rank may
+    evaluate alone; parameters that differ between ranks in name, order, shape or dtype are an error on every rank.
 
     Constructing is collective: every rank of the group must, with the same module.
 
     Args:
-        module: Any module with a parameter that requires a gradient.
+        module: Any module with a parameter that requires a gradient; its parameters may lie on several devices.
         device_ids: None, or a list with the one device to which forward moves its inputs.
         output_device: Accepted because torch does; kept, without effect.
-        dim: Likewise.
-        broadcast_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward.
+        dim: That of `scatter` and `gather`, which nothing calls any more.
+        broadcast_buffers: Deprecated in torch: `forward_sync_buffers`, and at construction too.
         init_sync: Compare the ranks' parameters and overwrite them with rank 0's at construction.
         process_group: The group; None for the default group.
         bucket_cap_mb: Size of a gradient bucket in MiB; None for 25, with a first bucket of 1.
         find_unused_parameters: Accepted; unused parameters are found without it.
         check_reduction: Accepted, without effect, as in torch.
-        gradient_as_bucket_view: Accepted; gradients are always views into their buckets.
+        gradient_as_bucket_view: Whether `.grad` is a view as torch understands it. It lies in its bucket in any case.
         static_graph: Accepted; nothing depends on the graph being static.
+        delay_all_reduce_named_params: Pairs of a name and a parameter that are kept out of the buckets and reduced in
+            one message when the gradient of `param_to_hook_all_reduce` arrives.
+        param_to_hook_all_reduce: See there; both or neither.
+        mixed_precision: torch's `_MixedPrecision`: run forward and backward in `param_dtype`, reduce in `reduce_dtype`.
+        device_mesh: A one-dimensional mesh instead of a group.
+        skip_all_reduce_unused_params: Accepted, without effect: unused parameters cost no message.
+        bucket_cap_mb_list: Sizes in MiB of the first, second, ... bucket; the last one is that of all the rest.
+        batched_grad_copy: Accepted: small gradients are copied together anyway.
+        forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward.
 
     Raises:
         GroupError: There is no process group.
         ParameterMismatchError: Ranks wrap different models.
-        RuntimeError: Nothing to train, or parameters that are not initialised yet.
-        ValueError: `device_ids` that do not fit.
+        RuntimeError: Nothing to train, parameters that are not initialised yet, or both a group and a mesh.
+        ValueError: `device_ids` or a bucket size that do not fit, or one of the two arguments for delayed parameters.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - torch's arguments, one after another
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: Tensor | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        delayed = list(delay_all_reduce_named_params or ())
+        self._world = find_world(process_group, device_mesh)
+        self.process_group = require_group(self._world)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            _localize_tensor_parallel(module, device_mesh)
+        self.parameters_to_ignore = {
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            *(name for name, _ in delayed),
+        }
+        self._module_parameters = [
+            parameter for name, parameter in module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        check_parameters([*self._module_parameters, *(parameter for _, parameter in delayed)])
+        placement = find_placement(
+            self._module_parameters or [parameter for _, parameter in delayed], device_ids, output_device
+        )
+        _refuse_sync_batch_norm_on_cpu(module, placement.device)
+        warn_of_ignored(check_reduction=check_reduction, mixed_precision=mixed_precision)
+        sync_at_start, self.forward_sync_buffers = find_buffer_syncs(broadcast_buffers, forward_sync_buffers)
+        limits = find_limits(bucket_cap_mb, bucket_cap_mb_list)
+
         self.module = module
-        self.device_ids = _check_device_ids(device_ids, module)
-        self.output_device = output_device
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
+        self.device_ids, self.output_device = placement.device_ids, placement.output_device
+        self.device, self.device_type = placement.device, placement.device.type
+        self.is_multi_device_module = len(placement.devices) > 1
         self.find_unused_parameters = find_unused_parameters
-        self.check_reduction = check_reduction
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self._world = _require_world(process_group)
-        parameters = _trainable_parameters(module)
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = mixed_precision
+        self.static_graph = False
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = _BROADCAST_BYTES
+        self.bucket_bytes_cap = max(limits.sizes_bytes)
+        self.bucket_bytes_cap_list = list(limits.sizes_bytes) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.use_side_stream_for_tensor_copies = False
+        self.logger = None
+        self._limits = limits
+        self._use_python_reducer = False
+        self._divide_by_initial_world_size = True
+        self._has_warned_of_uneven_batches = False
+        self._lazy_init_ran = False
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
+        model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
-            check_same_model(module, self._world)
-            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
-        self._reducer = Reducer(parameters, self.process_group, limits=_limits(bucket_cap_mb), average=True)
+            check_same_model(model, self._world)
+            buffers = {id(buffer) for _, buffer in model.buffers()} if not sync_at_start else set()
+            broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group)
+        self._delayed: DelayedReduction | None = None
+        if delayed and param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._world)
+        cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
+        self._connect(model)
+        if static_graph:
+            self._set_static_graph()
+
+    def _connect(self, model: TrainedModel) -> None:
+        """Begin to reduce the gradients of the module (local)."""
+        options = ReducerOptions(
+            limits=self._limits, as_view=self.gradient_as_bucket_view, dtype=_reduce_dtype(self.mixed_precision)
+        )
+        self.reducer: Any = None  # torch's attribute is of another type
+        if model.trained:
+            self.reducer = Reducer(model, self._world, options)
+        if self.reducer is not None:
+            self.reducer.on_notes(_WeakCall(weakref.WeakMethod(self._take_notes)))
         # On the inner module, so that a forward through `.module` is seen as well.
         handles = [
-            module.register_forward_pre_hook(ModuleHook(weakref.WeakMethod(self._before_forward))),
-            module.register_forward_hook(ModuleHook(weakref.WeakMethod(self._after_forward))),
+            self.module.register_forward_pre_hook(
+                ModuleHook(weakref.WeakMethod(self._before_forward)), with_kwargs=True
+            ),
+            self.module.register_forward_hook(ModuleHook(weakref.WeakMethod(self._after_forward))),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
 
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The group over which gradients are averaged."""
-        assert self._world.group is not None
-        return self._world.group
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether gradients that arrive now are averaged; False within `no_sync`."""
-        return self._reducer.synchronizes
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._reducer.synchronizes = value
+    # -- Forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, on inputs moved to the device of `device_ids` if one was given.
 
         Collective in training mode if the module has buffers that are broadcast.
         """
-        if self.device_ids:
-            device = self.device_ids[0]
-            return self.module(*to_device(inputs, device), **to_device(kwargs, device))
-        return self.module(*inputs, **kwargs)
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                dtype = getattr(self.mixed_precision, "param_dtype", None)
+                output = call_in_precision(self.module, dtype, self.parameters_to_ignore, inputs, kwargs)
+            return self._post_forward(output)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module in training mode, or in evaluation mode."""
+        nn.Module.train(self, mode)
+        return self
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._lazy_init_ran:
+            self._setup_in_backward_optimizers()  # type: ignore[no-untyped-call]
+            self._lazy_init_ran = True
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        return to_device(inputs, device), to_device(kwargs, device)
+
+    def _post_forward(self, output: Any) -> Any:
+        return output
+
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.reducer is not None:
+            self.reducer.finish_interrupted()
+        trains = module.training and torch.is_grad_enabled()
+        sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
+        source = 0
+        if self._join_config.enable:
+            self._tell_joined(buffers=sends_buffers)
+            if sends_buffers:
+                source = highest_rank(self.process_group, self.device, is_candidate=True)
+        if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
+            self._sync_buffers_from(source)
+        if trains and self.reducer is not None:
+            self.reducer.count_samples(count_samples([inputs, kwargs]))
+
+    def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
+            self._sync_buffers_from(0)
+        if torch.is_grad_enabled() and self.reducer is not None:
+            for tensor in torch_distributed._find_tensors(output):  # noqa: SLF001 - the same walk as torch's
+                self.reducer.mark(tensor)
+        if self._delayed is not None:
+            self._delayed.prepare()
+
+    # -- Buffers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Torch's older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether there are buffers that are overwritten with rank 0's before a training forward."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
+
+    def _buffer_hook_runs(self, when: str) -> bool:
+        hook = getattr(self, "buffer_hook", None)
+        return when == "PRE_FORWARD" if hook is None else hook.buffer_comm_hook_location.name == when
+
+    def _sync_buffers_from(self, source: int) -> None:
+        # Anew: a forward may put another tensor in a buffer's place.
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        hook = getattr(self, "buffer_hook", None)
+        if hook is None:
+            broadcast_tensors(self.modules_buffers, self.process_group, source)
+            return
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        if futures is not None and self.reducer is not None:
+            self.reducer.wait_at_end(futures)
+
+    # -- What synchronises, and how ------------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are averaged; False within `no_sync`."""
+        return self.reducer is None or self.reducer.synchronizes
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self.reducer is not None:
+            self.reducer.synchronizes = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards within accumulate gradients locally; the next one outside averages the sums (local)."""
-        before = self._reducer.synchronizes
-        self._reducer.synchronizes = False
+        """Accumulate gradients locally: those of forwards in here, and of backwards in here (local).
+
+        The first backward with its forward outside averages what was accumulated too.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._reducer.synchronizes = before
+            self.require_backward_grad_sync = before
 
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        self._reducer.abandon_interrupted()
-        if self._will_send_buffers(module):
-            broadcast_tensors(list(module.buffers()), self.process_group)
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket, as in torch (each rank calls, with the same hook).
 
-    def _will_send_buffers(self, module: nn.Module) -> bool:
-        trains = module.training and torch.is_grad_enabled() and self._reducer.synchronizes
-        return self.broadcast_buffers and trains
+        Raises:
+            RuntimeError: There is one already.
+            TypeError: It cannot be called.
+            ValueError: Its signature is not a hook's.
+        """
+        self._check_comm_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        if self.reducer is not None:
+            self.reducer.use_hook(CommHook(function=hook, state=state))
 
-    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self._reducer.mark(leaf)
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        if getattr(hook, "__name__", "").startswith("bf16_compress"):
+            return  # torch refuses these without NCCL; Gloo and shared memory add bfloat16 as well
+        try:
+            super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        except KeyError as error:
+            raise ValueError(
+                "Communication hook: its second parameter must be called `bucket`: `def hook(state, bucket)`."
+            ) from error
 
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
-def _require_world(process_group: ProcessGroup | None) -> World:
-    world = current_world(process_group)
-    if world.group is None:
-        raise GroupError(
-            "DistributedDataParallel needs a process group, and this process has none. "
-            "Call ls.init_process_group() first, or start the function with ls.launch."
+    def _take_notes(self, notes: Notes) -> None:
+        if notes.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
+            self._has_warned_of_uneven_batches = True
+            warn_of_uneven_batches(notes.batch_sizes)
+
+    # -- Uneven inputs -------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return torch's context manager for ranks with uneven numbers of inputs (collective to leave).
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of ranks there are; else of those that still have inputs.
+            enable: Whether it does anything.
+            throw_on_early_termination: Raise on every rank when the first one has run out of inputs.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
-    return world
 
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """Return what mirrors this module's collectives on a rank that has run out of inputs."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return WrapperJoinHook(self)
 
-def _trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    named = list(module.named_parameters())
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for _, parameter in named):
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-            "Run a dummy forward pass to correctly initialize the modules."
+    @property
+    def join_device(self) -> torch.device:
+        """The device for `Join`'s own messages."""
+        device: torch.device = self.device
+        return device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group of `Join`'s own messages."""
+        return self.process_group
+
+    def _tell_joined(self, *, buffers: bool) -> None:
+        work = Join.notify_join_context(self)
+        if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
+            work.wait()
+            self.reducer.num_dividing = int(work.result()[0].item())
+        tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
+
+    def _reduces_after_this_forward(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync and self.reducer is not None
+
+    def shadow_forward(self) -> bool:
+        """Take part in what the others do before a forward; return whether a reduction follows (collective)."""
+        buffers, reduction = tell_what_comes(self.process_group, self.device, buffers=False, reduction=False)
+        if buffers:
+            self._sync_buffers_from(highest_rank(self.process_group, self.device, is_candidate=False))
+        return reduction
+
+    def shadow_backward(self) -> None:
+        """Take part in the others' reduction (collective)."""
+        if self.reducer is not None:
+            self.reducer.reduce_without_backward(as_zero=True)
+
+    def take_final_model(self, *, is_last_joiner: bool) -> None:
+        """Take the model of a rank that joined last (collective)."""
+        source = highest_rank(self.process_group, self.device, is_candidate=is_last_joiner)
+        model = TrainedModel(self.module, self.parameters_to_ignore)
+        buffers = {id(buffer) for _, buffer in model.buffers()} if not self.forward_sync_buffers else set()
+        broadcast_tensors(
+            [tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group, source
         )
-    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trainable:
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    return trainable
+        if self.reducer is not None:
+            self.reducer.num_dividing = self._world.world_size
+
+    # -- torch's private names that other programs use -----------------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        warn_of_ignored(is_static_again=self.static_graph, finds_unused=self.find_unused_parameters)
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        options = {
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": self.forward_sync_buffers,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "is_multi_device_module": self.is_multi_device_module,
+            "static_graph": self.static_graph,
+            "comm_hook": self._comm_hooks[0][0].__qualname__ if self._comm_hooks else "",
+        }
+        return describe_wrapper(self.module, self._world, self.reducer, options)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _remove_autograd_hooks(self) -> None:
+        if self.reducer is not None:
+            self.reducer.close()
+
+    def _check_reducer_finalized(self) -> None:
+        if self.reducer is not None and not self.reducer.is_idle:
+            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        self.process_group = new_process_group
+        self._world = current_world(new_process_group)
+        self._reconnect()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are not cloned."""
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Do nothing: sparse gradients need none."""
+
+    def _reconnect(self) -> None:
+        if self.reducer is not None:
+            self.reducer.close()
+        self._connect(TrainedModel(self.module, self.parameters_to_ignore))
+        for hook, state in self._comm_hooks:
+            if self.reducer is not None:
+                self.reducer.use_hook(CommHook(function=hook, state=state))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; as torch's, only with the default group."""
+        self._check_default_group()  # type: ignore[no-untyped-call]
+        state = dict(self.__dict__)
+        for name in ("process_group", "reducer", "_world", "_delayed", "_comm_hooks"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew, over the default group (local)."""
+        nn.Module.__setstate__(self, state)
+        self._world = find_world(None, None)
+        self.process_group = require_group(self._world)
+        self._comm_hooks = []
+        self._delayed = None
+        self._connect(TrainedModel(self.module, self.parameters_to_ignore))
 
 
-def _check_device_ids(device_ids: Sequence[int | torch.device] | None, module: nn.Module) -> list[torch.device] | None:
-    if not device_ids:
+class _WeakCall:
+    """Calls a method as long as its owner lives."""
+
+    def __init__(self, method: "weakref.WeakMethod[Callable[[Notes], None]]") -> None:
+        self._method = method
+
+    def __call__(self, notes: Notes) -> None:
+        call = self._method()
+        if call is not None:
+            call(notes)
+
+
+def _reduce_dtype(mixed_precision: Any) -> torch.dtype | None:
+    if mixed_precision is None:
         return None
-    if len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    places = {parameter.device for parameter in module.parameters()}
-    if len(places) > 1 or any(place.type == "cpu" for place in places):
+    dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+    return dtype
+
+
+def _localize_tensor_parallel(module: nn.Module, device_mesh: Any) -> None:
+    """Make a tensor-parallel module's parameters local, if the mesh is a slice of a larger one; as torch does."""
+    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001 - torch's own DistributedDataParallel asks it so
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def _refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu" and any(type(each) is nn.SyncBatchNorm for each in module.modules()):
         raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
-            f"multiple-device GPU modules or CPU modules, but got device_ids {list(device_ids)} and module "
-            f"parameters on {sorted(map(str, places))}. Leave device_ids out for a module on the CPU or on "
-            "several devices."
+            "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
+            "convert_sync_batchnorm(module), which works on the CPU as well."
         )
-    only = device_ids[0]
-    return [only if isinstance(only, torch.device) else torch.device("cuda", only)]
-
-
-def _limits(bucket_cap_mb: float | None) -> BucketLimits:
-    if bucket_cap_mb is None:
-        return BucketLimits()
-    if bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a size in MiB above zero.")
-    cap = max(int(bucket_cap_mb * (1 << 20)), 1)
-    return BucketLimits(first_bytes=cap, other_bytes=cap)

@@ -13,14 +13,21 @@ Invariants:
 """
 
 from lockstep.reduce.agreement import check_same_model
-from lockstep.reduce.plan import BucketLimits, ParameterSpec, describe_parameters, plan_buckets
-from lockstep.reduce.reducer import Reducer
+from lockstep.reduce.hook import CommHook, GradBucket
+from lockstep.reduce.model import TrainedModel
+from lockstep.reduce.notes import Notes
+from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
+from lockstep.reduce.reducer import Reducer, ReducerOptions
 
 __all__ = [
     "BucketLimits",
+    "CommHook",
+    "GradBucket",
+    "Notes",
     "ParameterSpec",
     "Reducer",
+    "ReducerOptions",
+    "TrainedModel",
     "check_same_model",
-    "describe_parameters",
     "plan_buckets",
 ]

@@ -3,29 +3,29 @@
 import hashlib
 from itertools import zip_longest
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.plan import describe_parameters
+from lockstep.reduce.model import TrainedModel
 
 _REMEDY = "Build the model identically on every rank before wrapping it."
 
 
-def check_same_model(module: nn.Module, world: World) -> None:
-    """Compare the parameters and buffers of `module` across ranks (collective).
+def check_same_model(model: TrainedModel, world: World) -> None:
+    """Compare the parameters and buffers of `model` across ranks (collective).
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
     broadcast, in names, order, shapes and dtypes.
 
     Args:
-        module: This rank's model.
+        model: This rank's model.
         world: The workers; each must call.
 
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
-    described = _describe(module)
+    described = _describe(model)
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
     if len(set(world.gather_objects(fingerprint))) == 1:
         return
@@ -37,13 +37,11 @@ def check_same_model(module: nn.Module, world: World) -> None:
                 raise ParameterMismatchError(_explain(rank, kind, found[kind], expected[kind]))
 
 
-def _describe(module: nn.Module) -> dict[str, list[str]]:
-    trainable = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
-    frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
+def _describe(model: TrainedModel) -> dict[str, list[str]]:
     return {
-        "trainable parameter": [str(spec) for spec in describe_parameters(trainable)],
-        "frozen parameter": [_describe_tensor(name, value) for name, value in frozen],
-        "buffer": [_describe_tensor(name, value) for name, value in module.named_buffers()],
+        "trainable parameter": [str(each.spec) for each in model.trained],
+        "frozen parameter": [_describe_tensor(name, value) for name, value in model.frozen()],
+        "buffer": [_describe_tensor(name, value) for name, value in model.buffers()],
     }
 
 

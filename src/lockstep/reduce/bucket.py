@@ -1,104 +1,197 @@
-"""One bucket at work: its buffer, the views that become `.grad`, and what has arrived."""
+"""One bucket at work: its buffer, the places that become `.grad`, and what has arrived.
 
+arrival            `Slot.take`       a large gradient goes to its place at once, scaled on the way
+bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
+message is back    `settle`          `.grad` is the place, which now holds the reduced gradient
+"""
+
+import sys
 from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.plan import BucketPlan
+
+_SMALL_ELEMENTS = 1 << 14
+"""Gradients below are copied together with others: a call of its own would take longer than the copying."""
+_REFERENCES_WHEN_OURS = 2
+"""References to a place that only its slot holds: the attribute, and the argument of `getrefcount`."""
 
 
 @final
 class Slot:
-    """The place of one gradient in its bucket."""
+    """The place of one gradient in its bucket.
 
-    def __init__(self, name: str, parameter: nn.Parameter, view: Tensor, bucket: "Bucket") -> None:
+    Args:
+        name: Full name of the parameter.
+        parameter: Whose gradient.
+        flat: The elements of the bucket that are its own.
+        bucket: Its bucket.
+        as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
+    """
+
+    __slots__ = (
+        "_flat",
+        "_is_view",
+        "bucket",
+        "fits",
+        "has_arrived",
+        "is_scaled",
+        "is_small",
+        "is_unsynced",
+        "kept",
+        "lies_in_bucket",
+        "name",
+        "parameter",
+        "place",
+    )
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, flat: Tensor, bucket: "DenseBucket", *, as_view: bool
+    ) -> None:
         self.name = name
         self.parameter = parameter
-        self.view = view
         self.bucket = bucket
+        self._flat = flat
+        self._is_view = as_view
+        self.place = _place(flat, parameter, as_view=as_view)
+        self.lies_in_bucket = flat.dtype == parameter.dtype
+        self.is_small = parameter.numel() < _SMALL_ELEMENTS
+        self.fits = True
         self.has_arrived = False
         self.is_unsynced = False
         self.is_scaled = False
         self.kept: Tensor | None = None
 
-    def adopt_gradient(self) -> None:
-        """Make `.grad` the view, with the values it has; does nothing when it is the view already.
+    def take(self, scale: float) -> None:
+        """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
 
-        `is` is the right test: accumulation adds in place, and while the view is held here, `.grad` hands out the
-        same Python object.
+        `is` is the right test for a gradient that is there already: accumulation adds in place, and while the place is
+        held here, `.grad` hands out the same Python object.
         """
         gradient = self.parameter.grad
-        if gradient is not None and gradient is not self.view:
-            self.view.copy_(gradient)
-            self.parameter.grad = self.view
+        if gradient is None or gradient is self.place:
+            return
+        if scale == 1.0 or gradient.requires_grad or not self.lies_in_bucket:
+            self.adopt()
+            return
+        self.leave_to_others()
+        torch.mul(gradient, scale, out=self.place)
+        self.parameter.grad = self.place
+        self.is_scaled = True
 
-    def adopt_scaled_gradient(self, scale: float) -> None:
-        """Make `.grad` the view, with the values it has times `scale`, in one pass over them."""
+    def adopt(self) -> None:
+        """Put the gradient in its place, with the values it has."""
         gradient = self.parameter.grad
-        if gradient is None or gradient is self.view or gradient.requires_grad:
-            self.adopt_gradient()
-        else:
-            torch.mul(gradient, scale, out=self.view)
-            self.parameter.grad = self.view
-            self.is_scaled = True
+        if gradient is None or gradient is self.place:
+            return
+        self.leave_to_others()
+        self.place.copy_(gradient.detach())
+        if self.lies_in_bucket:
+            self.parameter.grad = self.place
 
-    def fill_in_for_absent(self) -> None:
+    def fill_in(self) -> None:
         """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
-        if self.parameter.grad is None:
-            self.view.zero_()
+        if not self.fits or self.parameter.grad is None:
+            self.leave_to_others()
+            self.place.zero_()
         else:
-            self.adopt_gradient()
-            self.kept = self.view.clone()
+            self.adopt()
+            self.kept = self.place.clone()
 
-    def settle_absent(self, num_ranks_had_it: float) -> None:
+    def settle(self, num_ranks_had_it: float) -> None:
         """Take the reduced values if any rank had a gradient, else put back what was there."""
-        if num_ranks_had_it > 0:
-            self.parameter.grad = self.view
+        if self.fits and num_ranks_had_it > 0:
+            self._hand_out()
         elif self.kept is not None:
-            self.view.copy_(self.kept)
+            self.place.copy_(self.kept)
+
+    def reset(self) -> None:
+        """Expect a gradient anew."""
+        self.has_arrived = False
+        self.is_scaled = False
         self.kept = None
+
+    def _hand_out(self) -> None:
+        if self.lies_in_bucket:
+            self.parameter.grad = self.place
+        elif self.parameter.grad is None:
+            self.parameter.grad = self.place.to(self.parameter.dtype)
+        else:
+            self.parameter.grad.detach().copy_(self.place)
+
+    def leave_to_others(self) -> None:
+        """Let whoever still holds the last gradient keep its values: the place is about to be written.
+
+        Only for a gradient that was cleared meanwhile: in torch such a one has memory of its own.
+        """
+        if sys.getrefcount(self.place) > _REFERENCES_WHEN_OURS:
+            held = self.place
+            self.place = _place(self._flat, self.parameter, as_view=self._is_view)
+            with torch.no_grad():
+                held.set_(held.clone())  # type: ignore[call-overload]
 
 
 @final
-class Bucket:
-    """A buffer and its slots."""
+class DenseBucket:
+    """A flat buffer with the gradients of several parameters.
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[tuple[str, nn.Parameter]], buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.presence = self.buffer[plan.presence_offset :]
+    Args:
+        plan: Its layout.
+        parameters: Those of the plan, in registration order.
+        buffer: Its memory.
+        presence: How many ranks had each gradient: written before a reduction, read after it. [Note: presence]
+        as_view: Whether `.grad` should be a view, as torch understands it.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[TrainedParameter],
+        buffer: Tensor,
+        presence: Tensor,
+        *,
+        as_view: bool,
+    ) -> None:
+        self._buffer = buffer
+        self._gradients = buffer[: plan.num_gradient_elements]
+        self.presence = presence
         self.slots = []
         for slot in plan.slots:
-            name, parameter = parameters[slot.parameter]
-            flat = self.buffer[slot.offset : slot.offset + parameter.numel()]
-            self.slots.append(Slot(name, parameter, _view_like(flat, parameter), self))
+            trained = parameters[slot.parameter]
+            flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
+            self.slots.append(Slot(trained.spec.name, trained.parameter, flat, self, as_view=as_view))
         self.num_pending = len(self.slots)
 
-    def reset(self) -> None:
-        """Expect every gradient anew."""
-        self.num_pending = len(self.slots)
-        for slot in self.slots:
-            slot.has_arrived = False
-            slot.is_scaled = False
-            slot.kept = None
+    @property
+    def message(self) -> Tensor:
+        """What is added up over the ranks."""
+        return self._buffer
 
-    def write_presence(self) -> None:
-        """Say in the buffer which gradients this rank has, and fill in for the others."""
-        self.presence.fill_(1)
-        for index, slot in enumerate(self.slots):
-            if not slot.has_arrived:
-                # What was accumulated under no_sync counts as had, unless it was cleared since.
-                slot.is_unsynced = slot.is_unsynced and slot.parameter.grad is not None
-                slot.fill_in_for_absent()
-                if not slot.is_unsynced:
-                    self.presence[index] = 0
+    @property
+    def gradients(self) -> Tensor:
+        """The part of it that a communication hook sees."""
+        return self._gradients
 
-    def scale(self, factor: float) -> None:
-        """Multiply by `factor` the gradients that were not when they arrived."""
-        for slot in self.slots:
-            if not slot.is_scaled:
-                slot.view.mul_(factor)
+    def prepare(self, scale: float) -> None:
+        """Make the message ready; `scale` what is not scaled already."""
+        self._adopt_small()
+        self._write_presence()
+        if scale == 1.0:
+            return
+        unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
+        if len(unscaled) == len(self.slots):
+            self._gradients.mul_(scale)
+        elif unscaled:
+            torch._foreach_mul_(unscaled, scale)
+
+    def take(self, result: Tensor) -> None:
+        """Let `result`, which a hook made, be the reduced gradients."""
+        if result is not self._gradients:
+            self._gradients.copy_(result.reshape(-1))
 
     def settle(self) -> None:
         """Give each parameter its reduced gradient.
@@ -106,17 +199,58 @@ class Bucket:
         Presence is looked at only where something was absent here: on a GPU the look waits for the device.
         """
         absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
-        if absent:
-            counts = torch.view_as_real(self.presence)[:, 0] if self.presence.is_complex() else self.presence
-            counts_here = counts.tolist()
-            for index in absent:
-                self.slots[index].settle_absent(counts_here[index])
+        counts = read_numbers(self.presence) if absent else []
+        for index in absent:
+            self.slots[index].settle(counts[index])
         for slot in self.slots:
+            if not slot.lies_in_bucket and slot.has_arrived:
+                slot.settle(1)
             slot.is_unsynced = False
 
+    def reset(self) -> None:
+        """Expect every gradient anew."""
+        self.num_pending = len(self.slots)
+        for slot in self.slots:
+            slot.reset()
 
-def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View `flat` with the shape of the parameter, and its strides where they leave no holes."""
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
+    def _adopt_small(self) -> None:
+        places, gradients = [], []
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if not slot.has_arrived or gradient is None or gradient is slot.place:
+                continue
+            slot.leave_to_others()
+            places.append(slot.place)
+            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+            if slot.lies_in_bucket:
+                slot.parameter.grad = slot.place
+        if places:
+            torch._foreach_copy_(places, gradients)
+
+    def _write_presence(self) -> None:
+        self.presence.fill_(1)
+        for index, slot in enumerate(self.slots):
+            if not slot.has_arrived:
+                # What was accumulated under no_sync counts as had, unless it was cleared since.
+                slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
+                slot.fill_in()
+                if not slot.is_unsynced:
+                    self.presence[index] = 0
+
+
+def read_numbers(numbers: Tensor) -> list[float]:
+    """Return the numbers of a tensor of any dtype; on a GPU this waits for the device."""
+    real = torch.view_as_real(numbers)[:, 0] if numbers.is_complex() else numbers
+    values: list[float] = real.tolist()
+    return values
+
+
+def _place(flat: Tensor, parameter: nn.Parameter, *, as_view: bool) -> Tensor:
+    """Return `flat` with the shape of the parameter, and its strides where they leave no holes."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    view = flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape)
+    if as_view:
+        return view
+    with torch.no_grad():
+        own = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return own.set_(flat.untyped_storage(), view.storage_offset(), view.shape, view.stride())

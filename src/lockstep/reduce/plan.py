@@ -7,19 +7,21 @@ Distributed", VLDB 2020, section 3.2.3).
 A bucket of n parameters:
 
     offset 0                                                                         num_elements
-    | gradient 0 | pad | gradient 1 | pad | ... | gradient n-1 | pad | presence 0 .. n-1 |
-    ^ every gradient starts on a multiple of 64 bytes              ^ [Note: presence]
+    | gradient 0 | pad | gradient 1 | pad | ... | gradient n-1 | pad | presence 0 .. n-1 | notes |
+    ^ every gradient starts on a multiple of 64 bytes              ^ [Note: presence]  ^ in the last bucket only
 
 [Note: presence] After the gradients each bucket carries one number per parameter: how many ranks had a gradient for
 it. It costs no message of its own, and tells a parameter that nobody used (its `.grad` must stay untouched) from one
-whose gradients happen to add up to zero.
+whose gradients happen to add up to zero. `lockstep.reduce.notes` says what the last bucket carries besides.
+
+A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
+buckets hold gradients without gaps, and presence and notes travel in a message of their own.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 ALIGNMENT_BYTES = 64
 """Where a gradient may start: a cache line, so that kernels treat each the same wherever it lies."""
@@ -41,21 +43,27 @@ class ParameterSpec:
     """Its device; a bucket has one."""
     num_elements: int
     """How many numbers it has."""
+    is_sparse: bool = False
+    """Whether its gradient is sparse; such a one has a bucket of its own."""
 
     def __str__(self) -> str:
         """Show what ranks compare, in one line."""
         shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"{self.name} ({shape}, {self.dtype}, strides {list(self.stride)})"
+        kind = ", sparse gradient" if self.is_sparse else ""
+        return f"{self.name} ({shape}, {self.dtype}, strides {list(self.stride)}{kind})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLimits:
     """When a bucket is full. A bucket closes with the gradient that takes it to its limit or over."""
 
-    first_bytes: int = 1 << 20
-    """Limit of the first bucket of each dtype and device."""
-    other_bytes: int = 25 << 20
-    """Limit of the others; torch's default."""
+    sizes_bytes: tuple[int, ...] = (1 << 20, 25 << 20)
+    """Limits of the first, second, ... bucket of each dtype and device; the last one is that of all the rest. Torch's
+    default: a small one first."""
+
+    def limit_bytes(self, number: int) -> int:
+        """Return the limit of the bucket with this number."""
+        return self.sizes_bytes[min(number, len(self.sizes_bytes) - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,57 +86,79 @@ class BucketPlan:
     """Where the buffer lies."""
     slots: tuple[SlotPlan, ...]
     """Its gradients, in the order in which they are expected."""
-    presence_offset: int
-    """First of the `len(slots)` presence numbers."""
+    is_sparse: bool
+    """Whether its one gradient is sparse; then it has no buffer."""
+    num_gradient_elements: int
+    """Length of the part with the gradients; presence numbers begin here if they ride along."""
     num_elements: int
     """Length of the buffer."""
 
 
-def describe_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Describe named parameters."""
-    return [
-        ParameterSpec(
-            name=name,
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            dtype=parameter.dtype,
-            device=parameter.device,
-            num_elements=parameter.numel(),
-        )
-        for name, parameter in parameters
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The layout of all buckets."""
+
+    buckets: tuple[BucketPlan, ...]
+    """In the order in which they travel."""
+    notes_ride: bool
+    """Whether presence and notes are in the buckets; else they have a message of their own."""
+    num_notes: int
+    """How many numbers the last message carries besides gradients and presence."""
 
 
-def plan_buckets(specs: Sequence[ParameterSpec], limits: BucketLimits) -> list[BucketPlan]:
-    """Lay out the gradients of `specs`, given in registration order, in buckets in the order they should travel."""
+def plan_buckets(
+    specs: Sequence[ParameterSpec], limits: BucketLimits, *, num_notes: int = 0, only_gradients: bool = False
+) -> Plan:
+    """Lay out the gradients of `specs`, given in registration order, in buckets in the order they should travel.
+
+    Args:
+        specs: At least one.
+        limits: Sizes of the buckets.
+        num_notes: How many numbers the last bucket carries besides.
+        only_gradients: Keep buckets free of all but gradients.
+    """
+    members = _assign(specs, limits)
+    notes_ride = not only_gradients and not any(spec.is_sparse for spec in specs)
+    buckets = [_lay_out(specs, group, carries_presence=notes_ride, align=not only_gradients) for group in members]
+    if notes_ride:
+        buckets[-1] = replace(buckets[-1], num_elements=buckets[-1].num_elements + num_notes)
+    return Plan(buckets=tuple(buckets), notes_ride=notes_ride, num_notes=num_notes)
+
+
+def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits) -> list[list[int]]:
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    opened: set[tuple[torch.dtype, torch.device]] = set()
+    num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[int]] = []
     for index in reversed(range(len(specs))):
+        if specs[index].is_sparse:
+            closed.append([index])
+            continue
         key = (specs[index].dtype, specs[index].device)
         members = open_buckets.setdefault(key, [])
         members.append(index)
-        limit = limits.other_bytes if key in opened else limits.first_bytes
-        if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limit:
+        number = num_closed.get(key, 0)
+        if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limits.limit_bytes(number):
             closed.append(open_buckets.pop(key))
-            opened.add(key)
+            num_closed[key] = number + 1
     # A bucket travels when its last gradient is expected, hence sorted by the smallest index.
-    everything = sorted([*closed, *open_buckets.values()], key=min, reverse=True)
-    return [_lay_out(specs, members) for members in everything]
+    return sorted([*closed, *open_buckets.values()], key=min, reverse=True)
 
 
-def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int]) -> BucketPlan:
+def _lay_out(
+    specs: Sequence[ParameterSpec], members: Sequence[int], *, carries_presence: bool, align: bool
+) -> BucketPlan:
     first = specs[members[0]]
-    align = max(ALIGNMENT_BYTES // first.dtype.itemsize, 1)
+    step = max(ALIGNMENT_BYTES // first.dtype.itemsize, 1) if align else 1
     slots = []
     offset = 0
     for index in members:
         slots.append(SlotPlan(parameter=index, offset=offset))
-        offset += -(-specs[index].num_elements // align) * align
+        offset += -(-specs[index].num_elements // step) * step
     return BucketPlan(
         dtype=first.dtype,
         device=first.device,
         slots=tuple(slots),
-        presence_offset=offset,
-        num_elements=offset + len(slots),
+        is_sparse=first.is_sparse,
+        num_gradient_elements=offset,
+        num_elements=offset + len(slots) * carries_presence,
     )

@@ -23,7 +23,7 @@ from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices import to_device
 from lockstep.errors import CheckpointError, LossError
-from lockstep.reduce import BucketLimits, Reducer, check_same_model
+from lockstep.reduce import BucketLimits, Reducer, ReducerOptions, TrainedModel, check_same_model
 from lockstep.shards import derive_seed, shard_range
 from lockstep.train.buffers import BuffersOfShard0
 from lockstep.train.metrics import Mean, add_means
@@ -118,9 +118,11 @@ class Trainer:
         set_deterministic(deterministic)
         self._reducer: Reducer | None = None
         if self.world.group is not None:
-            check_same_model(model, self.world)
-            broadcast_tensors([*model.parameters(), *model.buffers()], self.world.group)
-            self._reducer = Reducer(parameters, self.world.group, limits=bucket_limits or BucketLimits(), average=False)
+            trained = TrainedModel(model)
+            check_same_model(trained, self.world)
+            broadcast_tensors(trained.tensors(), self.world.group)
+            options = ReducerOptions(limits=bucket_limits or BucketLimits(), average=False)
+            self._reducer = Reducer(trained, self.world, options)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.reduce import BucketLimits, describe_parameters, plan_buckets
+from lockstep.reduce import BucketLimits, TrainedModel, plan_buckets
 from lockstep.reduce.plan import ALIGNMENT_BYTES, ParameterSpec
 
 
@@ -27,7 +29,7 @@ def test_every_gradient_has_a_place_of_its_own(
     parameters: list[tuple[int, torch.dtype]], first: int, other: int
 ) -> None:
     specs = [spec(number, size, dtype) for number, (size, dtype) in enumerate(parameters)]
-    buckets = plan_buckets(specs, BucketLimits(first_bytes=first, other_bytes=other))
+    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(first, other)), num_notes=7).buckets
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs)))
     for bucket in buckets:
@@ -37,23 +39,46 @@ def test_every_gradient_has_a_place_of_its_own(
             assert slot.offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
             assert specs[slot.parameter].dtype == bucket.dtype
             end = slot.offset + specs[slot.parameter].num_elements
-        assert bucket.presence_offset >= end
-        assert bucket.num_elements == bucket.presence_offset + len(bucket.slots)
+        assert bucket.num_gradient_elements >= end
+        num_notes = 7 if bucket is buckets[-1] else 0
+        assert bucket.num_elements == bucket.num_gradient_elements + len(bucket.slots) + num_notes
 
 
 def test_buckets_fill_in_reverse_order_behind_a_small_first_one() -> None:
     specs = [spec(number, 256) for number in range(10)]  # 1 KiB each
-    buckets = plan_buckets(specs, BucketLimits(first_bytes=1 << 10, other_bytes=4 << 10))
+    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(1 << 10, 4 << 10))).buckets
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[9], [8, 7, 6, 5], [4, 3, 2, 1], [0]]
 
 
 def test_the_bucket_that_is_full_first_travels_first() -> None:
     specs = [spec(0, 8), spec(1, 8, torch.float64), spec(2, 8), spec(3, 8, torch.float64)]
-    buckets = plan_buckets(specs, BucketLimits())
+    buckets = plan_buckets(specs, BucketLimits()).buckets
     assert [bucket.dtype for bucket in buckets] == [torch.float64, torch.float32]
 
 
 def test_description_names_what_ranks_compare() -> None:
     model = nn.Linear(3, 2).to(torch.float64)
-    lines = [str(described) for described in describe_parameters(model.named_parameters())]
+    lines = [str(trained.spec) for trained in TrainedModel(model).trained]
     assert lines == ["weight (2x3, torch.float64, strides [3, 1])", "bias (2, torch.float64, strides [1])"]
+
+
+def test_a_list_of_sizes_holds_for_one_bucket_after_another() -> None:
+    specs = [spec(number, 256) for number in range(7)]
+    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(2 << 10, 1 << 10, 3 << 10))).buckets
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[6, 5], [4], [3, 2, 1], [0]]
+
+
+def test_a_hook_gets_gradients_without_gaps() -> None:
+    plan = plan_buckets([spec(0, 3), spec(1, 5)], BucketLimits(), num_notes=7, only_gradients=True)
+    (bucket,) = plan.buckets
+    assert not plan.notes_ride
+    assert bucket.num_elements == bucket.num_gradient_elements == 8
+    assert [slot.offset for slot in bucket.slots] == [0, 5]
+
+
+def test_a_sparse_gradient_travels_alone_and_notes_with_nobody() -> None:
+    specs = [spec(0, 8), replace(spec(1, 8), is_sparse=True), spec(2, 8)]
+    plan = plan_buckets(specs, BucketLimits(), num_notes=7)
+    assert not plan.notes_ride
+    assert [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets] == [[1], [2, 0]]
+    assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]

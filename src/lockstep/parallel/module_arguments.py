@@ -1,0 +1,151 @@
+"""What `DistributedDataParallel` was given, looked through once: torch's rules, texts included, and what we add."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parameter import UninitializedParameter
+
+from lockstep.comm import World, current_world
+from lockstep.errors import GroupError
+from lockstep.reduce import BucketLimits
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a module lies."""
+
+    devices: tuple[torch.device, ...]
+    """Devices of its parameters, in the order in which they first come."""
+    device_ids: list[int] | None
+    """The one device to which forward moves its inputs; None if it leaves them alone."""
+    output_device: int | None
+    """What torch calls so; without effect, as in torch."""
+
+    @property
+    def device(self) -> torch.device:
+        """The first device."""
+        return self.devices[0]
+
+
+def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a module that has nothing to train, or is not ready for it.
+
+    Raises:
+        RuntimeError: No parameter requires a gradient, or one is not initialised.
+    """
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules."
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+
+
+def find_placement(
+    parameters: Sequence[nn.Parameter],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> Placement:
+    """Return where a module lies.
+
+    Raises:
+        ValueError: `device_ids` or `output_device` do not fit.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
+    if device_ids and devices[0].type != "cpu" and len(devices) == 1:
+        only = _index(device_ids[0])
+        return Placement(
+            devices=devices,
+            device_ids=[only],
+            output_device=only if output_device is None else _index(output_device),
+        )
+    if device_ids or output_device is not None:
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
+            f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
+            f"{output_device}, and module parameters {set(devices)}. Leave both out for a module on the CPU or on "
+            "several devices."
+        )
+    return Placement(devices=devices, device_ids=None, output_device=None)
+
+
+def require_group(world: World) -> ProcessGroup:
+    """Return the group of a world that has one."""
+    assert world.group is not None
+    return world.group
+
+
+def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
+    """Return this worker's place in the group that was given, in that of the mesh, or in the default group.
+
+    Raises:
+        GroupError: There is no group.
+        RuntimeError: Both were given, or the mesh has several dimensions.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        process_group = device_mesh.get_group(mesh_dim=0)
+    world = current_world(process_group)
+    if world.group is None:
+        raise GroupError(
+            "DistributedDataParallel needs a process group, and this process has none. "
+            "Call ls.init_process_group() first, or start the function with ls.launch."
+        )
+    return world
+
+
+def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
+    """Return the sizes of the buckets.
+
+    Raises:
+        ValueError: A size that is not above zero.
+    """
+    caps = list(bucket_cap_mb_list or ([] if bucket_cap_mb is None else [bucket_cap_mb]))
+    for cap in caps:
+        if cap <= 0:
+            raise ValueError(f"A bucket's size is {cap} MiB, expected a number above zero.")
+    return BucketLimits(sizes_bytes=tuple(max(int(cap * _MIB), 1) for cap in caps)) if caps else BucketLimits()
+
+
+def find_buffer_syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Return whether buffers are broadcast at construction and before forwards; warns where torch does."""
+    if broadcast_buffers is not None:
+        warnings.warn(_deprecation(is_ignored=forward_sync_buffers is not None), FutureWarning, stacklevel=3)
+    if forward_sync_buffers is not None:
+        return True, forward_sync_buffers
+    both = broadcast_buffers is not False
+    return both, both
+
+
+def _deprecation(*, is_ignored: bool) -> str:
+    if is_ignored:
+        return (
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; `broadcast_buffers` is deprecated and "
+            "ignored then."
+        )
+    return (
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which unlike it leaves the broadcast "
+        "at construction as it is."
+    )
+
+
+def _index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index

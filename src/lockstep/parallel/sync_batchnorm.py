@@ -1,0 +1,243 @@
+"""`SyncBatchNorm`: BatchNorm whose batch is that of all ranks together, on any device and any group.
+
+torch's refuses tensors on the CPU. Ours does there what it does on a GPU, so that a model can be tested where it is
+written. What travels, per layer and step:
+
+    forward    1 all-gather of (mean, summed squared deviation, count)   -> statistics of the whole batch
+    backward   1 all-reduce of (sum of dy, sum of dy * (x - mean))       -> gradient of the input
+
+[Note: every rank's backward] A collective needs all ranks. torch leaves out that of backward where the local input
+needs no gradient, and hangs if another rank's does. Ours takes place wherever backward runs, whatever needs a gradient
+there. A rank whose forward autograd did not record has no backward at all; so ranks tell each other in forward whether
+they are recorded, and a backward that would wait for such a rank raises. On the CPU, that is: a GPU would have to be
+waited for to read what was told, and there it is left to the group's timeout.
+"""
+
+import copy
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from lockstep.comm import World
+from lockstep.comm.messages import joined_world
+from lockstep.errors import ReductionError
+from lockstep.parallel.batch_norm_kernels import (
+    gradient_sums,
+    in_kernel_layout,
+    input_gradient,
+    inverse_deviation,
+    normalize,
+)
+from lockstep.parallel.batch_statistics import BatchStatistics, gather_statistics
+
+
+@final
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Normalise by the statistics of all ranks' batches together, while training.
+
+    Same names and meaning as `torch.nn.SyncBatchNorm`, and an instance of it. Output and gradient of the input are
+    those of BatchNorm on all batches in one; ranks may hold different numbers of samples, or none. Gradients of weight
+    and bias are sums over this rank's samples, as every layer's are: `DistributedDataParallel` averages them.
+
+    In eval mode, without a process group and in a group of one rank this is BatchNorm, bit for bit. Otherwise forward
+    and backward are collective, and a step that runs backward on one rank must on all. If only some ranks use some
+    parameters, give these layers a group of their own (`torch.distributed.new_group()`): their calls and those for
+    gradients may then come in different orders on different ranks. Gradients of gradients are an error.
+
+    Args:
+        num_features: Number of channels: C of an input (N, C, ...).
+        eps: Added to the variance.
+        momentum: Weight of a new batch in the running statistics; None for the average over all batches.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics, for eval mode.
+        process_group: The group; None for what is the default group at each forward.
+        device: Of parameters and buffers.
+        dtype: Likewise.
+        bias: False for a weight without a bias.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalise (collective while training in a group of more than one rank).
+
+        Raises:
+            GroupError: This rank is not in the layer's group, or the group was torn down.
+            ValueError: The input has fewer than two dimensions, no channels, or not as many as the layer; or all ranks
+                together have at most one value per channel.
+        """
+        world = self._world()
+        if world.world_size == 1:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        self._check_num_channels(input)
+        sources = (in_kernel_layout(input), self.weight, self.bias)
+        is_recorded = torch.is_grad_enabled() and any(source is not None and source.requires_grad for source in sources)
+        statistics = gather_statistics(sources[0], self.eps, world, is_recorded=is_recorded)
+        self._update_running(statistics)
+        normalized: Tensor = _Normalize.apply(*sources, statistics, self.eps, world)  # type: ignore[no-untyped-call]
+        return normalized
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
+        """Replace every BatchNorm in `module`, torch's SyncBatchNorm included, and return the module (local).
+
+        Parameters, buffers, hooks and all other attributes are taken over as they are: an optimizer that holds the
+        parameters goes on. A layer that is used in two places stays one layer.
+
+        Returns:
+            `module`; if it is a BatchNorm itself, the new layer.
+
+        Raises:
+            ValueError: A layer is lazy and has seen no input yet, or is of a class with a forward of its own, which
+                would be lost. Nothing was replaced.
+        """
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm):
+                _check_convertible(name, layer)
+        return cls._convert(module, process_group, {})
+
+    @classmethod
+    def _convert(
+        cls, module: nn.Module, group: ProcessGroup | None, converted: dict[nn.Module, nn.Module]
+    ) -> nn.Module:
+        if module not in converted:
+            result = cls._take_over(module, group) if isinstance(module, _BatchNorm) else module
+            converted[module] = result
+            # Not `named_children`, which leaves out the second name of a layer that has two.
+            for name, child in list(module._modules.items()):  # noqa: SLF001
+                if child is not None:
+                    result.add_module(name, cls._convert(child, group, converted))
+        return converted[module]
+
+    @classmethod
+    def _take_over(cls, layer: _BatchNorm, group: ProcessGroup | None) -> Self:
+        taken = cls.__new__(cls)
+        # As unpickling does, but from another class.
+        taken.__setstate__(dict(layer.__dict__))  # type: ignore[no-untyped-call]
+        for registry in ("_parameters", "_buffers", "_modules"):
+            taken.__dict__[registry] = dict(layer.__dict__[registry])
+        taken.process_group = group
+        return taken
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with the same group: a group cannot be copied."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        memo[id(self.process_group)] = self.process_group
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def _world(self) -> World:
+        if self.training and dist.is_available() and dist.is_initialized():
+            return joined_world(self.process_group)
+        return World(rank=0, world_size=1, group=None)
+
+    def _check_num_channels(self, inputs: Tensor) -> None:
+        for values in (self.weight, self.running_mean):
+            if values is not None and values.numel() != inputs.size(1):
+                raise ValueError(
+                    f"The input has {inputs.size(1)} channels (size {list(inputs.shape)}), and this SyncBatchNorm "
+                    f"{values.numel()}. Build the layer with num_features={inputs.size(1)}."
+                )
+
+    @torch.no_grad()
+    def _update_running(self, statistics: BatchStatistics) -> None:
+        if not self.track_running_stats:
+            return
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
+        unbiased_var = statistics.var * (statistics.count / (statistics.count - 1))
+        for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased_var)):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), momentum or 0.0)
+
+
+class _Normalize(Function):
+    """Normalisation by given statistics, whose backward knows that they came from every rank's input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: BatchStatistics,
+        eps: float,
+        world: World,
+    ) -> Tensor:
+        invstd = inverse_deviation(statistics.var, eps)
+        ctx.save_for_backward(inputs, weight, bias, statistics.mean, invstd, statistics.count, statistics.records)
+        ctx.world = world
+        return normalize(inputs, weight, bias, statistics.mean, statistics.var, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients (collective: [Note: every rank's backward])."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "SyncBatchNorm cannot be differentiated twice. Leave out create_graph=True, or use BatchNorm where "
+                "gradients of gradients are needed."
+            )
+        inputs, weight, bias, mean, invstd, count, records = ctx.saved_tensors
+        _check_all_recorded(records, ctx.world)
+        [grad_output] = grad_outputs
+        sum_dy, sum_dy_xmu = gradient_sums(grad_output, inputs, mean, invstd)
+        sums = torch.cat([sum_dy, sum_dy_xmu])
+        dist.all_reduce(sums, group=ctx.world.group)
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        global_sums = (*sums.chunk(2), count)
+        return (
+            input_gradient(grad_output, inputs, weight, mean, invstd, global_sums) if needs_input else None,
+            (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None,
+            sum_dy.to(bias.dtype) if needs_bias else None,
+            *[None] * 3,  # statistics, eps, world
+        )
+
+
+def _check_all_recorded(records: Tensor, world: World) -> None:
+    if records.device.type == "cpu" and not records.all():
+        missing = (records == 0).nonzero().flatten().tolist()
+        raise ReductionError(
+            f"SyncBatchNorm's backward on rank {world.rank} needs all {world.world_size} ranks, and rank(s) "
+            f"{', '.join(map(str, missing))} ran the forward without recording it: under torch.no_grad(), or with an "
+            "input, weight and bias that need no gradient. Run the forward alike on every rank, or switch the layer to "
+            "eval()."
+        )
+
+
+def _check_convertible(name: str, layer: _BatchNorm) -> None:
+    called = f"{name or 'The module'} is a {type(layer).__name__}"
+    if isinstance(layer, LazyModuleMixin):
+        raise ValueError(  # noqa: TRY004 - the class is right, the time is not
+            f"{called} that has seen no input yet. Run a forward with a sample before converting it."
+        )
+    if type(layer).forward not in {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}:
+        raise ValueError(
+            f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "
+            "followed by a module for what it does beyond that."
+        )

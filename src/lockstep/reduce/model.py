@@ -1,0 +1,106 @@
+"""The model as a reducer sees it: which parameters it trains, and whether that has changed since.
+
+People add parameters, freeze and unfreeze, cast and move a model after wrapping it. torch's DistributedDataParallel
+goes on with what it saw at first, without a word. So before each forward the model is compared with what was seen; a
+walk over its modules would be too slow for that, a look at the dictionaries in which they keep their parts is not.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lockstep.reduce.plan import ParameterSpec
+
+_CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
+"""What of a parameter may change in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParameter:
+    """A parameter whose gradient is reduced."""
+
+    spec: ParameterSpec
+    """What the plan needs to know of it."""
+    parameter: nn.Parameter
+    """Itself."""
+
+
+@final
+class TrainedModel:
+    """The trainable parameters of a module, each once, in registration order.
+
+    Args:
+        module: The model.
+        ignored: Full names of parameters and buffers that are none of the reducer's business.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self.module = module
+        self.ignored = frozenset(ignored)
+        self._parameters: list[nn.Parameter] = []
+        self._parts: list[dict[str, Any]] = []
+        self._seen: list[Any] = []
+        self._held: list[Any] = []
+        self.trained: list[TrainedParameter] = []
+        self.look()
+
+    def look(self) -> None:
+        """See the model as it is now."""
+        sparse = {
+            id(module.weight)
+            for module in self.module.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+        named = list(self._named())
+        self._parameters = [parameter for _, parameter in named]
+        self._parts = [part for module in self.module.modules() for part in (module._parameters, module._modules)]  # noqa: SLF001
+        self._seen = self._glance()
+        self._held = [list(part.values()) for part in self._parts]  # so that no other object gets the identity of one
+        self.trained = [
+            TrainedParameter(
+                spec=describe_parameter(name, parameter, is_sparse=id(parameter) in sparse), parameter=parameter
+            )
+            for name, parameter in named
+            if parameter.requires_grad
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether the model differs from what was seen."""
+        return self._seen != self._glance()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all parameters and buffers that are not ignored, trainable or not."""
+        return [tensor for _, tensor in [*self._named(), *self.buffers()]]
+
+    def frozen(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the named parameters that are not trained."""
+        return [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the named buffers, listed anew: a forward may put another tensor in a buffer's place."""
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.ignored]
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            if name not in self.ignored:
+                yield name, parameter
+
+    def _glance(self) -> list[Any]:
+        return [*[list(map(id, part.values())) for part in self._parts], *map(_CHANGEABLE, self._parameters)]
+
+
+def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = False) -> ParameterSpec:
+    """Describe one named parameter."""
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        num_elements=parameter.numel(),
+        is_sparse=is_sparse,
+    )

@@ -1,0 +1,88 @@
+"""A bucket of one sparse gradient, as of an embedding with `sparse=True`.
+
+It has no buffer: its length differs from rank to rank and step to step. The group adds sparse tensors, if it can.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ReductionError
+
+
+@final
+class SparseSlot:
+    """The one gradient of a sparse bucket."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, bucket: "SparseBucket") -> None:
+        self.name = name
+        self.parameter = parameter
+        self.bucket = bucket
+        self.is_small = True
+        self.is_scaled = False
+        self.fits = True
+        self.has_arrived = False
+        self.is_unsynced = False
+
+    def take(self, scale: float) -> None:
+        """Do nothing: a sparse gradient is taken when its bucket is sent."""
+
+    def adopt(self) -> None:
+        """Do nothing, likewise."""
+
+
+@final
+class SparseBucket:
+    """A sparse gradient on its way."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, presence: Tensor) -> None:
+        self.slots = [SparseSlot(name, parameter, self)]
+        self.presence = presence
+        self.num_pending = 1
+        self._message = _nothing(parameter)
+
+    @property
+    def message(self) -> Tensor:
+        """What is added up over the ranks."""
+        return self._message
+
+    @property
+    def gradients(self) -> Tensor:
+        """What a communication hook sees: all of it."""
+        return self._message
+
+    def prepare(self, scale: float) -> None:
+        """Make the message ready, times `scale`."""
+        (slot,) = self.slots
+        gradient = slot.parameter.grad if slot.fits else None
+        if gradient is not None and not gradient.is_sparse:
+            raise ReductionError(
+                f"Parameter {slot.name} has a dense gradient, and its embedding says sparse=True. Build the embedding "
+                "with sparse=False, or use its weight in nothing else."
+            )
+        self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
+        slot.is_unsynced = slot.is_unsynced and gradient is not None
+        self.presence.fill_(int(slot.has_arrived or slot.is_unsynced))
+
+    def take(self, result: Tensor) -> None:
+        """Let `result`, which a hook made, be the reduced gradient."""
+        self._message = result
+
+    def settle(self) -> None:
+        """Give the parameter its reduced gradient, if any rank had one."""
+        (slot,) = self.slots
+        if slot.fits and self.presence.item() > 0:
+            slot.parameter.grad = self._message.coalesce()
+        slot.is_unsynced = False
+
+    def reset(self) -> None:
+        """Expect the gradient anew."""
+        self.num_pending = 1
+        self.slots[0].has_arrived = False
+
+
+def _nothing(parameter: nn.Parameter) -> Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
