@@ -34,7 +34,7 @@ from lockstep.parallel.module_arguments import (
 )
 from lockstep.parallel.module_hook import ModuleHook
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples
-from lockstep.parallel.statistics import describe_wrapper
+from lockstep.parallel.statistics import Statistics, describe_wrapper
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
 
@@ -60,7 +60,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         init_sync: Compare the ranks' parameters and overwrite them with rank 0's at construction.
         process_group: The group; None for the default group.
         bucket_cap_mb: Size of a gradient bucket in MiB; None for 25, with a first bucket of 1.
-        find_unused_parameters: Accepted; unused parameters are found without it.
+        find_unused_parameters: Unused parameters are found without it; with it, buckets keep their first order, as in
+            torch.
         check_reduction: Accepted, without effect, as in torch.
         gradient_as_bucket_view: Whether `.grad` is a view as torch understands it. It lies in its bucket in any case.
         static_graph: Accepted; nothing depends on the graph being static.
@@ -69,7 +70,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         param_to_hook_all_reduce: See there; both or neither.
         mixed_precision: torch's `_MixedPrecision`: run forward and backward in `param_dtype`, reduce in `reduce_dtype`.
         device_mesh: A one-dimensional mesh instead of a group.
-        skip_all_reduce_unused_params: Accepted, without effect: unused parameters cost no message.
+        skip_all_reduce_unused_params: Do not send buckets that no gradient arrived in; all ranks must use the same
+            parameters then, always.
         bucket_cap_mb_list: Sizes in MiB of the first, second, ... bucket; the last one is that of all the rest.
         batched_grad_copy: Accepted: small gradients are copied together anyway.
         forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward.
@@ -128,7 +130,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self._module_parameters or [parameter for _, parameter in delayed], device_ids, output_device
         )
         _refuse_sync_batch_norm_on_cpu(module, placement.device)
-        warn_of_ignored(check_reduction=check_reduction, mixed_precision=mixed_precision)
+        warn_of_ignored(
+            check_reduction=check_reduction,
+            mixed_precision=mixed_precision,
+            finds_unused=static_graph and find_unused_parameters,
+        )
         sync_at_start, self.forward_sync_buffers = find_buffer_syncs(broadcast_buffers, forward_sync_buffers)
         limits = find_limits(bucket_cap_mb, bucket_cap_mb_list)
 
@@ -142,20 +148,21 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
-        self.static_graph = False
+        self.static_graph = static_graph
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = _BROADCAST_BYTES
         self.bucket_bytes_cap = max(limits.sizes_bytes)
         self.bucket_bytes_cap_list = list(limits.sizes_bytes) if bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.use_side_stream_for_tensor_copies = False
-        self.logger = None
+        self.logger: Any = Statistics()
         self._limits = limits
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
         self._has_warned_of_uneven_batches = False
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._comm_hook_name = ""
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
         model = TrainedModel(module, self.parameters_to_ignore)
@@ -168,13 +175,15 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._world)
         cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
         self._connect(model)
-        if static_graph:
-            self._set_static_graph()
 
     def _connect(self, model: TrainedModel) -> None:
         """Begin to reduce the gradients of the module (local)."""
         options = ReducerOptions(
-            limits=self._limits, as_view=self.gradient_as_bucket_view, dtype=_reduce_dtype(self.mixed_precision)
+            limits=self._limits,
+            as_view=self.gradient_as_bucket_view,
+            dtype=_reduce_dtype(self.mixed_precision),
+            follows_arrival=self.static_graph or not self.find_unused_parameters,
+            skips_unused=self.skip_all_reduce_unused_params,
         )
         self.reducer: Any = None  # torch's attribute is of another type
         if model.trained:
@@ -235,6 +244,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
             self._sync_buffers_from(source)
         if trains and self.reducer is not None:
+            self.logger.sample(self.reducer)
             self.reducer.count_samples(count_samples([inputs, kwargs]))
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -314,6 +324,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
+        self._comm_hook_name = hook.__qualname__
         if self.reducer is not None:
             self.reducer.use_hook(CommHook(function=hook, state=state))
 
@@ -333,6 +344,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self._comm_hook_name = str(comm_hook_type)
 
     def _take_notes(self, notes: Notes) -> None:
         if notes.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
@@ -398,7 +410,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     def take_final_model(self, *, is_last_joiner: bool) -> None:
         """Take the model of a rank that joined last (collective)."""
-        source = highest_rank(self.process_group, self.device, is_candidate=is_last_joiner)
+        source = self._authoritative_rank = highest_rank(self.process_group, self.device, is_candidate=is_last_joiner)
         model = TrainedModel(self.module, self.parameters_to_ignore)
         buffers = {id(buffer) for _, buffer in model.buffers()} if not self.forward_sync_buffers else set()
         broadcast_tensors(
@@ -410,6 +422,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     # -- torch's private names that other programs use -----------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
+        if self.reducer is not None and self.reducer.num_reductions > 0 and not self.static_graph:
+            self._log_and_throw(  # type: ignore[no-untyped-call]
+                RuntimeError, "Static graph: _set_static_graph should be called before training loop starts."
+            )
         warn_of_ignored(is_static_again=self.static_graph, finds_unused=self.find_unused_parameters)
         self.static_graph = True
 
@@ -423,13 +439,15 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "is_multi_device_module": self.is_multi_device_module,
             "static_graph": self.static_graph,
-            "comm_hook": self._comm_hooks[0][0].__qualname__ if self._comm_hooks else "",
         }
-        return describe_wrapper(self.module, self._world, self.reducer, options)
+        if self._comm_hook_name:
+            options["comm_hook"] = self._comm_hook_name
+        return {**describe_wrapper(self.module, self._world, self.reducer, options), **self.logger.values()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self.logger.sample_rate = sample_rate
 
     def _remove_autograd_hooks(self) -> None:
         if self.reducer is not None:
@@ -471,7 +489,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         nn.Module.__setstate__(self, state)
         self._world = find_world(None, None)
         self.process_group = require_group(self._world)
-        self._comm_hooks = []
+        self._comm_hooks, self._comm_hook_name = [], ""
         self._delayed = None
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
 

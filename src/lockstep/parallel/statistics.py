@@ -1,7 +1,7 @@
 """What `_get_ddp_logging_data` returns: torch's names, for programs that read them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from lockstep.comm import World
 from lockstep.reduce import Reducer
 from lockstep.settings import read_launch_facts
 
+_NUM_ALWAYS_SAMPLED = 10
 _TORCH_TYPE_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -19,12 +20,66 @@ _TORCH_TYPE_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
+_DURATIONS = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+
+
+@final
+class Statistics:
+    """The times of sampled steps and the last error; torch's wrapper calls this its `logger`."""
+
+    def __init__(self) -> None:
+        self.sample_rate = 100
+        """After the first ten, every so many steps are sampled."""
+        self._sampled: dict[str, int] = {"iteration": 0}
+        self._sums = dict.fromkeys(_DURATIONS, 0)
+        self._num_sampled = 0
+        self._error = ""
+
+    def sample(self, reducer: Reducer) -> None:
+        """Note the times of the step before, if it is one to be sampled; called when a forward begins."""
+        number, times = reducer.num_reductions, reducer.times
+        is_whole = times.messages_end > times.backward_end >= times.backward_start > times.forward_start > 0
+        if not is_whole or (number > _NUM_ALWAYS_SAMPLED and number % self.sample_rate != 0):
+            return
+        durations = {
+            "forward_compute_time": times.backward_start - times.forward_start,
+            "backward_compute_time": times.backward_end - times.backward_start,
+            "backward_comm_time": times.messages_end - times.messages_start,
+            "backward_compute_comm_overlap_time": max(times.backward_end - times.messages_start, 0),
+        }
+        self._num_sampled += 1
+        for name, duration in durations.items():
+            self._sums[name] += duration
+        self._sampled = {
+            "iteration": number,
+            **durations,
+            **{f"avg_{name}": total // self._num_sampled for name, total in self._sums.items()},
+            "forward_compute_time_start": times.forward_start,
+            "backward_compute_time_start": times.backward_start,
+            "backward_comm_time_start": times.messages_start,
+            "backward_compute_time_end": times.backward_end,
+            "backward_comm_time_end": times.messages_end,
+        }
+
+    def set_error_and_log(self, text: str) -> None:
+        """Keep an error that the wrapper raises."""
+        self._error = text
+
+    def values(self) -> dict[str, Any]:
+        """Return what is known so far."""
+        error = {"has_error": 1, "error": self._error} if self._error else {}
+        return {**self._sampled, **error}
 
 
 def describe_wrapper(
     module: nn.Module, world: World, reducer: Reducer | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return torch's logging data.
+    """Return torch's logging data, without times.
 
     Args:
         module: The module that is wrapped.
@@ -33,10 +88,11 @@ def describe_wrapper(
         options: What only the wrapper knows, by torch's names.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    sizes = _joined(
-        sum(slot.parameter.nbytes for slot in bucket.slots) for bucket in (reducer.buckets if reducer else ())
-    )
-    return {
+    buckets = [bucket.slots for bucket in (reducer.buckets if reducer else ())]
+    index = {id(parameter): number for number, parameter in enumerate(parameters)}
+    members = [[index.get(id(slot.parameter), -1) for slot in slots] for slots in buckets]
+    sizes = _joined(sum(slot.parameter.nbytes for slot in slots) for slots in buckets)
+    facts = {
         "module_name": type(module).__name__,
         "world_size": world.world_size,
         "rank": world.rank,
@@ -45,12 +101,18 @@ def describe_wrapper(
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_TORCH_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})),
         "bucket_sizes": sizes,
-        "rebuilt_bucket_sizes": sizes,
         "has_sync_bn": int(any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())),
-        "iteration": reducer.num_reductions if reducer else 0,
         **read_launch_facts(),
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }
+    if reducer is not None:
+        facts["num_buckets_reduced"] = reducer.num_buckets_sent
+        if reducer.has_replanned:
+            facts["has_rebuilt_buckets"] = 1
+            facts["rebuilt_bucket_sizes"] = sizes
+            facts["rebuilt_per_bucket_param_indices"] = " ".join(str(number) for group in members for number in group)
+            facts["prev_iteration_grad_ready_order_indices"] = _joined(number for group in members for number in group)
+    return facts
 
 
 def _joined(values: Iterable[object]) -> str:

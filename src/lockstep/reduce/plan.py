@@ -107,29 +107,38 @@ class Plan:
 
 
 def plan_buckets(
-    specs: Sequence[ParameterSpec], limits: BucketLimits, *, num_notes: int = 0, only_gradients: bool = False
+    specs: Sequence[ParameterSpec],
+    limits: BucketLimits,
+    *,
+    order: Sequence[int] = (),
+    num_notes: int = 0,
+    only_gradients: bool = False,
+    notes_apart: bool = False,
 ) -> Plan:
     """Lay out the gradients of `specs`, given in registration order, in buckets in the order they should travel.
 
     Args:
         specs: At least one.
         limits: Sizes of the buckets.
-        num_notes: How many numbers the last bucket carries besides.
+        order: Indices of the specs in the order in which their gradients are expected; empty for the reverse of the
+            order of registration.
+        num_notes: How many numbers the last message carries besides.
         only_gradients: Keep buckets free of all but gradients.
+        notes_apart: Let notes travel in a message of their own.
     """
-    members = _assign(specs, limits)
-    notes_ride = not only_gradients and not any(spec.is_sparse for spec in specs)
+    members = _assign(specs, limits, order or range(len(specs) - 1, -1, -1))
+    notes_ride = not (only_gradients or notes_apart or any(spec.is_sparse for spec in specs))
     buckets = [_lay_out(specs, group, carries_presence=notes_ride, align=not only_gradients) for group in members]
     if notes_ride:
         buckets[-1] = replace(buckets[-1], num_elements=buckets[-1].num_elements + num_notes)
     return Plan(buckets=tuple(buckets), notes_ride=notes_ride, num_notes=num_notes)
 
 
-def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits) -> list[list[int]]:
+def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequence[int]) -> list[list[int]]:
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[int]] = []
-    for index in reversed(range(len(specs))):
+    for index in order:
         if specs[index].is_sparse:
             closed.append([index])
             continue
@@ -140,8 +149,9 @@ def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits) -> list[list[i
         if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limits.limit_bytes(number):
             closed.append(open_buckets.pop(key))
             num_closed[key] = number + 1
-    # A bucket travels when its last gradient is expected, hence sorted by the smallest index.
-    return sorted([*closed, *open_buckets.values()], key=min, reverse=True)
+    # A bucket travels when its last gradient is expected.
+    place = {index: number for number, index in enumerate(order)}
+    return sorted([*closed, *open_buckets.values()], key=lambda members: place[members[-1]])
 
 
 def _lay_out(

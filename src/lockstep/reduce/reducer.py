@@ -21,6 +21,9 @@ things shows in its first backward, so that one sends nothing before its end.
 backward ended in an exception sends what the others wait for when it next comes by, with a note that it is not whole.
 So either all ranks failed alike and go on, or all of them get an error; none waits without end.
 
+[Note: order of arrival] The plan is made anew once, after the first reduction, in the order in which gradients arrived
+on rank 0: modules are often used in another order than they were registered in.
+
 [Note: a changed model] A rank that finds other parameters than the plan has says so in a note, and then all ranks,
 at the same point, compare their models, plan anew and reduce what the old plan had no place for.
 """
@@ -48,8 +51,9 @@ from lockstep.reduce.hook import CommHook, GradBucket, result_of
 from lockstep.reduce.layout import AnySlot, Bucket, Layout, lay_out
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.notes import Note, Notes, num_notes, read_notes, write_note
-from lockstep.reduce.plan import BucketLimits, plan_buckets
+from lockstep.reduce.plan import BucketLimits, Plan, plan_buckets
 from lockstep.reduce.sparse_bucket import SparseSlot
+from lockstep.reduce.times import StepTimes
 
 _NO_TASK = -1
 _NUM_WATCHED = 32
@@ -87,6 +91,10 @@ class ReducerOptions:
     """Whether `.grad` is a view into its bucket as torch understands it; it lies there in any case."""
     dtype: torch.dtype | None = None
     """Reduce in this dtype; None for that of each parameter."""
+    follows_arrival: bool = True
+    """Whether to plan anew in the order of arrival. [Note: order of arrival]"""
+    skips_unused: bool = False
+    """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
 
 
 @final
@@ -103,6 +111,8 @@ class Reducer:
             its gradients arrive.
         num_dividing: By how many an average divides.
         num_reductions: How many reductions were completed.
+        num_buckets_sent: How many buckets the last one sent.
+        times: When the parts of the last step began and ended.
     """
 
     def __init__(self, model: TrainedModel, world: World, options: ReducerOptions) -> None:
@@ -132,6 +142,12 @@ class Reducer:
         self._awaited: list[torch.futures.Future[object]] = []
         self._unread: tuple[Tensor, torch.Event] | None = None
         self._handles: list[RemovableHandle] = []
+        self._arrived: list[AnySlot] = []
+        self._order: list[int] = []
+        self._knows_order = not options.follows_arrival
+        self.times = StepTimes()
+        self.num_buckets_sent = 0
+        self._plan = self._make_plan()
         self._layout = self._lay_out()
         self._listen()
         weakref.finalize(self, _remove, self._handles)
@@ -154,6 +170,7 @@ class Reducer:
 
     def count_samples(self, num_samples: int) -> None:
         """Note a forward of so many samples, whose gradients are to come (local)."""
+        self.times.begin_forward()
         self._num_samples += num_samples
 
     def use_hook(self, hook: CommHook) -> None:
@@ -248,6 +265,8 @@ class Reducer:
         if not slot.is_small:
             slot.take(1.0 if self._waits_for_end or self._hook is not None else self._scale)
         slot.has_arrived = True
+        if not self._knows_order:
+            self._arrived.append(slot)
         bucket = slot.bucket
         bucket.num_pending -= 1
         if bucket.num_pending == 0 and not self._waits_for_end:
@@ -290,9 +309,13 @@ class Reducer:
             self.finish_interrupted()
 
     def _begin(self, phase: _Phase) -> None:
+        self.num_buckets_sent = 0
         # Not earlier: in a forward, `torch.func.functional_call` may have put other tensors in the parameters' places.
         if phase is _Phase.COLLECTING:
             self._look_at_model()
+        self.times.begin_backward()
+        if self._order:
+            self._plan_anew()
         self._phase = phase
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
         self._waits_for_end = self._always_waits or self._has_changed
@@ -338,6 +361,12 @@ class Reducer:
 
     def _send(self, index: int, note: Sequence[float] = ()) -> None:
         bucket = self._layout.buckets[index]
+        if self._options.skips_unused and bucket.num_pending == len(bucket.slots) and not _has_unsynced(bucket):
+            bucket.presence.zero_()
+            self._finishes.append(_do_nothing)
+            return
+        self.times.begin_messages()
+        self.num_buckets_sent += 1
         hook = self._hook
         bucket.prepare(self._scale if hook is None else 1.0)
         if note:
@@ -363,6 +392,7 @@ class Reducer:
 
     def _exchange(self, note: Note) -> Notes | None:
         """Send what has not left, wait for everything, and return what the ranks said, if it can be read by now."""
+        self.times.end_backward()
         numbers = write_note(note, self._world.rank, self._world.world_size)
         buckets, last_message = self._layout.buckets, self._layout.last_message
         while len(self._finishes) < len(buckets):
@@ -400,7 +430,10 @@ class Reducer:
             notes = self._exchange(note)
             for bucket in self._layout.buckets:
                 bucket.settle()
+            self.times.end()
             self.num_reductions += 1
+            if not self._knows_order:
+                self._learn_order()
         finally:
             self._reset()
         if notes is not None:
@@ -420,6 +453,7 @@ class Reducer:
         self._finishes.clear()
         for bucket in self._layout.buckets:
             bucket.reset()
+        self._arrived.clear()
         self._any_arrived = False
         self._was_asked = False
         self._waits_for_end = False
@@ -428,19 +462,54 @@ class Reducer:
         self._task = _NO_TASK
         self._phase = _Phase.IDLE
 
+    # -- Order of arrival ----------------------------------------------------------------------------------------------
+
+    def _learn_order(self) -> None:
+        """Take rank 0's order of arrival for the next plan (collective). [Note: order of arrival]."""
+        self._knows_order = True
+        index = {id(each.parameter): number for number, each in enumerate(self._model.trained)}
+        order = [index[id(slot.parameter)] for slot in self._arrived]
+        order += [number for number in reversed(range(len(index))) if number not in set(order)]
+        told = torch.tensor(order, device=self._model.trained[0].parameter.device)
+        dist.broadcast(told, group=self._group, group_src=0)
+        self._order = told.tolist()
+
+    @property
+    def has_replanned(self) -> bool:
+        """Whether the plan is that of the order of arrival."""
+        return self._knows_order and self._options.follows_arrival
+
+    def _plan_anew(self) -> None:
+        """Use the order that was learnt. Not at once: until now, gradients may have lain in the old buckets."""
+        plan = self._plan if self._has_changed else self._make_plan()
+        if plan != self._plan:
+            self._plan = plan
+            self._replace_layout()
+        self._order = []
+
+    def _replace_layout(self) -> None:
+        unsynced = {id(slot.parameter) for slot in self._slots() if slot.is_unsynced}
+        self._layout = self._lay_out()
+        for slot in self._slots():
+            slot.is_unsynced = id(slot.parameter) in unsynced
+        self._listen()
+
     # -- A model that changes ------------------------------------------------------------------------------------------
 
-    def _lay_out(self) -> Layout:
-        trained = self._model.trained
+    def _make_plan(self) -> Plan:
         dtype = self._options.dtype
-        specs = [each.spec if dtype is None else replace(each.spec, dtype=dtype) for each in trained]
-        plan = plan_buckets(
+        specs = [each.spec if dtype is None else replace(each.spec, dtype=dtype) for each in self._model.trained]
+        return plan_buckets(
             specs,
             self._options.limits,
+            order=self._order,
             num_notes=num_notes(self._world.world_size),
             only_gradients=self._hook is not None,
+            notes_apart=self._options.skips_unused,
         )
-        return lay_out(plan, trained, self._group, as_view=self._options.as_view)
+
+    def _lay_out(self) -> Layout:
+        return lay_out(self._plan, self._model.trained, self._group, as_view=self._options.as_view)
 
     def _listen(self) -> None:
         _remove(self._handles)
@@ -499,14 +568,22 @@ class Reducer:
             bucket.settle()
 
     def _rebuild(self) -> None:
-        unsynced = {id(slot.parameter) for slot in self._slots() if slot.is_unsynced}
         self._has_changed = False
         self._always_waits, self._has_inner_tasks = True, False
+        self._order, self._knows_order = [], not self._options.follows_arrival
         if self._model.trained:
-            self._layout = self._lay_out()
-        for slot in self._slots():
-            slot.is_unsynced = id(slot.parameter) in unsynced
-        self._listen()
+            self._plan = self._make_plan()
+            self._replace_layout()
+        else:
+            _remove(self._handles)
+
+
+def _do_nothing() -> None:
+    """Stand for a message that was not sent."""
+
+
+def _has_unsynced(bucket: Bucket) -> bool:
+    return any(slot.is_unsynced for slot in bucket.slots)
 
 
 def _first_of(future: "torch.futures.Future[list[Tensor]]") -> Tensor:

@@ -1,0 +1,43 @@
+"""When the parts of a step began and ended, on the clock of this process."""
+
+import time
+from typing import final
+
+
+@final
+class StepTimes:
+    """Moments of the last step, in nanoseconds; 0 where it did not come so far.
+
+    On a GPU these are the moments at which work was handed to it, not those at which it was done.
+    """
+
+    __slots__ = ("backward_end", "backward_start", "forward_start", "messages_end", "messages_start")
+
+    def __init__(self) -> None:
+        self.forward_start = 0
+        self.backward_start = 0
+        self.messages_start = 0
+        self.backward_end = 0
+        self.messages_end = 0
+
+    def begin_forward(self) -> None:
+        """Note that a forward begins."""
+        self.forward_start = time.monotonic_ns()
+
+    def begin_backward(self) -> None:
+        """Note that its backward begins."""
+        self.backward_start = time.monotonic_ns()
+        self.messages_start = 0
+
+    def begin_messages(self) -> None:
+        """Note that the first bucket leaves."""
+        if not self.messages_start:
+            self.messages_start = time.monotonic_ns()
+
+    def end_backward(self) -> None:
+        """Note that the last gradient has arrived."""
+        self.backward_end = time.monotonic_ns()
+
+    def end(self) -> None:
+        """Note that everything is reduced."""
+        self.messages_end = time.monotonic_ns()
