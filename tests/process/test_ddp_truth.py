@@ -356,6 +356,8 @@ def uneven(rank: int, answers: Answers) -> None:
                 model.zero_grad()
                 model(ones(rank) * (step + 1)).sum().backward()
                 sums.append(net[0].weight.grad[0, 0].item())
+                held = net[0].weight.grad
+        answers[f"kept after join {by_initial}"] = held is net[0].weight.grad, held[0, 0].item()
         answers[f"joined {by_initial}"] = [round(each, 4) for each in sums]
 
     def train(layer: nn.Linear, num_steps: int, **options: bool) -> None:
@@ -386,6 +388,8 @@ def test_ranks_with_more_inputs_go_on_alone(answers: list[Answers]) -> None:
     assert answers[0]["joined True"] == answers[0]["joined False"] == [1.5]
     assert answers[1]["joined True"] == [1.5, 2.0, 3.0]
     assert answers[1]["joined False"] == [1.5, 4.0, 6.0]
+    for by_initial in (True, False):  # while the other rank went on
+        assert answers[0][f"kept after join {by_initial}"] == (True, 1.5)
     assert answers[0]["final model"] == answers[1]["final model"]
     assert answers[0]["warned of joined True"] == []
 

@@ -35,6 +35,7 @@ from lockstep.parallel.module_arguments import (
 from lockstep.parallel.module_hook import ModuleHook
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples
 from lockstep.parallel.statistics import Statistics, describe_wrapper
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
 
@@ -59,7 +60,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         broadcast_buffers: Deprecated in torch: `forward_sync_buffers`, and at construction too.
         init_sync: Compare the ranks' parameters and overwrite them with rank 0's at construction.
         process_group: The group; None for the default group.
-        bucket_cap_mb: Size of a gradient bucket in MiB; None for 25, with a first bucket of 1.
+        bucket_cap_mb: Size of a gradient bucket in MiB; None for 25, and 1 for the last one to travel.
         find_unused_parameters: Unused parameters are found without it; with it, buckets keep their first order, as in
             torch.
         check_reduction: Accepted, without effect, as in torch.
@@ -72,7 +73,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         device_mesh: A one-dimensional mesh instead of a group.
         skip_all_reduce_unused_params: Do not send buckets that no gradient arrived in; all ranks must use the same
             parameters then, always.
-        bucket_cap_mb_list: Sizes in MiB of the first, second, ... bucket; the last one is that of all the rest.
+        bucket_cap_mb_list: Sizes in MiB of the last bucket to travel, of the one before it, ...; the last size is that
+            of all the rest.
         batched_grad_copy: Accepted: small gradients are copied together anyway.
         forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward.
 
@@ -372,6 +374,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
+        self.logger.joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return WrapperJoinHook(self)
 
@@ -406,7 +409,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def shadow_backward(self) -> None:
         """Take part in the others' reduction (collective)."""
         if self.reducer is not None:
-            self.reducer.reduce_without_backward(as_zero=True)
+            self.reducer.reduce_nothing()
 
     def take_final_model(self, *, is_last_joiner: bool) -> None:
         """Take the model of a rank that joined last (collective)."""
@@ -522,7 +525,8 @@ def _localize_tensor_parallel(module: nn.Module, device_mesh: Any) -> None:
 
 
 def _refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
-    if device.type == "cpu" and any(type(each) is nn.SyncBatchNorm for each in module.modules()):
+    torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
+    if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
         raise ValueError(
             "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
             "convert_sync_batchnorm(module), which works on the CPU as well."

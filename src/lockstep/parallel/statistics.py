@@ -35,6 +35,8 @@ class Statistics:
     def __init__(self) -> None:
         self.sample_rate = 100
         """After the first ten, every so many steps are sampled."""
+        self.joins_uneven_inputs = False
+        """Whether a `join` was entered."""
         self._sampled: dict[str, int] = {"iteration": 0}
         self._sums = dict.fromkeys(_DURATIONS, 0)
         self._num_sampled = 0
@@ -73,7 +75,8 @@ class Statistics:
     def values(self) -> dict[str, Any]:
         """Return what is known so far."""
         error = {"has_error": 1, "error": self._error} if self._error else {}
-        return {**self._sampled, **error}
+        joins = {"join_uneven_inputs": 1} if self.joins_uneven_inputs else {}
+        return {**self._sampled, **joins, **error}
 
 
 def describe_wrapper(
@@ -92,11 +95,12 @@ def describe_wrapper(
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     members = [[index.get(id(slot.parameter), -1) for slot in slots] for slots in buckets]
     sizes = _joined(sum(slot.parameter.nbytes for slot in slots) for slots in buckets)
+    backend = dist.get_backend(world.group)
     facts = {
         "module_name": type(module).__name__,
         "world_size": world.world_size,
         "rank": world.rank,
-        "backend_name": dist.get_backend(world.group),
+        "backend_name": backend,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_TORCH_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})),
@@ -105,6 +109,8 @@ def describe_wrapper(
         **read_launch_facts(),
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }
+    if backend == "gloo":
+        facts["gloo_num_threads"] = dist.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]  # noqa: SLF001
     if reducer is not None:
         facts["num_buckets_reduced"] = reducer.num_buckets_sent
         if reducer.has_replanned:

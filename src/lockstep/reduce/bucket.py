@@ -129,10 +129,22 @@ class Slot:
         Only for a gradient that was cleared meanwhile: in torch such a one has memory of its own.
         """
         if sys.getrefcount(self.place) > _REFERENCES_WHEN_OURS:
-            held = self.place
-            self.place = _place(self._flat, self.parameter, as_view=self._is_view)
-            with torch.no_grad():
-                held.set_(held.clone())  # type: ignore[call-overload]
+            self._move_out()
+
+    def take_away(self) -> Tensor | None:
+        """Take the gradient away from the parameter, with its values and out of the bucket, and return it."""
+        gradient = self.parameter.grad
+        if gradient is self.place:
+            self._move_out()
+        self.parameter.grad = None
+        return gradient
+
+    def _move_out(self) -> None:
+        """Give the tensor that is the place memory of its own, and make another one the place."""
+        held = self.place
+        self.place = _place(self._flat, self.parameter, as_view=self._is_view)
+        with torch.no_grad():
+            held.set_(held.clone())  # type: ignore[call-overload]
 
 
 @final

@@ -1,8 +1,8 @@
 """Which gradient lies where in which bucket. Pure: descriptions in, a plan out.
 
-Gradients arrive roughly in the reverse of the order in which parameters were registered, so buckets are filled in
-that order; the first one is small, so that something is on its way early in backward (Li et al., "PyTorch
-Distributed", VLDB 2020, section 3.2.3).
+Gradients arrive roughly in the reverse of the order in which parameters were registered, and that is the order in which
+buckets travel (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3). They are filled from the end: the last one
+is small, for nothing of the backward is left to hide its way.
 
 A bucket of n parameters:
 
@@ -58,8 +58,8 @@ class BucketLimits:
     """When a bucket is full. A bucket closes with the gradient that takes it to its limit or over."""
 
     sizes_bytes: tuple[int, ...] = (1 << 20, 25 << 20)
-    """Limits of the first, second, ... bucket of each dtype and device; the last one is that of all the rest. Torch's
-    default: a small one first."""
+    """Limits of the last bucket to travel, of the one before it, ..., for each dtype and device; the last limit is that
+    of all the rest. The default is torch's."""
 
     def limit_bytes(self, number: int) -> int:
         """Return the limit of the bucket with this number."""
@@ -138,13 +138,13 @@ def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequenc
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[int]] = []
-    for index in order:
+    for index in reversed(order):
         if specs[index].is_sparse:
             closed.append([index])
             continue
         key = (specs[index].dtype, specs[index].device)
         members = open_buckets.setdefault(key, [])
-        members.append(index)
+        members.insert(0, index)
         number = num_closed.get(key, 0)
         if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limits.limit_bytes(number):
             closed.append(open_buckets.pop(key))

@@ -219,19 +219,23 @@ class Reducer:
                 "this one's are not the same any more. Let the exception end the training, or catch it on every rank."
             )
 
-    def reduce_without_backward(self, *, as_zero: bool = False) -> None:
-        """Take part in a reduction for which this rank ran no backward (collective).
-
-        Args:
-            as_zero: Contribute zeros, whatever `.grad` holds.
-        """
+    def reduce_without_backward(self) -> None:
+        """Take part in a reduction for which this rank ran no backward, with what `.grad` holds (collective)."""
         self.finish_interrupted()
-        if as_zero:
-            for slot in self._slots():
-                slot.parameter.grad = None
         self._look_at_model()
+        if self._order:
+            self._plan_anew()
         self._phase = _Phase.COLLECTING
         self._complete()
+
+    def reduce_nothing(self) -> None:
+        """Take part in a reduction with zeros; `.grad` stays as it is (collective)."""
+        gradients = [(slot.parameter, slot.take_away()) for slot in self._slots()]
+        try:
+            self.reduce_without_backward()
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def close(self) -> None:
         """Watch no more (local)."""

@@ -31,6 +31,11 @@ class SparseSlot:
     def adopt(self) -> None:
         """Do nothing, likewise."""
 
+    def take_away(self) -> Tensor | None:
+        """Take the gradient away from the parameter and return it."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        return gradient
+
 
 @final
 class SparseBucket:

@@ -44,7 +44,7 @@ def test_every_gradient_has_a_place_of_its_own(
         assert bucket.num_elements == bucket.num_gradient_elements + len(bucket.slots) + num_notes
 
 
-def test_buckets_fill_in_reverse_order_behind_a_small_first_one() -> None:
+def test_buckets_travel_in_reverse_order_with_a_small_last_one() -> None:
     specs = [spec(number, 256) for number in range(10)]  # 1 KiB each
     buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(1 << 10, 4 << 10))).buckets
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[9], [8, 7, 6, 5], [4, 3, 2, 1], [0]]
@@ -65,7 +65,13 @@ def test_description_names_what_ranks_compare() -> None:
 def test_a_list_of_sizes_holds_for_one_bucket_after_another() -> None:
     specs = [spec(number, 256) for number in range(7)]
     buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(2 << 10, 1 << 10, 3 << 10))).buckets
-    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[6, 5], [4], [3, 2, 1], [0]]
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[6], [5, 4, 3], [2], [1, 0]]
+
+
+def test_buckets_follow_an_order_that_is_given() -> None:
+    specs = [spec(number, 256) for number in range(5)]
+    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(1 << 10, 2 << 10)), order=[2, 0, 4, 1, 3]).buckets
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[2, 0], [4, 1], [3]]
 
 
 def test_a_hook_gets_gradients_without_gaps() -> None:
