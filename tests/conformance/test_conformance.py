@@ -1,20 +1,16 @@
 """A selection of PyTorch's own tests on "shm", small enough for every run; `torch_distributed` runs them all."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.conformance.command import run
 
 import lockstep  # noqa: F401  (registers "shm")
 
 BACKEND = "shm"
-ROOT = Path(__file__).parents[2]
 
 SELECTION = {
     "collectives": (
@@ -75,25 +71,10 @@ CONDITIONS = {"all_to_all": "mpi"}
 """The name that torch's skip conditions see, where it is not "gloo": they allow these to one backend only."""
 
 
-def run(command: list[str], log: Path) -> None:
-    """Run a command from the repository's root; nothing that it started outlives this call."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
-        try:
-            process.wait(timeout=55)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"not done after 55 s\n{log.read_text()}")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 @pytest.mark.skipif(not hasattr(dist.Backend, BACKEND.upper()), reason=f"the backend {BACKEND} is not registered")
 @pytest.mark.parametrize("kind", SELECTION)
 def test_what_torch_asks_of_a_backend_holds(kind: str, tmp_path: Path) -> None:
     output, log = tmp_path / "results.json", tmp_path / "log"
-    # In a process of its own: torch's test modules read the environment and set warnings when they are imported.
     command = [sys.executable, "-m", "tests.conformance.torch_distributed", "--backend", BACKEND, "--timeout", "15"]
     command += ["--conditions", CONDITIONS.get(kind, "gloo"), "--start", "fork", "--output", str(output)]
     run([*command, "--tests", *SELECTION[kind]], log)

@@ -10,7 +10,11 @@ A backend with a name of its own is skipped by conditions such as "only Gloo doe
 it. So the module is imported under the name in CONFORMANCE_CONDITIONS, and `BACKEND` is set back before anything
 runs: the group, and all that a test asserts about it, is of the backend under test and no other.
 
-Importing this module reads the environment: BACKEND, WORLD_SIZE, INIT_METHOD and CONFORMANCE_CONDITIONS.
+With a wrapper, "torch" or "lockstep", there are only the tests of DistributedDataParallel and its companions, on cuda
+devices that are the CPU (see `cuda_on_cpu`), and with "lockstep" the classes are ours (see `drop_in`).
+
+Importing this module reads the environment: BACKEND, WORLD_SIZE, INIT_METHOD, CONFORMANCE_CONDITIONS and
+CONFORMANCE_WRAPPER.
 """
 
 import faulthandler
@@ -21,15 +25,16 @@ import time
 import traceback
 import unittest
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.conformance import stand_in
+from tests.conformance import cuda_on_cpu, drop_in, stand_in
 from tests.conformance.results import Outcome
+from torch.nn.parallel import DistributedDataParallel
 
 import lockstep  # noqa: F401  (registers "shm", before torch's module asks for it)
 
@@ -38,9 +43,14 @@ stand_in.register()
 BACKEND = os.environ["BACKEND"]
 CONDITIONS = os.environ.get("CONFORMANCE_CONDITIONS", BACKEND)
 START = os.environ.get("CONFORMANCE_START", "forkserver")
+WRAPPER = os.environ.get("CONFORMANCE_WRAPPER", "")
+"""Whose classes the tests get, "torch" or "lockstep"; empty for the tests of collectives and all others."""
 
 os.environ["BACKEND"] = CONDITIONS
-from torch.testing._internal.distributed import distributed_test as torch_tests  # noqa: E402
+with ExitStack() as stack:
+    if WRAPPER:
+        stack.enter_context(cuda_on_cpu.gates_open(int(os.environ["WORLD_SIZE"])))
+    from torch.testing._internal.distributed import distributed_test as torch_tests
 
 os.environ["BACKEND"] = torch_tests.BACKEND = BACKEND
 
@@ -69,10 +79,32 @@ class ConformanceTest(torch_tests.TestDistBackend, torch_tests.DistributedTest._
         super().setUp()  # type: ignore[no-untyped-call]
         self._start_processes(worker_process)
 
+    def run_test(self, test_name: str, parent_pipe: Connection) -> None:
+        with wrapper_in_place():
+            super().run_test(test_name, parent_pipe)
+
+    def _run_uneven_inputs_test(self, test_case: Any, *args: Any, **kwargs: Any) -> None:
+        if WRAPPER and test_case.name == "large_conv_model":
+            # A million pixels, each of which becomes 256 channels: a GPU's work, hours of a CPU's. A corner will do.
+            test_case = test_case._replace(inp=test_case.inp[..., :32, :32])
+        super()._run_uneven_inputs_test(test_case, *args, **kwargs)  # type: ignore[no-untyped-call]
+
     def _test_accumulate_gradients_no_sync(self, *args: Any, **kwargs: Any) -> None:
         # It picks the model by name of backend, has none for an unknown name, and makes no group.
         with backend_named(CONDITIONS):
             super()._test_accumulate_gradients_no_sync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def wrapper_in_place() -> Iterator[None]:
+    """Let the running test find the classes of `WRAPPER`, and the CPU where it names a GPU; nothing without one."""
+    with ExitStack() as stack:
+        if WRAPPER:
+            wrappers = {DistributedDataParallel, drop_in.ours()["DistributedDataParallel"]}
+            stack.enter_context(cuda_on_cpu.cuda_on_cpu(torch_tests, *wrappers))
+        if WRAPPER == "lockstep":
+            stack.enter_context(drop_in.in_place_of_torch(torch_tests))
+        yield
 
 
 def worker_process(*, target: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BaseProcess:
@@ -108,6 +140,10 @@ def survey() -> dict[str, str | None]:
     """Return every test, with the reason for which the conditions skip it, if they do."""
     names = unittest.TestLoader().getTestCaseNames(ConformanceTest)
     methods = {name: getattr(ConformanceTest, name) for name in names}
+    if WRAPPER:
+        methods = {
+            name: method for name, method in methods.items() if drop_in.concerns(method, ConformanceTest, torch_tests)
+        }
     return {
         name: str(method.__unittest_skip_why__) if getattr(method, "__unittest_skip__", False) else None
         for name, method in methods.items()

@@ -46,6 +46,8 @@ class Selection:
     jobs: int
     timeout_seconds: int
     start: str
+    wrapper: str = ""
+    """Whose DistributedDataParallel the tests get, "torch" or "lockstep"; see `torch_ddp`."""
 
     def chooses(self, test: str) -> bool:
         """Whether a pattern matches the name of `test`."""
@@ -78,6 +80,7 @@ def environment(selection: Selection, conditions: str, folder: Path) -> dict[str
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(selection.timeout_seconds),
         "CONFORMANCE_CONDITIONS": conditions,
         "CONFORMANCE_START": selection.start,
+        "CONFORMANCE_WRAPPER": selection.wrapper,
         "CUDA_VISIBLE_DEVICES": "",
         # More workers than cores: intra-op threads would only wait for each other.
         "OMP_NUM_THREADS": "1",
@@ -147,6 +150,11 @@ def main(arguments: Sequence[str]) -> int:
     selection, output, compare = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="conformance-", ignore_cleanup_errors=True) as folder:
         found = run_all(selection, Path(folder))
+    return report(found, output, compare)
+
+
+def report(found: Results, output: Path | None, compare: Path | None) -> int:
+    """Print the table, write the file and compare with the other, where they are given; return the exit status."""
     print(results.table(found))  # noqa: T201
     if output is not None:
         results.save(found, output)

@@ -357,7 +357,7 @@ def uneven(rank: int, answers: Answers) -> None:
                 model(ones(rank) * (step + 1)).sum().backward()
                 sums.append(net[0].weight.grad[0, 0].item())
                 held = net[0].weight.grad
-        answers[f"kept after join {by_initial}"] = held is net[0].weight.grad, held[0, 0].item()
+        answers[f"kept after join {by_initial}"] = held is net[0].weight.grad, round(held[0, 0].item(), 4)
         answers[f"joined {by_initial}"] = [round(each, 4) for each in sums]
 
     def train(layer: nn.Linear, num_steps: int, **options: bool) -> None:

@@ -33,7 +33,7 @@ from lockstep.parallel.module_arguments import (
     require_group,
 )
 from lockstep.parallel.module_hook import ModuleHook
-from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples
+from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples, name_precisions
 from lockstep.parallel.statistics import Statistics, describe_wrapper
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
@@ -175,6 +175,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._delayed: DelayedReduction | None = None
         if delayed and param_to_hook_all_reduce is not None:
             self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._world)
+        name_precisions(module, getattr(mixed_precision, "param_dtype", None), self.parameters_to_ignore)
         cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
         self._connect(model)
 

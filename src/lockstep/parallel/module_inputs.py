@@ -46,6 +46,21 @@ def call_in_precision(
     return functional_call(module, cast, cast_floats(inputs, dtype), cast_floats(kwargs, dtype))
 
 
+def name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
+    """Give parameters the attributes by which torch names what they are in either precision.
+
+    `_fp_param` is the parameter's data; `_mp_param`, between steps, a tensor of the low dtype without memory.
+    """
+    if dtype is None:
+        return
+    left_alone = set(ignored)
+    for name, parameter in module.named_parameters():
+        if name not in left_alone:
+            named: Any = parameter
+            named._fp_param = parameter.data  # noqa: SLF001 - torch's name
+            named._mp_param = torch.empty(0, dtype=dtype, device=parameter.device)  # noqa: SLF001
+
+
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
     """Cast the floating-point buffers of `module` to `dtype`, in place."""
     if dtype is None:

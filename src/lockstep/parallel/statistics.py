@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import SyncBatchNorm
 
 from lockstep.comm import World
 from lockstep.reduce import Reducer
@@ -105,7 +106,7 @@ def describe_wrapper(
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_TORCH_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})),
         "bucket_sizes": sizes,
-        "has_sync_bn": int(any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())),
+        "has_sync_bn": int(any(isinstance(each, SyncBatchNorm) for each in module.modules())),
         **read_launch_facts(),
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }

@@ -241,8 +241,11 @@ class Reducer:
         """Watch no more (local)."""
         _remove(self._handles)
 
-    def run_all_reduce(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-        """Add up what a hook sees of a bucket, as without a hook; the future holds the sum (collective)."""
+    def _set_optimizer_in_backward(self) -> None:
+        """Do nothing: torch's reducer has to know of optimizers that run in a hook, this one does not."""
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        """Add up what a hook sees of a bucket; the future holds the sum (collective; torch's hooks call it so)."""
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(_first_of)  # type: ignore[no-any-return]
