@@ -35,7 +35,13 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.launch import Run, launch
-from lockstep.parallel import DistributedDataParallel, SyncBatchNorm
+from lockstep.parallel import (
+    DataParallel,
+    DataParallelCriterion,
+    DistributedDataParallel,
+    SyncBatchNorm,
+    data_parallel,
+)
 from lockstep.train import Trainer, accuracy, seed_generators, set_deterministic
 
 __version__ = version("lockstep")
@@ -46,6 +52,8 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConfigError",
     "DataFileError",
+    "DataParallel",
+    "DataParallelCriterion",
     "DeviceError",
     "DistributedDataParallel",
     "DistributedSampler",
@@ -65,6 +73,7 @@ __all__ = [
     "WorkerFailedError",
     "__version__",
     "accuracy",
+    "data_parallel",
     "destroy_process_group",
     "init_process_group",
     "launch",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -605,6 +606,39 @@ def test_copies_of_the_wrapper_synchronise(answers: list[Answers], what: str) ->
         assert found["is torch's"]
 
 
+# -- The compiler ------------------------------------------------------------------------------------------------------
+
+
+def compiled(rank: int, answers: Answers) -> None:
+    def gradients(wrap: Callable[[nn.Module], nn.Module]) -> list[list[float]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = wrap(net)
+        for step in range(3):
+            model.zero_grad()
+            inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(inputs).square().mean().backward()
+        return [parameter.grad.flatten().tolist() for parameter in net.parameters()]
+
+    answers["not compiled"] = gradients(ls.DistributedDataParallel)
+    for name, wrap in (
+        ("before wrapping", lambda net: ls.DistributedDataParallel(torch.compile(net, backend="eager"))),
+        ("after wrapping", lambda net: torch.compile(ls.DistributedDataParallel(net), backend="eager")),
+    ):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        answers[f"compiled {name}"] = gradients(wrap), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+def test_the_module_is_compiled_and_nothing_else(answers: list[Answers], when: str) -> None:
+    for found in answers:
+        values, num_graphs = found[f"compiled {when}"]
+        assert values == found["not compiled"]
+        assert num_graphs == 1
+
+
 def scenarios(run: ls.Run) -> Answers:
     answers: Answers = {}
     for scenario in (
@@ -617,6 +651,7 @@ def scenarios(run: ls.Run) -> Answers:
         hooks_of_ones_own,
         hooks_that_are_none,
         kinds,
+        compiled,
     ):
         scenario(run.rank, answers)
     return answers

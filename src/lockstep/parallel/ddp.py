@@ -205,6 +205,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo(recursive=False)  # noqa: SLF001 - the module within is compiled, this is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, on inputs moved to the device of `device_ids` if one was given.
 
@@ -222,6 +223,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         nn.Module.train(self, mode)
         return self
 
+    @torch._disable_dynamo  # noqa: SLF001
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
             self._setup_in_backward_optimizers()  # type: ignore[no-untyped-call]

@@ -8,6 +8,8 @@ behind.
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
+
 
 @final
 class ModuleHook:
@@ -20,6 +22,7 @@ class ModuleHook:
     def __init__(self, target: Callable[[], Callable[..., None] | None]) -> None:
         self._target = target
 
+    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable, but without importing the compiler at once
     def __call__(self, *arguments: Any) -> None:
         """Hand the hook's arguments on."""
         call = self._target()

@@ -44,6 +44,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World
+from lockstep.compiler import keep_compiler_out
 from lockstep.errors import ReductionError
 from lockstep.reduce.agreement import check_same_model
 from lockstep.reduce.bucket import read_numbers
@@ -302,6 +303,7 @@ class Reducer:
         else:
             self._has_inner_tasks = self._waits_for_end = True
 
+    @keep_compiler_out
     def _on_output(self, synchronizes: bool, _gradient: Tensor) -> None:
         wanted = (synchronizes and self.synchronizes) or self._is_forced
         self._drop_if_interrupted()
@@ -330,6 +332,7 @@ class Reducer:
         self._callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
+    @keep_compiler_out
     def _on_end(self, task: int) -> None:
         if task != self._task:
             return
@@ -613,18 +616,21 @@ def _no_callback() -> None:
     """Stand for the callback of a backward that has not begun."""
 
 
+@keep_compiler_out
 def _deliver(reducer: "weakref.ref[Reducer]", slot: AnySlot, parameter: nn.Parameter) -> None:
     alive = reducer()
     if alive is not None:
         alive._take(slot, parameter)  # noqa: SLF001 - this is a part of the reducer
 
 
+@keep_compiler_out
 def _note_asked(reducer: "weakref.ref[Reducer]", _gradient: Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive._was_asked = True  # noqa: SLF001
 
 
+@keep_compiler_out
 def _deliver_unplanned(reducer: "weakref.ref[Reducer]", _parameter: nn.Parameter) -> None:
     alive = reducer()
     if alive is not None:

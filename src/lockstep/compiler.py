@@ -1,0 +1,24 @@
+"""Keeping torch.compile out of code that is none of its business.
+
+While a compiled function runs, the compiler looks at every Python function that is called, also by C++: hooks of the
+autograd engine, and a process group written in Python. It would compile these one by one, or fail.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def keep_compiler_out(function: _Function) -> _Function:
+    """Mark a function, as a decorator: it is not compiled when C++ calls it, nor is anything that it calls.
+
+    It costs nothing per call, and does not import the compiler, which `torch.compiler.disable` does both. A function
+    that Python code calls within a compiled function needs that one.
+    """
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001 - there is no public name for it
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    return function
