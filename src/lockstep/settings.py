@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.errors import UsageError
+
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
@@ -54,6 +56,24 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool:
         environ: Mapping to read instead of this process' environment.
     """
     return (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "") not in {"", "0"}
+
+
+def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
+    """Return after how long without a reduction the ranks say where they stand: LOCKSTEP_STALL_SECONDS; 0 for never.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+
+    Raises:
+        UsageError: It is not a number.
+    """
+    text = (os.environ if environ is None else environ).get("LOCKSTEP_STALL_SECONDS", "60")
+    try:
+        return max(float(text), 0.0)
+    except ValueError as error:
+        raise UsageError(
+            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 to say nothing."
+        ) from error
 
 
 def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:

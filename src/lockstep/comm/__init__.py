@@ -14,7 +14,7 @@ from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
 from lockstep.comm.ordered import ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
-from lockstep.comm.world import World, current_world
+from lockstep.comm.world import World, current_world, group_store
 
 register_backends()
 
@@ -24,6 +24,7 @@ __all__ = [
     "broadcast_tensors",
     "current_world",
     "destroy_process_group",
+    "group_store",
     "init_process_group",
     "ordered_all_reduce",
     "ordered_hook",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,12 @@ class World:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+
+def group_store(group: ProcessGroup) -> Store | None:
+    """Return the store that the ranks of a group share; None for a group that torch did not make (local)."""
+    known = dist.distributed_c10d._world.pg_map.get(group)  # noqa: SLF001 - torch has no public name for it
+    return None if known is None else known[1]
 
 
 def current_world(group: ProcessGroup | None = None) -> World:

@@ -8,7 +8,7 @@ hook's signature, `scatter` and `gather`.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -286,7 +286,9 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
-            broadcast_tensors(self.modules_buffers, self.process_group, source)
+            waiting = nullcontext() if self.reducer is None else self.reducer.waiting_for("buffers before a forward")
+            with waiting:
+                broadcast_tensors(self.modules_buffers, self.process_group, source)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:

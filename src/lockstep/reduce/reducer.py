@@ -28,9 +28,14 @@ on rank 0: modules are often used in another order than they were registered in.
 at the same point, compare their models, plan anew and reduce what the old plan had no place for.
 """
 
+import hashlib
+import math
+import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -43,7 +48,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World
+from lockstep.comm import World, group_store
 from lockstep.compiler import keep_compiler_out
 from lockstep.errors import ReductionError
 from lockstep.reduce.agreement import check_same_model
@@ -54,9 +59,13 @@ from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.notes import Note, Notes, num_notes, read_notes, write_note
 from lockstep.reduce.plan import BucketLimits, Plan, plan_buckets
 from lockstep.reduce.sparse_bucket import SparseSlot
+from lockstep.reduce.stall import StallWatch, where
 from lockstep.reduce.times import StepTimes
+from lockstep.settings import read_stall_seconds
 
 _NO_TASK = -1
+_NUM_NAMES = 3
+"""So many parameters of a bucket are named."""
 _NUM_WATCHED = 32
 """Of so many parameters is seen whether `torch.autograd.grad` asks for their gradients; each costs a call."""
 _LOCAL_GRADIENTS = (
@@ -141,6 +150,9 @@ class Reducer:
         self._num_samples = 0
         self._finishes: list[_Finish] = []
         self._awaited: list[torch.futures.Future[object]] = []
+        self._waiting_since = math.inf
+        self._waiting_for = 0
+        self._waiting_text = ""
         self._unread: tuple[Tensor, torch.Event] | None = None
         self._handles: list[RemovableHandle] = []
         self._arrived: list[AnySlot] = []
@@ -152,6 +164,7 @@ class Reducer:
         self._layout = self._lay_out()
         self._listen()
         weakref.finalize(self, _remove, self._handles)
+        self._watch_for_stalls()
 
     # -- What its owner says -------------------------------------------------------------------------------------------
 
@@ -239,8 +252,35 @@ class Reducer:
                 parameter.grad = gradient
 
     def close(self) -> None:
-        """Watch no more (local)."""
+        """Reduce no more (local)."""
         _remove(self._handles)
+        self._stop_watching()
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Let a wait within, which is not the reducer's own, be watched as well."""
+        self._waiting_text, self._waiting_since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_text, self._waiting_since = "", math.inf
+
+    def stands(self) -> str:
+        """Return in words how far this rank is."""
+        count = f"has reduced {self.num_reductions} times"
+        if not math.isfinite(self._waiting_since):
+            inside = "is in a backward" if self._phase is not _Phase.IDLE else "is not in a backward"
+            return f"{inside} and {count}"
+        if self._waiting_text:
+            return f"waits for {self._waiting_text} and {count}"
+        buckets = self._layout.buckets
+        if self._waiting_for >= len(buckets):
+            return f"waits for the last message of a backward and {count}"
+        names = [slot.name for slot in buckets[self._waiting_for].slots]
+        shown = ", ".join(names[:_NUM_NAMES]) + (
+            f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+        )
+        return f"waits for bucket {self._waiting_for + 1} of {len(buckets)} ({shown}) and {count}"
 
     def _set_optimizer_in_backward(self) -> None:
         """Do nothing: torch's reducer has to know of optimizers that run in a hook, this one does not."""
@@ -250,6 +290,27 @@ class Reducer:
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(_first_of)  # type: ignore[no-any-return]
+
+    def _watch_for_stalls(self) -> None:
+        seconds = read_stall_seconds()
+        store = group_store(self._group)
+        if self._world.world_size == 1 or seconds == 0 or store is None:
+            self._stop_watching = weakref.finalize(self, _do_nothing)
+            return
+        names = "".join(str(each.spec) for each in self._model.trained)
+        mine = dist.PrefixStore(f"stall/{hashlib.sha256(names.encode()).hexdigest()}", store)
+        me = weakref.ref(self)
+        thread_id = threading.get_ident()
+        watch = StallWatch(
+            mine,
+            self._world.rank,
+            self._world.world_size,
+            seconds,
+            partial(_waited, me),
+            partial(_stands, me, thread_id),
+        )
+        # At exit too: a thread that is in the store while the interpreter ends aborts the process.
+        self._stop_watching = weakref.finalize(self, watch.close)
 
     # -- During a backward ---------------------------------------------------------------------------------------------
 
@@ -414,7 +475,9 @@ class Reducer:
             work = dist.all_reduce(last_message, group=self._group, async_op=True)
             assert work is not None
             self._finishes.append(work.wait)
-        for finish in self._finishes:
+        self._waiting_since = time.monotonic()
+        for number, finish in enumerate(self._finishes):
+            self._waiting_for = number
             finish()
         while self._awaited:
             self._awaited.pop().wait()
@@ -468,6 +531,7 @@ class Reducer:
         self._was_asked = False
         self._waits_for_end = False
         self._is_forced = False
+        self._waiting_since = math.inf
         self._num_samples = 0
         self._task = _NO_TASK
         self._phase = _Phase.IDLE
@@ -586,6 +650,16 @@ class Reducer:
             self._replace_layout()
         else:
             _remove(self._handles)
+
+
+def _waited(reducer: "weakref.ref[Reducer]") -> float | None:
+    alive = reducer()
+    return None if alive is None else time.monotonic() - alive._waiting_since  # noqa: SLF001
+
+
+def _stands(reducer: "weakref.ref[Reducer]", thread_id: int) -> str:
+    alive = reducer()
+    return "has ended its training" if alive is None else alive.stands() + where(thread_id)
 
 
 def _do_nothing() -> None:
