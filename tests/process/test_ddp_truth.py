@@ -255,6 +255,19 @@ def synchronising(rank: int, answers: Answers) -> None:
         answers[f"held and new {number}"] = held.tolist(), gradient(model.module.weight)
 
 
+def orders(rank: int, answers: Answers) -> None:
+    # Registered in another order than used, and called around the wrapper: the first gradient of the second backward
+    # finds the plan made anew.
+    net = Two()
+    swapped = nn.ModuleList([net.second, net.first])
+    model = ls.DistributedDataParallel(swapped, bucket_cap_mb=0.00001)
+    for _ in range(3):
+        model.zero_grad()
+        net(ones(rank)).sum().backward()
+    answers["used in another order"] = gradient(net.second.weight)
+    answers["planned anew"] = [slot.name for bucket in model.reducer.buckets for slot in bucket.slots]
+
+
 @pytest.mark.parametrize("what", ["backward alone in no_sync", "forward alone in no_sync"])
 def test_no_sync_around_forward_or_backward_means_no_synchronisation(answers: list[Answers], what: str) -> None:
     assert [found[what] for found in answers] == [[[1.0] * 3], [[2.0] * 3]]
@@ -272,6 +285,12 @@ def test_no_sync_around_forward_or_backward_means_no_synchronisation(answers: li
 def test_gradient_is_the_mean(answers: list[Answers], what: str, expected: float) -> None:
     for found in answers:
         assert found[what] == [[expected] * 3]
+
+
+def test_buckets_travel_in_the_order_in_which_gradients_arrive(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["used in another order"] == [[4.5] * 3]
+        assert found["planned anew"] == ["0.weight", "1.weight"]
 
 
 def test_local_gradients_of_autograd_grad_are_warned_of_once(answers: list[Answers]) -> None:
@@ -694,6 +713,7 @@ def scenarios(run: ls.Run) -> Answers:
         changes,
         failures,
         synchronising,
+        orders,
         checkpoints,
         uneven,
         hooks,

@@ -398,7 +398,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            self.reducer.num_dividing = int(work.result()[0].item())
+            self.reducer.divide_by(int(work.result()[0].item()))
         tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
 
     def _reduces_after_this_forward(self) -> bool:
@@ -425,7 +425,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             [tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group, source
         )
         if self.reducer is not None:
-            self.reducer.num_dividing = self._world.world_size
+            self.reducer.divide_by(self._world.world_size)
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def describe_wrapper(
         facts["gloo_num_threads"] = dist.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]  # noqa: SLF001
     if reducer is not None:
         facts["num_buckets_reduced"] = reducer.num_buckets_sent
-        if reducer.has_replanned:
+        if reducer.is_in_order:
             facts["has_rebuilt_buckets"] = 1
             facts["rebuilt_bucket_sizes"] = sizes
             facts["rebuilt_per_bucket_param_indices"] = " ".join(str(number) for group in members for number in group)

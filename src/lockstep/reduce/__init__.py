@@ -16,8 +16,9 @@ from lockstep.reduce.agreement import check_same_model
 from lockstep.reduce.hook import CommHook, GradBucket
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.notes import Notes
+from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
-from lockstep.reduce.reducer import Reducer, ReducerOptions
+from lockstep.reduce.reducer import Reducer
 
 __all__ = [
     "BucketLimits",

@@ -1,0 +1,193 @@
+"""The messages of a reduction: buckets in plan order, then the notes; and who is waited for meanwhile.
+
+[Note: one hook at a time] A communication hook such as PowerSGD's makes further calls when its first is done. With the
+hooks of two buckets at work, it would depend on the moment which rank makes which call first.
+
+[Note: notes on a GPU] To read a note is to wait for the device. So there a rank reads in one step what was said in the
+last one, except when its own model has changed, which is rare and cannot wait.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.comm import World
+from lockstep.reduce.bucket import read_numbers
+from lockstep.reduce.hook import CommHook, GradBucket, result_of
+from lockstep.reduce.layout import Bucket, Layout
+from lockstep.reduce.notes import Note, Notes, read_notes, write_note
+from lockstep.reduce.times import StepTimes
+
+_NUM_NAMES = 3
+"""So many parameters of a bucket are named."""
+
+
+@final
+class Exchange:
+    """Sends the buckets of one backward after the other.
+
+    Args:
+        world: The workers.
+        layout: The buckets.
+        skips_unused: Whether buckets of which nothing arrived are not sent.
+
+    Attributes:
+        layout: The buckets; may be replaced between two backwards.
+        hook: What reduces a bucket in place of an all-reduce.
+        scale: By what gradients are multiplied before they are added, unless a hook does it.
+        num_buckets_sent: How many buckets of the last backward were sent.
+        times: When the parts of the last step began and ended.
+    """
+
+    def __init__(self, world: World, layout: Layout, *, skips_unused: bool) -> None:
+        assert world.group is not None
+        self.layout = layout
+        self.hook: CommHook | None = None
+        self.scale = 1.0
+        self.num_buckets_sent = 0
+        self.times = StepTimes()
+        self._world = world
+        self._group: ProcessGroup = world.group
+        self._skips_unused = skips_unused
+        self._finishes: list[Callable[[], object]] = []
+        self._awaited: list[torch.futures.Future[object]] = []
+        self._unread: tuple[Tensor, torch.Event] | None = None
+        self._waiting_since = math.inf
+        self._waiting_for: int | str = 0
+
+    def begin(self) -> None:
+        """Begin with the next backward."""
+        self.num_buckets_sent = 0
+        self.times.begin_backward()
+
+    def has_left(self, bucket: Bucket) -> bool:
+        """Whether a bucket of this backward was sent."""
+        return any(sent is bucket for sent in self.layout.buckets[: len(self._finishes)])
+
+    def send_full(self) -> None:
+        """Send buckets in plan order, up to the first that is not full: ranks must send in one order.
+
+        The message with the notes waits for the end. [Note: a whole backward]
+        """
+        buckets = self.layout.buckets
+        num_free = len(buckets) - (self.layout.last_message is None)
+        while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
+            self._send(len(self._finishes))
+
+    def complete(self, note: Note) -> Notes | None:
+        """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
+        self.times.end_backward()
+        numbers = write_note(note, self._world.rank, self._world.world_size)
+        buckets, last_message = self.layout.buckets, self.layout.last_message
+        while len(self._finishes) < len(buckets):
+            is_last = len(self._finishes) == len(buckets) - 1
+            self._send(len(self._finishes), numbers if is_last and last_message is None else ())
+        if last_message is not None and len(self._finishes) == len(buckets):
+            self._finish_hook()
+            _write(numbers, self.layout.notes)
+            self._all_reduce(last_message)
+        self._waiting_since = time.monotonic()
+        for number, finish in enumerate(self._finishes):
+            self._waiting_for = number
+            finish()
+        while self._awaited:
+            self._awaited.pop().wait()
+        self.times.end()
+        return self._read_notes(now=note.has_changed)
+
+    def wait_at_end(self, futures: "Sequence[torch.futures.Future[object]]") -> None:
+        """Let the next backward wait for these at its end."""
+        self._awaited += futures
+
+    def reset(self) -> None:
+        """Forget a backward."""
+        self._finishes.clear()
+        self._waiting_since = math.inf
+        for bucket in self.layout.buckets:
+            bucket.reset()
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Let a wait within, which is not the exchange's own, count as one."""
+        self._waiting_for, self._waiting_since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_for, self._waiting_since = 0, math.inf
+
+    def waited(self) -> float:
+        """Return for how many seconds this rank has waited by now; below zero if it does not."""
+        return time.monotonic() - self._waiting_since
+
+    def describe_wait(self) -> str:
+        """Return in words what this rank waits for; empty if it does not."""
+        if not math.isfinite(self._waiting_since):
+            return ""
+        if isinstance(self._waiting_for, str):
+            return f"waits for {self._waiting_for}"
+        buckets = self.layout.buckets
+        if self._waiting_for >= len(buckets):
+            return "waits for the last message of a backward"
+        names = [slot.name for slot in buckets[self._waiting_for].slots]
+        more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+        shown = ", ".join(names[:_NUM_NAMES]) + more
+        return f"waits for bucket {self._waiting_for + 1} of {len(buckets)} ({shown})"
+
+    def _send(self, index: int, note: Sequence[float] = ()) -> None:
+        bucket = self.layout.buckets[index]
+        if self._skips_unused and not any(slot.has_arrived or slot.is_unsynced for slot in bucket.slots):
+            bucket.presence.zero_()
+            self._finishes.append(_do_nothing)
+            return
+        self.times.begin_messages()
+        self.num_buckets_sent += 1
+        bucket.prepare(self.scale if self.hook is None else 1.0)
+        if note:
+            _write(note, self.layout.notes)
+        if self.hook is None:
+            self._all_reduce(bucket.message)
+            return
+        self._finish_hook()
+        is_last = index == len(self.layout.buckets) - 1
+        future = self.hook.start(GradBucket(bucket, index, is_last=is_last))
+        self._finishes.append(lambda: bucket.take(result_of(future)))
+
+    def _all_reduce(self, message: Tensor) -> None:
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+        assert work is not None
+        self._finishes.append(work.wait)
+
+    def _finish_hook(self) -> None:
+        """Wait for the hook that was started last. [Note: one hook at a time]."""
+        if self.hook is not None and self._finishes:
+            self._finishes[-1]()
+
+    def _read_notes(self, *, now: bool) -> Notes | None:
+        """Return what the ranks said. [Note: notes on a GPU]."""
+        notes = self.layout.notes
+        if now or notes.device.type == "cpu":
+            self._unread = None
+            return read_notes(read_numbers(notes))
+        before = self._unread
+        self._unread = notes.to("cpu", non_blocking=True), torch.Event(notes.device.type)
+        self._unread[1].record()
+        if before is None:
+            return None
+        numbers, event = before
+        event.synchronize()
+        return read_notes(read_numbers(numbers))
+
+
+def _do_nothing() -> None:
+    """Stand for a message that was not sent."""
+
+
+def _write(numbers: Sequence[float], place: Tensor) -> None:
+    place.copy_(torch.tensor(numbers, dtype=torch.float32))
