@@ -1,8 +1,11 @@
 """Gloo groups whose calls are compared first: with `check=True`, and where shm ranks are not on one host."""
 
 import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -157,6 +160,42 @@ def check_by_variable(run: ls.Run) -> str:
 
 def test_the_variable_asks_for_checks() -> None:
     assert ["rank 1 calls" in message for message in ls.launch(check_by_variable, workers=2)] == [True, True]
+
+
+def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
+    """Ctrl-C while rank 0 waits for rank 1 in an agreement; it goes on with the call that comes next."""
+    join(way, run)
+    dist.barrier()
+    if run.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.6)
+    told = []
+    for length in (10, 11):
+        try:
+            dist.all_reduce(torch.ones(length))
+            told.append("no error")
+        except (KeyboardInterrupt, ls.GroupError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told[0], told[1]
+
+
+def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
+    # It went on as if nothing had been: its next call then met another one of the others.
+    (interrupted, first), (lost, second) = ls.launch(be_interrupted, "shared memory", workers=2)
+    assert interrupted.startswith("KeyboardInterrupt")
+    assert "allreduce(sum, float32 [10]) was ended on this rank by KeyboardInterrupt" in first
+    for message in (lost, second):
+        assert "PeerLostError: Rank 0 failed: KeyboardInterrupt" in message
+
+
+def test_agreement_does_not_use_the_default_device() -> None:
+    # Gloo has no tensors on "meta", and that was taken for the loss of a rank.
+    with torch.device("meta"):
+        agreement = checked.GlooAgreement(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        agreement.agree(b"barrier()")
+        agreement.close()
 
 
 def lose_a_rank(run: ls.Run, way: str) -> str:

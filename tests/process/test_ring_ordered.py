@@ -436,6 +436,14 @@ def test_one_rank_adds_alone() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_one_tensor_may_be_several_partials_and_the_result() -> None:
+    # Each of them was once taken for memory to add in, and so for the others' changed: the sum of three ones was 4.
+    tensor = torch.ones(4)
+    assert ordered_all_reduce({(shard, shard + 1): tensor for shard in range(3)}, num_shards=3, out=tensor) is tensor
+    assert tensor.tolist() == [3.0] * 4
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_a_group_that_was_torn_down_is_told() -> None:
     group = dist.new_group([0])
     assert group is not None

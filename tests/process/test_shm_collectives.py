@@ -319,6 +319,89 @@ def inference_tensors_are_carried(rank: int, size: int, group: Any) -> Claims:
         yield "gathered", output.tolist(), [1.0] * (2 * size)
 
 
+def inference_mode_leaves_nothing_behind(rank: int, size: int, group: Any) -> Claims:
+    """Evaluating before training once broke the group: views of its memory were made in that mode, and kept."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for length in (3, 600_000):
+        with torch.inference_mode():
+            allocated = group.allocate_tensor(length, dtype=torch.float32)
+            dist.all_reduce(torch.ones(length), group=group)
+            dist.all_reduce(allocated, group=group)
+            work = dist.isend(torch.full((length,), float(rank)), after, group)
+            tensor = torch.empty(length)
+            dist.recv(tensor, before, group)
+            work.wait()
+        yield "message in inference mode", tensor.unique().tolist(), [float(before)]
+        allocated += 1.0
+        for mine in (torch.ones(length), allocated):
+            dist.all_reduce(mine, group=group)
+            yield f"sum of {length} afterwards", mine.unique().tolist(), [float(size)]
+        work = dist.isend(mine, after, group)
+        dist.recv(mine.clone(), before, group)
+        work.wait()
+
+
+def messages_into_inference_tensors(rank: int, size: int, group: Any) -> Claims:
+    """A receive that another thread carries out, outside of inference mode, once broke the group."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with torch.inference_mode():
+        places = [torch.zeros(4), torch.zeros(4, 2).T, torch.zeros(300_000), torch.zeros(5)]
+        works = [dist.irecv(place, before, group, tag) for tag, place in enumerate(places[:3])]
+        received = [work.get_future() for work in works]  # has the lane's thread take the messages
+    sent = [torch.full_like(place, rank + 1.0).contiguous() for place in places]
+    sends = [dist.isend(tensor, after, group, tag) for tag, tensor in enumerate(sent)]
+    for future in received:
+        future.wait()
+    with torch.inference_mode():
+        dist.recv(places[3], before, group, 3)
+    for work in sends:
+        work.wait()
+    for place in places:
+        yield f"received as {list(place.shape)}", place.unique().tolist(), [before + 1.0]
+
+
+def tensors_of_one_element_or_none_may_have_strides(rank: int, size: int, group: Any) -> Claims:
+    """Torch calls them contiguous all the same, and yet they have no view as bytes: that once broke the group."""
+    for length, stride in ((1, 2), (0, 2)):
+
+        def cut(value: float, length: int = length, stride: int = stride) -> Tensor:
+            return torch.full((4,), value)[::stride][:length]
+
+        expected = [1.0] * length
+        tensor = cut(float(rank))
+        dist.broadcast(tensor, 1, group)
+        yield "broadcast", tensor.tolist(), expected
+        work = dist.isend(cut(1.0), (rank + 1) % size, group)
+        dist.recv(tensor.zero_(), (rank - 1) % size, group)
+        work.wait()
+        yield "message", tensor.tolist(), expected
+        outputs = [cut(0.0) for _ in range(size)]
+        dist.all_gather(outputs, cut(1.0), group)
+        yield "gathered", [output.tolist() for output in outputs], [expected] * size
+
+
+def conjugate_views_are_filled_through_the_groups_methods(rank: int, size: int, group: Any) -> Claims:
+    """`dist` resolves them first, for its own calls only; what came for them was once lost."""
+    tensor = (whole(rank, 4, torch.complex64) + rank).conj()
+    expected = (whole(1, 4, torch.complex64) + 1).conj().resolve_conj()
+    group.broadcast([tensor], 1).wait()
+    yield "broadcast", tensor.resolve_conj(), expected
+    output = torch.zeros(4, dtype=torch.complex64).conj()
+    if rank == 0:
+        group.recv([output], 1).wait()
+        yield "message", output.resolve_conj(), expected
+    elif rank == 1:
+        group.send([tensor], 0).wait()
+
+
+def a_factor_does_not_change_the_dtype(rank: int, size: int, group: Any) -> Claims:
+    """A tensor of float64 as a factor once made a product of float64, which the others read as float32."""
+    factor = torch.tensor([2.0], dtype=torch.float64) if rank else 2.0
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor), group)
+    yield "sum", tensor, torch.full((5,), 2.0 * size)
+
+
 def all_reduce_of_several_tensors(rank: int, size: int, group: Any) -> Claims:
     shapes = ((3,), (0,), (2, 5), (70_001,), ())
     values = [[whole(other + 10 * number, shape) for number, shape in enumerate(shapes)] for other in range(size)]
@@ -702,6 +785,22 @@ def calls_go_on_though_nobody_waits(rank: int, size: int, group: Any) -> Claims:
     yield "result", [value.data_ptr() for value in work.result()], [tensor.data_ptr()]
 
 
+def a_future_is_told_though_an_older_receive_waits(rank: int, size: int, group: Any) -> Claims:
+    """It was once told when the older receive had its message, which here is sent only in answer: a deadlock."""
+    if rank == 0:
+        first, second = torch.zeros(1), torch.zeros(1)
+        older = dist.irecv(first, 1, group, 1)
+        dist.irecv(second, 1, group, 2).get_future().wait()
+        yield "second", second.item(), 2.0
+        dist.send(second, 1, group, 3)
+        older.wait()
+        yield "first", first.item(), 1.0
+    elif rank == 1:
+        dist.send(torch.full((1,), 2.0), 0, group, 2)
+        dist.recv(torch.zeros(1), 0, group, 3)
+        dist.send(torch.ones(1), 0, group, 1)
+
+
 def futures_hold_the_tensors(rank: int, size: int, group: Any) -> Claims:
     for length in (3, 300_000):
         tensor = torch.full((length,), float(rank))
@@ -868,6 +967,24 @@ def sparse_tensors_are_added(rank: int, size: int, group: Any) -> Claims:
         for other in range(size):
             expected[other] += other + 1.0 if other < 4 else 0.0
         yield f"later: {asynchronous}", tensor.to_dense(), expected
+    sparse = torch.eye(2).to_sparse()
+    # What Gloo refuses too, but once the others waited for it, which broke the group.
+    refused: tuple[Callable[[], Any], ...] = (
+        lambda: dist.broadcast(sparse, 0, group),
+        lambda: dist.all_reduce(sparse, ReduceOp.MAX, group),
+        lambda: dist.all_reduce(sparse.to_sparse_csr(), group=group),
+        lambda: dist.all_reduce_coalesced([sparse], group=group),
+        lambda: dist.send(sparse, (rank + 1) % size, group),
+        lambda: dist.recv(sparse, (rank - 1) % size, group),
+        lambda: dist.recv(sparse, group=group),
+    )
+    for number, call in enumerate(refused):
+        try:
+            call()
+        except ValueError as error:
+            yield f"refusal {number}", "sparse" in str(error), True
+        else:
+            yield f"refusal {number}", "no error", "ValueError"
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     yield "dense afterwards", tensor, torch.full((3,), float(size))
@@ -885,6 +1002,11 @@ SCENARIOS = (
     all_reduce_carries_what_is_not_a_number,
     collectives_do_not_meet_autograd,
     inference_tensors_are_carried,
+    inference_mode_leaves_nothing_behind,
+    messages_into_inference_tensors,
+    tensors_of_one_element_or_none_may_have_strides,
+    conjugate_views_are_filled_through_the_groups_methods,
+    a_factor_does_not_change_the_dtype,
     all_reduce_of_several_tensors,
     broadcast_gives_the_roots_values,
     reduce_gives_the_root_the_reduction,
@@ -904,6 +1026,7 @@ SCENARIOS = (
     messages_keep_their_order,
     calls_may_be_waited_for_in_any_order,
     calls_go_on_though_nobody_waits,
+    a_future_is_told_though_an_older_receive_waits,
     futures_hold_the_tensors,
     a_callback_may_communicate,
     synchronous_calls_take_their_turn,

@@ -134,7 +134,7 @@ def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str) -> t
         (0, rendezvous.__name__, "_receive_all"),
         (0, rendezvous.__name__, "_watch"),
         (0, rendezvous.__name__, "_expect"),
-        (1, "socket", "recv_fds"),
+        (1, rendezvous.__name__, "_receive_file"),
         (1, rendezvous.__name__, "_watch"),
     ],
 )

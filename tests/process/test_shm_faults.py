@@ -425,7 +425,13 @@ def have_children(rank: Rank) -> None:
     def fail() -> None:
         tell_peers(ValueError("of a child"))
 
-    for child in (gc.collect, call, fail, kept.clear, dist.destroy_process_group, group.shutdown):
+    def write() -> None:
+        # What a child wrote once was in its parent's tensor, and what it was given was its parent's to give.
+        kept[0].zero_()
+        with pytest.raises(GroupError, match="is no rank itself"):
+            group.allocate_tensor(10_000, dtype=torch.float32, device=CPU)
+
+    for child in (gc.collect, call, fail, write, kept.clear, dist.destroy_process_group, group.shutdown):
         pid = fork(child)
         mixed_calls(rank, group, 1)
         assert os.waitpid(pid, 0)[1] == 0

@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,6 +110,23 @@ def test_a_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
             assert late.num_mappings <= early.num_mappings + 20  # the allocator of C has some that come and go
             assert late.private_bytes <= early.private_bytes + 2 * MEGABYTE
             assert late.shared_bytes <= early.shared_bytes + MEGABYTE
+
+
+def leave_messages_behind(rank: Rank) -> float:
+    """Destroy a group with receives under way that nobody waits for; return how long that takes."""
+    rank.join()
+    dist.barrier()
+    for tag in range(40):
+        dist.irecv(torch.zeros(2), 1 - rank.number, tag=tag)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - began
+
+
+def test_receives_that_were_never_waited_for_do_not_delay_the_end(tmp_path: Path) -> None:
+    # Each of them once waited a while for its sender first, to see then that the group was gone: 50 ms each.
+    with Ranks(tmp_path, 2, leave_messages_behind) as ranks:
+        assert max(ranks.results()) < 1.0
 
 
 def allocate_and_drop(rank: Rank) -> None:
@@ -273,6 +291,9 @@ def list_files(rank: Rank) -> list[str]:
     use(rank, rank.join())
     links = [Path("/proc/self/fd", name) for name in names_in("/proc/self/fd")]
     opened = [str(link.readlink()) for link in links if link.is_symlink()]
+    # What a program inherits that a rank starts, it keeps: all but rank 0 once had the file so.
+    files = [int(link.name) for link in links if link.is_symlink() and "memfd:lockstep" in str(link.readlink())]
+    assert [os.get_inheritable(number) for number in files] == [False]
     mapped = [line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
     dist.barrier()
     return [*opened, *(name for names in mapped for name in names)]

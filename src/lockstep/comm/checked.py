@@ -56,7 +56,7 @@ class GlooAgreement:
 
     def agree(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective)."""
-        mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8)
+        mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
         mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
         pages = [torch.empty_like(mine) for _ in range(self._size)]
         try:
@@ -105,6 +105,7 @@ class CheckedProcessGroup(ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
         self._agreement = agreement
+        self._broken: GroupError | None = None
         self.backend_names = dict(backends)
         """Backend of each device."""
         for device, name in backends.items():
@@ -213,14 +214,23 @@ class CheckedProcessGroup(ProcessGroup):
     def _call(self, name: str, arguments: Sequence[Any], tensors: Sequence[Tensor], detail: str = "") -> Work:
         kinds = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
         self._require_inner()
-        self._agreement.agree(describe_call(name.strip("_"), kinds, detail))
-        return self._hand_on(name, arguments)
+        call = describe_call(name.strip("_"), kinds, detail)
+        try:
+            self._agreement.agree(call)
+            return self._hand_on(name, arguments)
+        except (KeyboardInterrupt, SystemExit) as error:
+            # The others may be in a call that this rank has not made: its next one would meet that.
+            self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
+            self._agreement.fail(error)
+            raise
 
     def _hand_on(self, name: str, arguments: Sequence[Any]) -> Work:
         work: Work = getattr(self._require_inner(), name)(*arguments)
         return work
 
     def _require_inner(self) -> Any:
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)  # the old one would keep frames and their tensors alive
         if self._inner is None:
             raise GroupError("This process group was destroyed; make a new one to go on.")
         return self._inner

@@ -80,6 +80,9 @@ def find_meeting(init_method: str, store: Store | None, variables: WorldVariable
         init_method: `"env://"`, `"tcp://host:port"`, `"file:///path"`, ...
         store: The store to use instead, if there is one.
         variables: The environment, looked through already: what `env://` needs is there.
+
+    Raises:
+        ValueError: The method names no host or no port.
     """
     url = urlsplit(init_method)
     host, port, is_hosted = "", 0, False
@@ -88,6 +91,11 @@ def find_meeting(init_method: str, store: Store | None, variables: WorldVariable
         host = (variables.master_addr if is_env else url.hostname) or ""
         port = int(variables.master_port or 0) if is_env else url.port or 0
         is_hosted = variables.agent_store != str(True)
+        if not is_env and not (host and url.port is not None):
+            # Torch would serve a port of its choice on rank 0, where no other rank looks for it.
+            raise ValueError(
+                f"init_method is {init_method!r}, expected a host and a port, as in 'tcp://127.0.0.1:29500'."
+            )
     return Meeting(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
 
 

@@ -283,8 +283,10 @@ def _add_and_gather(reduction: _Reduction, finished: _Round) -> list[dist.Work]:
     world, out = reduction.world, reduction.out
     own = slice(*finished.slices[world.rank])
     partials = {node: (landing, True) for node, landing in finished.received.items()}
+    in_out = [node for node, partial in reduction.partials.items() if partial.data_ptr() == out.data_ptr()]
     for node, partial in reduction.partials.items():
-        partials[node] = partial[own], partial.data_ptr() == out.data_ptr()
+        # If several partials are one tensor, each sum needs it as it was.
+        partials[node] = partial[own], in_out == [node]
     total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
     if total.data_ptr() != out[own].data_ptr():
         out[own].copy_(total)

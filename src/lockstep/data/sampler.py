@@ -1,24 +1,38 @@
-"""`DistributedSampler`: each rank its share of a data set, in torch's order."""
+"""`DistributedSampler`: each rank its share of a data set, in torch's order.
 
-import math
+It is a subclass of torch's: accelerate and Lightning ask with `isinstance` before they call `set_epoch`, and the order
+is torch's own code. What is added stands between: shares without padding, and a word when `set_epoch` was forgotten.
+"""
+
+import warnings
 from collections.abc import Iterator, Sized
-from typing import final
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils import data as torch_data
+from torch.utils.data import Dataset
 
 from lockstep.comm import current_world
+from lockstep.errors import GroupError
+
+_Order = tuple[int, int, int]
+"""What tells the order of one epoch from that of another: calls of `set_epoch`, epoch, seed."""
 
 
-@final
-class DistributedSampler(Sampler[int]):
+class DistributedSampler(torch_data.DistributedSampler[int]):
     """Give each rank its own indices of a data set.
 
-    Signature and order of `torch.utils.data.distributed.DistributedSampler`: a permutation seeded with
+    Signature, attributes and order of `torch.utils.data.distributed.DistributedSampler`: a permutation seeded with
     `seed + epoch`, made a multiple of `num_replicas` long, of which rank r takes every `num_replicas`-th.
 
     torch makes it longer by repeating samples, which counts some of them twice: harmless in training, wrong in
-    evaluation. `pad=False` gives each index to exactly one rank; ranks may then differ in length by one.
+    evaluation. `pad=False` is for evaluation: each index goes to exactly one rank, and ranks may differ in length by
+    one. It is not for training with DistributedDataParallel, where every rank needs as many batches.
+
+        DataLoader(test_set, batch_size=64, sampler=ls.DistributedSampler(test_set, shuffle=False, pad=False))
+
+    A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, in training: not with
+    `shuffle=False`, with `pad=False`, or under `torch.no_grad()`. A data set that has become longer or shorter is
+    followed in the next epoch.
 
     Args:
         dataset: Anything with a length.
@@ -30,6 +44,7 @@ class DistributedSampler(Sampler[int]):
         pad: False to neither repeat nor leave out; excludes `drop_last`.
 
     Raises:
+        GroupError: `num_replicas` or `rank` is left to the default group, and there is none.
         ValueError: A rank outside the world, or `drop_last` together with `pad=False`.
     """
 
@@ -44,52 +59,75 @@ class DistributedSampler(Sampler[int]):
         *,
         pad: bool = True,
     ) -> None:
-        world = current_world()
-        self.dataset = dataset
-        self.num_replicas = world.world_size if num_replicas is None else num_replicas
-        self.rank = world.rank if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"Invalid rank {self.rank}, rank should be in the interval [0, {self.num_replicas - 1}]")
         if drop_last and not pad:
             raise ValueError("drop_last leaves samples out and pad=False promises not to: choose one.")
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        world = current_world()
+        if world.group is None and (num_replicas is None or rank is None):
+            # Taking this process for the only one would give every rank the whole data set.
+            raise GroupError(
+                "DistributedSampler asks the process group for the number of ranks, and this process has none. Call "
+                "ls.init_process_group() first, start the function with ls.launch, or give num_replicas and rank."
+            )
+        num_replicas = world.world_size if num_replicas is None else num_replicas
+        super().__init__(dataset, num_replicas, world.rank if rank is None else rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.pad = pad
-        self.epoch = 0
-
-    @property
-    def total_size(self) -> int:
-        """Indices of all ranks together."""
-        length = len(self.dataset)  # type: ignore[arg-type]
-        if not self.pad:
-            return length
-        rounded = length // self.num_replicas if self.drop_last else math.ceil(length / self.num_replicas)
-        return rounded * self.num_replicas
-
-    @property
-    def num_samples(self) -> int:
-        """Indices of this rank."""
-        return len(range(self.rank, self.total_size, self.num_replicas))
+        self._length = -1
+        self._num_epochs_set = 0
+        self._finished: _Order | None = None
+        self._has_warned = False
+        self._follow_dataset()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; call before each epoch, on every rank, or every epoch has the same order."""
-        self.epoch = epoch
+        super().set_epoch(epoch)
+        self._num_epochs_set += 1
 
     def __len__(self) -> int:
-        return self.num_samples
+        self._follow_dataset()
+        return super().__len__()
 
     def __iter__(self) -> Iterator[int]:
-        indices = self._order()
-        if self.pad and not self.drop_last and indices:
-            missing = self.total_size - len(indices)
-            indices += (indices * math.ceil(missing / len(indices)))[:missing]
-        return iter(indices[self.rank : self.total_size : self.num_replicas])
+        self._follow_dataset()
+        order = (self._num_epochs_set, self.epoch, self.seed)
+        if order == self._finished and self._order_matters():
+            self._warn_of_repeated_order()
+        return self._hand_out(super().__iter__(), order)
 
-    def _order(self) -> list[int]:
+    def _follow_dataset(self) -> None:
+        """Set torch's attributes for the length that the data set has now."""
         length = len(self.dataset)  # type: ignore[arg-type]
-        if not self.shuffle:
-            return list(range(length))
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(length, generator=generator).tolist()
+        if length == self._length:
+            return  # and a subclass keeps what it has set
+        self._length = length
+        if self.pad:
+            whole, rest = divmod(length, self.num_replicas)
+            self.num_samples = whole + (rest > 0 and not self.drop_last)
+            self.total_size = self.num_samples * self.num_replicas
+        else:
+            self.num_samples = len(range(self.rank, length, self.num_replicas))
+            self.total_size = length
+
+    def _hand_out(self, indices: Iterator[int], order: _Order) -> Iterator[int]:
+        yield from indices
+        # Only when asked for one more: who has looked at the first batch has not seen an epoch.
+        self._finished = order
+
+    def _order_matters(self) -> bool:
+        """Return whether this may be training: shuffled, padded, with gradients, not in a data-loading process.
+
+        A copy in a data-loading process does not hear of `set_epoch`, and goes through epochs of its own.
+        """
+        is_copy = torch_data.get_worker_info() is not None
+        return self.shuffle and self.pad and torch.is_grad_enabled() and not is_copy
+
+    def _warn_of_repeated_order(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Another epoch of this DistributedSampler begins, and set_epoch was not called since the last one: it "
+            f"shuffles by seed and epoch, so every epoch has the same order (epoch is still {self.epoch}). Call "
+            "sampler.set_epoch(epoch) before each epoch, on every rank, or use ls.ShardedLoader, whose epochs have "
+            "their number. For evaluation say shuffle=False, pad=False. This is said once.",
+            stacklevel=3,
+        )

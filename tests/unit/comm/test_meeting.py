@@ -59,6 +59,13 @@ def test_the_place_to_meet_is_found(url: str, variables: dict[str, str], address
     assert (found.address, found.is_hosted) == (address, is_hosted)
 
 
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:29500", "tcp://"])
+def test_a_method_without_host_or_port_is_refused(url: str) -> None:
+    # Rank 0 once served a port of the kernel's choice, and the others looked for it at port 0 until their time was up.
+    with pytest.raises(ValueError, match=r"expected a host and a port, as in 'tcp://127.0.0.1:29500'"):
+        meeting(url)
+
+
 def test_a_store_that_the_caller_has_is_used() -> None:
     store = dist.HashStore()
     place = open_store(find_meeting("env://", store, read_world({})), 1, 2, SHORT)

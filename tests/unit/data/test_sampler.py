@@ -1,9 +1,15 @@
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from lockstep.data import DistributedSampler
+from lockstep.errors import GroupError
 
 
 def dataset(length: int) -> TensorDataset:
@@ -52,3 +58,169 @@ def test_rank_outside_the_world_is_refused_in_torchs_words() -> None:
 def test_dropping_and_not_padding_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="choose one"):
         DistributedSampler(dataset(5), 1, 0, drop_last=True, pad=False)
+
+
+def test_torchs_programs_take_it_for_torchs() -> None:
+    ours: TorchSampler[int] = DistributedSampler(dataset(7), 3, 1)
+    assert isinstance(ours, TorchSampler)
+    torchs: TorchSampler[int] = TorchSampler(dataset(7), 3, 1)
+    assert vars(torchs).keys() <= vars(ours).keys()
+
+
+def test_a_subclass_may_set_what_torchs_does() -> None:
+    class FirstTwo(DistributedSampler):
+        def __init__(self) -> None:
+            super().__init__(dataset(100), 2, 0, drop_last=True)
+            self.num_samples, self.total_size = 2, 4
+
+    sampler = FirstTwo()
+    assert list(sampler) == list(DistributedSampler(dataset(100), 2, 0))[:2]
+    assert len(sampler) == 2
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("new_length", [4, 23])
+def test_a_data_set_of_another_length_is_followed(pad: bool, new_length: int) -> None:
+    samples = list(range(10))
+    measured = [DistributedSampler(samples, 3, rank, pad=pad) for rank in range(3)]
+    drawn = [DistributedSampler(samples, 3, rank, pad=pad) for rank in range(3)]
+    samples[:] = range(new_length)
+    fresh = [DistributedSampler(samples, 3, rank, pad=pad) for rank in range(3)]
+    assert [len(sampler) for sampler in measured] == [len(sampler) for sampler in fresh]
+    assert [list(sampler) for sampler in drawn] == [list(sampler) for sampler in fresh]
+
+
+@pytest.mark.parametrize("place", [{}, {"num_replicas": 2}, {"rank": 0}])
+def test_without_a_group_no_rank_gets_everything(place: dict[str, int]) -> None:
+    with pytest.raises(GroupError, match="init_process_group"):
+        DistributedSampler(dataset(5), **place)
+
+
+# -- A forgotten set_epoch ---------------------------------------------------------------------------------------------
+
+
+def sampler_of_100(*, shuffle: bool = True, pad: bool = True) -> DistributedSampler:
+    return DistributedSampler(dataset(100), 2, 1, shuffle, pad=pad)
+
+
+def warnings_of(epochs: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epochs()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_second_epoch_of_the_same_order_is_warned_of_once() -> None:
+    sampler = sampler_of_100()
+    assert warnings_of(lambda: list(sampler)) == []
+    (said,) = warnings_of(lambda: [list(sampler) for _ in range(3)])
+    assert "every epoch has the same order" in said
+    assert "sampler.set_epoch(epoch) before each epoch" in said
+    assert "ls.ShardedLoader" in said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [7, 10, None])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_second_epoch_is_noticed_through_a_loader(workers: int, batch_size: int | None, drop_last: bool) -> None:
+    loader = DataLoader(
+        dataset(100),
+        batch_size,
+        sampler=sampler_of_100(),
+        drop_last=drop_last and batch_size is not None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    assert warnings_of(lambda: list(loader)) == []
+    assert len(warnings_of(lambda: [list(loader) for _ in range(2)])) == 1
+
+
+def test_each_epoch_that_was_set_counts() -> None:
+    sampler = sampler_of_100()
+
+    def train(epochs: int, sets: Callable[[int], object]) -> None:
+        for epoch in range(epochs):
+            sets(epoch)
+            list(sampler)
+
+    assert warnings_of(lambda: train(3, sampler.set_epoch)) == []
+    assert warnings_of(lambda: train(3, lambda _epoch: sampler.set_epoch(4))) == []  # the same order on purpose
+    assert warnings_of(lambda: train(3, lambda epoch: setattr(sampler, "epoch", 10 + epoch))) == []
+    assert len(warnings_of(lambda: list(sampler))) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_whose_epochs_are_set_is_left_in_peace(workers: int) -> None:
+    sampler = sampler_of_100()
+    loader = DataLoader(dataset(100), 10, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+
+    def train() -> None:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            assert len(list(loader)) == 5
+
+    assert warnings_of(train) == []
+
+
+@pytest.mark.parametrize("batch_size", [10, 50])  # 50 is this rank's whole share
+def test_a_glance_at_the_first_batch_is_no_epoch(batch_size: int) -> None:
+    loader = DataLoader(dataset(100), batch_size, sampler=sampler_of_100())
+
+    def look_and_train() -> None:
+        next(iter(loader))
+        list(loader)
+
+    assert warnings_of(look_and_train) == []
+    assert len(warnings_of(lambda: list(loader))) == 1
+
+
+def test_two_iterators_of_one_epoch_are_one_epoch() -> None:
+    sampler = sampler_of_100()
+
+    def train() -> None:
+        for first, second in zip(sampler, sampler, strict=True):
+            assert first == second
+
+    assert warnings_of(train) == []
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"pad": False}])
+def test_an_order_that_may_stay_is_not_warned_of(options: dict[str, bool]) -> None:
+    sampler = sampler_of_100(**options)
+    assert warnings_of(lambda: [list(sampler) for _ in range(3)]) == []
+
+
+def test_evaluation_may_come_again_in_the_same_order() -> None:
+    sampler = sampler_of_100()
+
+    def evaluate() -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                list(sampler)
+
+    assert warnings_of(evaluate) == []
+
+
+class Drawing(IterableDataset[int]):
+    """Goes through a sampler in the data-loading process, where nobody can call `set_epoch`."""
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+
+def test_a_copy_in_a_data_loading_process_is_silent() -> None:
+    sampler = sampler_of_100()
+    expected = list(sampler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the forked process would raise it, and the loader here again
+        assert list(DataLoader(Drawing(sampler), None, num_workers=1)) == expected
+
+
+def test_copies_know_what_the_sampler_knew() -> None:
+    sampler = sampler_of_100()
+    list(sampler)
+    for twin in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert len(warnings_of(lambda each=twin: list(each))) == 1  # type: ignore[misc]

@@ -11,6 +11,7 @@ from lockstep.comm.shm.layout import PAGE, Layout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.rendezvous import Apart, meet
+from lockstep.errors import GroupError
 
 
 @final
@@ -32,9 +33,16 @@ class SharedAgreement:
             CollectiveTimeoutError: A rank does not come in time.
         """
         if self._peers.broken is not None:
-            raise self._peers.broken
+            raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
         with self._turn:
-            self._exchange.agree(call)
+            try:
+                self._exchange.agree(call)
+            except GroupError:
+                raise  # on every rank alike, or told to the others where it was found
+            except BaseException as error:
+                # Ctrl-C, as a rule: this rank may be a round behind the others from here on.
+                self._peers.fail(error, call)
+                raise
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error` (local)."""

@@ -37,18 +37,31 @@ def flatten(tensor: Tensor) -> Tensor:
 
     `data`, because a collective writes values without autograd's knowledge, as torch's own do.
     """
-    return tensor.data.contiguous().view(-1)
+    flat = tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
+    # Torch calls one element, or none, contiguous whatever its stride; but then it has no view as bytes.
+    return flat if flat.numel() > 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def premultiply(tensor: Tensor, how: Reduction) -> Tensor:
     """Return the elements in one row, times the factor of the reduction if it has one: then in new memory."""
-    return flatten(tensor) if how.factor is None else flatten(tensor) * how.factor
+    if how.factor is None:
+        return flatten(tensor)
+    return (flatten(tensor) * how.factor).detach().to(tensor.dtype)  # the factor may have a wider one
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
     """Put the elements back where they do not lie in the tensor's own memory."""
     if flat.data_ptr() != tensor.data_ptr():
-        tensor.data.copy_(flat.view(tensor.shape))
+        copy_into(tensor.data, flat.view(tensor.shape))
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy values, in whatever thread: into a tensor of inference mode nothing else may write."""
+    if target.is_inference():
+        with torch.inference_mode():
+            target.copy_(source)
+    else:
+        target.copy_(source)
 
 
 def check_writable(tensors: Sequence[Tensor]) -> None:
@@ -58,7 +71,7 @@ def check_writable(tensors: Sequence[Tensor]) -> None:
         ValueError: A tensor is expanded.
     """
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_contiguous():
             continue
         if any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(

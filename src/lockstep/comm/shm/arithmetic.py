@@ -175,7 +175,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     combine = (_OVER_BOOLEANS if dtype is torch.bool else _OVER_NUMBERS).get(kind)
     if combine is None:
         raise TypeError(f"ReduceOp.{name.upper()} has no meaning for {dtype}; cast the tensor to a number type first.")
-    probe = torch.zeros(1, dtype=dtype)
+    probe = torch.zeros(1, dtype=dtype, device="cpu")
     try:
         combine(probe, probe, out=probe)
     except (RuntimeError, TypeError) as error:

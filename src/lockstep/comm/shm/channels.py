@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lockstep.comm.calls import LONGEST_CALL
 from lockstep.comm.shm import semaphores
+from lockstep.comm.shm.arguments import copy_into
 from lockstep.comm.shm.layout import FREE, FULL, MAIL, PAGE
 from lockstep.comm.shm.memory import Mapping, Memory
 from lockstep.comm.shm.peers import Peers
@@ -112,7 +113,7 @@ class Receiver:
             self._peers.wait(self._source, self._full, receipt.call)
             self._take(receipt.call)
 
-    def offer(self, receipt: "Receipt", *, may_take: bool) -> bool:
+    def offer(self, receipt: "Receipt", may_take: bool) -> bool:
         """Deliver a message that is here already and that nobody else expects; return whether there was one.
 
         Args:
@@ -148,14 +149,14 @@ class Receiver:
         if receipt is None and otherwise is not None and otherwise.tag == tag:
             receipt = otherwise
         fits = receipt is not None and receipt.kind == sent
-        target = receipt.place if receipt is not None and fits else torch.empty(length, dtype=torch.uint8)
+        target = receipt.place if receipt is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = receipt.kind if receipt is not None and not fits else b""
         ctypes.memmove(self._address + PAGE, struct.pack("<i", len(reply)) + reply, 4 + len(reply))
         chunks = target.split(self._slots[0].numel()) if length else [target]
         for number, chunk in enumerate(chunks):
             if number > 0:
                 self._peers.wait(self._source, self._full, call)
-            chunk.copy_(self._slots[number % len(self._slots)][: chunk.numel()])
+            copy_into(chunk, self._slots[number % len(self._slots)][: chunk.numel()])
             semaphores.post(self._free)
         if receipt is None:
             with self._lock:
@@ -200,11 +201,12 @@ class Receipt:
         """
         error = None if sent == self.kind else _explain(sent, source, self.kind, self._rank)
         if error is None and data is not self.place:
-            self.place.copy_(data)
+            copy_into(self.place, data)
         self.is_settled = True
         self._settle(source=source, error=error)
 
 
+@torch.inference_mode(False)
 def _map_slots(mapping: Mapping, slot_bytes: int) -> list[Tensor]:
     return [
         torch.frombuffer(mapping, dtype=torch.uint8, count=slot_bytes, offset=2 * PAGE + number * slot_bytes)

@@ -88,7 +88,7 @@ class ShmProcessGroup(ProcessGroup):
         """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree."""
         (tensor,) = tensors = read_one(tensors)
         if not is_plain(tensor):
-            return self._elsewhere("allreduce", tensors, (tensors, opts), opts)
+            return self._elsewhere("allreduce", tensor, tensors, (tensors, opts), opts)
         how = reduction(read_reduce_op(opts), tensor.dtype)
         call = describe_call("all_reduce", ((tensor.dtype, tensor.shape),), how.name)
 
@@ -101,6 +101,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         """Do `allreduce` for each tensor, as one call."""
+        self._check_plain("all_reduce_coalesced", tensors)
         hows = [reduction(read_reduce_op(opts), tensor.dtype) for tensor in tensors]
         call = describe_call("all_reduce_coalesced", describe_tensors(tensors), hows[0].name if hows else "")
 
@@ -142,9 +143,9 @@ class ShmProcessGroup(ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         """Replace one tensor by the root's."""
         (tensor,) = tensors = read_one(tensors)
+        root = self._check_rank("broadcast: the root", read_root(opts))
         if not is_plain(tensor):
-            return self._elsewhere("broadcast", tensors, (tensors, opts), opts)
-        root = read_root(opts)
+            return self._elsewhere("broadcast", tensor, tensors, (tensors, opts), opts)
         call = describe_call("broadcast", ((tensor.dtype, tensor.shape),), f"from rank {root}")
 
         def action() -> None:
@@ -157,9 +158,9 @@ class ShmProcessGroup(ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Work:
         """Replace one tensor, on the root, by its reduction over all ranks."""
         (tensor,) = tensors = read_one(tensors)
+        root = self._check_rank("reduce: the root", read_root(opts))
         if not is_plain(tensor):
-            return self._elsewhere("reduce", tensors, (tensors, opts, *rest), opts)
-        root = read_root(opts)
+            return self._elsewhere("reduce", tensor, tensors, (tensors, opts, *rest), opts)
         how = reduction(read_reduce_op(rest[0] if rest else opts), tensor.dtype)
         call = describe_call("reduce", ((tensor.dtype, tensor.shape),), f"{how.name}, to rank {root}")
 
@@ -176,7 +177,7 @@ class ShmProcessGroup(ProcessGroup):
         (tensor,), outputs = read_one(input_tensors), read_list(output_tensors)
         self._check_count("all_gather", "output", outputs)
         if not is_plain(tensor):
-            return self._elsewhere("allgather", outputs, (output_tensors, input_tensors, opts), opts)
+            return self._elsewhere("allgather", tensor, outputs, (output_tensors, input_tensors, opts), opts)
         check_alike("all_gather", tensor, outputs)
         call = describe_call("all_gather", ((tensor.dtype, tensor.shape),))
         return self._start(call, lambda: self._gather(outputs, tensor, call), outputs, opts)
@@ -184,13 +185,23 @@ class ShmProcessGroup(ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002 - torch's name
         """Collect one tensor of every rank, one after another in rank order, in one tensor."""
         if not is_plain(input):
-            return self._elsewhere("_allgather_base", [output], (output, input, opts), opts)
+            return self._elsewhere("_allgather_base", input, [output], (output, input, opts), opts)
         self._check_whole("all_gather_into_tensor", output, input)
         call = describe_call("all_gather_into_tensor", ((input.dtype, input.shape),))
         return self._start(call, lambda: self._gather_single(output, input, call), [output], opts)
 
     def allgather_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Do `allgather` for each input, as one call; `output_tensors[rank][i]` takes input i of that rank."""
+        self._check_plain("all_gather_coalesced", input_tensors)
+        self._check_count("all_gather_coalesced", "rows of output", output_tensors)
+        for row in output_tensors:
+            if len(row) != len(input_tensors):
+                raise ValueError(
+                    f"all_gather_coalesced: a row of {len(row)} output tensors, expected one per input of "
+                    f"{len(input_tensors)}."
+                )
+            for output, tensor in zip(row, input_tensors, strict=True):
+                check_alike("all_gather_coalesced", tensor, [output])
         call = describe_call("all_gather_coalesced", describe_tensors(input_tensors))
         everything = [tensor for row in output_tensors for tensor in row]
 
@@ -202,6 +213,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def all_gather_single_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Do `all_gather_single` for each pair, as one call."""
+        self._check_plain("all_gather_into_tensor_coalesced", input_tensors)
         for output, tensor in zip(output_tensors, input_tensors, strict=True):
             self._check_whole("all_gather_into_tensor_coalesced", output, tensor)
         call = describe_call("all_gather_into_tensor_coalesced", describe_tensors(input_tensors))
@@ -217,7 +229,7 @@ class ShmProcessGroup(ProcessGroup):
         (output,), inputs = read_one(output_tensors), read_list(input_tensors)
         self._check_count("reduce_scatter", "input", inputs)
         if not is_plain(output):
-            return self._elsewhere("reduce_scatter", [output], (output_tensors, input_tensors, opts), opts)
+            return self._elsewhere("reduce_scatter", output, [output], (output_tensors, input_tensors, opts), opts)
         check_alike("reduce_scatter", output, inputs)
         how = reduction(read_reduce_op(opts), output.dtype)
         call = describe_call("reduce_scatter", ((output.dtype, output.shape),), how.name)
@@ -226,7 +238,7 @@ class ShmProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
         """Reduce one tensor, cut into one equal piece per rank, so that rank r has piece r of the result."""
         if not is_plain(output):
-            return self._elsewhere("_reduce_scatter_base", [output], (output, input, opts), opts)
+            return self._elsewhere("_reduce_scatter_base", output, [output], (output, input, opts), opts)
         self._check_whole("reduce_scatter_tensor", input, output)
         how = reduction(read_reduce_op(opts), output.dtype)
         call = describe_call("reduce_scatter_tensor", ((output.dtype, output.shape),), how.name)
@@ -234,6 +246,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Do `reduce_scatter_single` for each pair, as one call."""
+        self._check_plain("reduce_scatter_tensor_coalesced", input_tensors)
         for output, tensor in zip(output_tensors, input_tensors, strict=True):
             self._check_whole("reduce_scatter_tensor_coalesced", tensor, output)
         hows = [reduction(read_reduce_op(opts), output.dtype) for output in output_tensors]
@@ -251,8 +264,9 @@ class ShmProcessGroup(ProcessGroup):
         """Send the q-th input to rank q, and take the r-th output from rank r; shapes may differ by pair."""
         self._check_count("all_to_all", "output", output_tensors)
         self._check_count("all_to_all", "input", input_tensors)
-        if not all(map(is_plain, input_tensors)):
-            return self._elsewhere("alltoall", output_tensors, (output_tensors, input_tensors, opts), opts)
+        odd = next((tensor for tensor in input_tensors if not is_plain(tensor)), None)
+        if odd is not None:
+            return self._elsewhere("alltoall", odd, output_tensors, (output_tensors, input_tensors, opts), opts)
         call = describe_call("all_to_all", ((input_tensors[0].dtype, torch.Size([])),))
 
         def action() -> None:
@@ -274,7 +288,7 @@ class ShmProcessGroup(ProcessGroup):
         """Do `alltoall` with the rows of one tensor: equal shares, or as many rows per rank as the splits say."""
         if not is_plain(input):
             arguments = (output, input, output_split_sizes, input_split_sizes, opts)
-            return self._elsewhere("alltoall_base", [output], arguments, opts)
+            return self._elsewhere("alltoall_base", input, [output], arguments, opts)
         sent = self._split_sizes("input", input, input_split_sizes)
         received = self._split_sizes("output", output, output_split_sizes)
         row = torch.Size(input.shape[1:]) if input.dim() else torch.Size([])
@@ -290,9 +304,10 @@ class ShmProcessGroup(ProcessGroup):
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Collect one tensor of every rank, in rank order, on the root."""
-        (tensor,), outputs, root = read_one(input_tensors), read_list(output_tensors), read_root(opts)
+        (tensor,), outputs = read_one(input_tensors), read_list(output_tensors)
+        root = self._check_rank("gather: the root", read_root(opts))
         if not is_plain(tensor):
-            return self._elsewhere("gather", outputs, (output_tensors, input_tensors, opts), opts)
+            return self._elsewhere("gather", tensor, outputs, (output_tensors, input_tensors, opts), opts)
         if self.rank() == root:
             self._check_count("gather", "output", outputs)
             check_alike("gather", tensor, outputs)
@@ -303,9 +318,10 @@ class ShmProcessGroup(ProcessGroup):
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Give every rank one tensor of the root's list."""
-        (output,), inputs, root = read_one(output_tensors), read_list(input_tensors), read_root(opts)
+        (output,), inputs = read_one(output_tensors), read_list(input_tensors)
+        root = self._check_rank("scatter: the root", read_root(opts))
         if not is_plain(output):
-            return self._elsewhere("scatter", [output], (output_tensors, input_tensors, opts), opts)
+            return self._elsewhere("scatter", output, [output], (output_tensors, input_tensors, opts), opts)
         if self.rank() == root:
             self._check_count("scatter", "input", inputs)
             check_alike("scatter", output, inputs)
@@ -358,7 +374,9 @@ class ShmProcessGroup(ProcessGroup):
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Send one tensor to rank `dst`; complete when it was received."""
         (tensor,) = tensors = read_one(tensors)
+        self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
+            _check_dense("send", tensor)
             return self._inner.send(tensors, dst, tag)
         self._check_usable()
         return self._mailbox.send(collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors)
@@ -366,13 +384,16 @@ class ShmProcessGroup(ProcessGroup):
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive one tensor of rank `src`, of the dtype and number of elements that it sends."""
         (tensor,) = tensors = read_one(tensors)
+        self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
+            _check_dense("recv", tensor)
             return self._inner.recv(tensors, src, tag)
         return self._receive(tensor, [src], tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive one tensor of whichever rank sends one with this tag first."""
         (tensor,) = read_one(tensors)
+        _check_dense("recv", tensor)
         return self._receive(tensor, [peer for peer in range(self.size()) if peer != self.rank()], tag)
 
     # -- Memory --------------------------------------------------------------------------------------------------
@@ -391,7 +412,9 @@ class ShmProcessGroup(ProcessGroup):
 
         Raises:
             ValueError: Another device.
+            GroupError: The group was destroyed or is broken, or this process is a forked child of a rank.
         """
+        self._check_usable()
         if device is not None and device.type != "cpu":
             raise ValueError(f"The shm backend allocates on the CPU, not on {device}.")
         return self._memory.allocate(size, dtype)
@@ -485,9 +508,7 @@ class ShmProcessGroup(ProcessGroup):
             except GroupError:
                 raise  # told to the others where it was found
             except BaseException as error:
-                # Without this the others would wait for rounds that never come.
-                self.fail(error)
-                self._peers.broken = GroupError(f"{call.decode()} ended with {type(error).__name__} on this rank.")
+                self._peers.fail(error, call)  # without this the others would wait for rounds that never come
                 raise
 
         run = guarded
@@ -532,6 +553,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def _receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> Work:
         self._check_usable()
+        check_writable([tensor])
         flat = flatten(tensor)
         return self._mailbox.receive(
             collectives.as_bytes(flat),
@@ -542,12 +564,25 @@ class ShmProcessGroup(ProcessGroup):
             lambda: write_back(tensor, flat),
         )
 
-    def _elsewhere(self, name: str, tensors: Sequence[Tensor], arguments: tuple[Any, ...], opts: Any) -> Work:
-        """Let an inner group do what has no form in shared memory; first the ranks agree that all mean this."""
-        tensor = tensors[0] if tensors else torch.empty(0)
+    def _elsewhere(
+        self, name: str, tensor: Tensor, tensors: Sequence[Tensor], arguments: tuple[Any, ...], opts: Any
+    ) -> Work:
+        """Let an inner group do what has no form in shared memory; first the ranks agree that all mean this.
+
+        Args:
+            name: What to do.
+            tensor: The one that has no such form.
+            tensors: What the call fills.
+            arguments: Those of the call.
+            opts: Torch's options.
+        """
         if tensor.device.type != "cpu":
             return self._inner.call(tensor.device, name, arguments)
         operation = getattr(arguments[-1], "reduceOp", None)
+        if name != "allreduce" or tensor.layout is not torch.sparse_coo:
+            _check_dense(name, tensor)  # Gloo would refuse it too, but only when the others wait
+        elif operation is not None and operation != ReduceOp.SUM:
+            raise ValueError(f"{name}: sparse tensors can be summed over ranks, and {operation} is not SUM.")
         detail = "sparse" if operation is None else f"sparse, {reduction(operation, tensor.dtype).name}"
         call = describe_call(name, ((tensor.dtype, tensor.shape),), detail)
 
@@ -556,6 +591,19 @@ class ShmProcessGroup(ProcessGroup):
             self._inner.call(tensor.device, name, arguments).wait()
 
         return self._start(call, action, tensors, opts)
+
+    def _check_rank(self, who: str, rank: int) -> int:
+        if not 0 <= rank < self.size():
+            raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}.")
+        return rank
+
+    def _check_plain(self, name: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if not is_plain(tensor):
+                raise ValueError(
+                    f"{name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "
+                    "a call for each tensor."
+                )
 
     def _check_count(self, name: str, role: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.size():
@@ -598,6 +646,14 @@ def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta) -> Shm
     layout = Layout(size)
     meeting = meet(store, rank, layout, timeout)
     return meeting if isinstance(meeting, Apart) else ShmProcessGroup(store, rank, meeting, layout, timeout)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name}: the tensor has layout {tensor.layout}, expected a dense one; sparse ones can only be summed over "
+            "all ranks. Give tensor.to_dense()."
+        )
 
 
 def _close(  # everything but the group itself, which this must not keep alive

@@ -11,20 +11,28 @@ What hangs on the future of a call may make calls and wait for them, as torch's 
 turn, and while a thread of the lane is held up there, another takes its place.
 
 A call may be settled before its turn: a receive whose message came while an older one was still waiting for its own.
+
+[Note: Ctrl-C] KeyboardInterrupt may come after any call that the main thread makes, also after one that took a lock.
+So a lock is taken within the `try` that gives it back, and `_turn` knows its holder: giving back what another thread
+has is an error and changes nothing. A call leaves the queue when it is done, not when it is looked at.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.errors import CollectiveTimeoutError
+
+_LOOK_SECONDS: Final = 1.0
+"""How often who waits for another thread looks for itself: Ctrl-C may have kept that one from saying it is done."""
+Result = TypeVar("Result")
 
 
 @final
@@ -44,6 +52,7 @@ class Call(Work):
         self._lane = lane
         self._done = threading.Lock()
         self._done.acquire()
+        self._is_running = False
         self._is_done = False
         self._error: BaseException | None = None
         self._source = -1
@@ -52,16 +61,16 @@ class Call(Work):
 
     def run(self) -> None:
         """Do it, unless it is done; called once, by whoever has the lane's turn."""
-        if self._is_done:
+        if self.has_begun:
             return
         try:
+            self._is_running = True
             source = self._action()
+            self.settle(source=-1 if source is None else source)
         except BaseException as error:
             self.settle(error=error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-        else:
-            self.settle(source=-1 if source is None else source)
 
     def settle(self, *, source: int = -1, error: BaseException | None = None) -> None:
         """Note that it is done, well or not; the first time counts."""
@@ -69,10 +78,12 @@ class Call(Work):
             if self._is_done:
                 return
             self._source, self._error, self._is_done = source, error, True
-            pending, self._pending = self._pending, []
+            self._lane.untold.extend(self._pending)
         self._action = _do_nothing  # lets go of what it holds
+        pending, self._pending = self._pending, []
         self._done.release()
-        self._lane.untold.extend(pending)
+        if pending and not self._is_running:
+            self._lane.tell_at_once()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
@@ -88,9 +99,10 @@ class Call(Work):
             seconds = timeout.total_seconds()
             if seconds > 0:
                 self._lane.start()
-                if not self._done.acquire(timeout=seconds):
+                if self._done.acquire(timeout=seconds):
+                    self._done.release()
+                elif not self._is_done:
                     raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it goes on.")
-                self._done.release()
             else:
                 self._lane.finish(self, self._done)
         if self._error is not None:
@@ -100,6 +112,11 @@ class Call(Work):
     def is_completed(self) -> bool:
         """Return whether it is done, well or not."""
         return self._is_done
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is done, or somebody is at it."""
+        return self._is_done or self._is_running
 
     def is_success(self) -> bool:
         """Return whether it is done well."""
@@ -155,7 +172,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # but nobody takes it twice
         self._queue: deque[Call] = deque()
         self.untold: deque[torch.futures.Future[None]] = deque()
         """Futures of calls that are done, to be completed after the turn."""
@@ -163,14 +180,10 @@ class Lane:
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_telling = 0
+        self._tellers: list[threading.Thread] = []
         self._is_closed = False
         self.is_in_background = False
         """Whether the call that runs is run by the lane's own thread."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
-        return not self._queue and not self._turn.locked()
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
         """Do `action` in its turn and return when it is done; at once and in this thread if nothing is before it.
@@ -178,18 +191,23 @@ class Lane:
         Raises:
             GroupError: What `action` raises.
         """
-        if self._queue or not self._turn.acquire(blocking=False):
-            call = Call(action, tensors, self)
-            self.submit(call, soon=False)
-            call.wait()
-            return call
-        try:
-            action()
-        finally:
-            self._turn.release()
-            if self._queue:
-                self.start()
-        return Done(tensors)
+
+        def run_if(has_turn: bool) -> bool:
+            if has_turn:
+                action()
+            return has_turn
+
+        if not self._queue:
+            try:
+                if self._try_turn(run_if):
+                    return Done(tensors)
+            finally:
+                if self._queue:
+                    self.start()
+        call = Call(action, tensors, self)
+        self.submit(call, soon=False)
+        call.wait()
+        return call
 
     def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
         """Have `action` done in its turn, whether or not anybody waits for it."""
@@ -197,17 +215,13 @@ class Lane:
         self.submit(call, soon=True)
         return call
 
-    @contextmanager
-    def turn_if_free(self) -> Iterator[bool]:
-        """Hold the turn within if nothing runs and nothing waits; yield whether it is held."""
-        is_mine = not self._queue and self._turn.acquire(blocking=False)
+    def interpose(self, action: Callable[[bool], Result]) -> Result:
+        """Do `action` at once, and tell it whether it has the turn: if nothing runs and nothing waits."""
         try:
-            yield is_mine
+            return self._try_turn(lambda has_turn: action(has_turn and not self._queue))
         finally:
-            if is_mine:
-                self._turn.release()
-                if self._queue or self.untold:
-                    self.start()
+            if self._queue or self.untold:
+                self.start()
 
     def submit(self, call: Call, *, soon: bool) -> None:
         """Put a call in the queue.
@@ -222,35 +236,51 @@ class Lane:
 
     def finish(self, call: Call, done: threading.Lock) -> None:
         """Return when `call`, which is in the queue or running, is done; `done` is released when it is."""
-        if not call.is_completed() and self._turn.acquire(blocking=False):
-            try:
-                # Only if it is next: what is before it may be a receive that ends later than it does.
-                if self._queue and self._queue[0] is call:
-                    self._run_next()
-            finally:
-                self._turn.release()
-            self._tell()
-        if self._queue:
-            self.start()
-        done.acquire()
-        done.release()
+
+        def run_if(has_turn: bool) -> bool:
+            # Only if it is next: what is before it may be a receive that ends later than it does.
+            if has_turn and self._queue and self._queue[0] is call:
+                self._run_next()
+            return has_turn
+
+        try:
+            if not call.is_completed() and self._try_turn(run_if):
+                self._tell()
+        finally:
+            if self._queue or self.untold:
+                self.start()
+        while not call.is_completed():
+            if done.acquire(timeout=_LOOK_SECONDS):
+                done.release()
+            else:
+                self.start()
 
     def start(self) -> None:
         """Let a thread of the lane run what is in the queue."""
         with self._starting:
-            if len(self._threads) == self._num_telling and not self._is_closed:
-                self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
-                self._threads[-1].start()
+            if len(self._threads) <= self._num_telling and not self._is_closed:
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                thread.start()
+                self._threads.append(thread)  # not before: there may be no thread to be had, or Ctrl-C may come
         self._wake.release()
+
+    def tell_at_once(self) -> None:
+        """Complete the futures of a call that another one settled, whose thread may go on for long."""
+        with self._starting:
+            if self._is_closed:
+                return  # who closes tells
+            thread = threading.Thread(target=self._tell, name=self._name, daemon=True)
+            with suppress(RuntimeError):  # no thread is to be had: they are told after the turn
+                thread.start()
+            self._tellers = [*(teller for teller in self._tellers if teller.is_alive()), thread]
 
     def close(self, timeout_seconds: float) -> None:
         """Run nothing more; a call that runs already has so long to end."""
         with self._starting:
             self._is_closed = True
-            threads, self._threads = self._threads, []
-        self._wake.release(len(threads) + 1)
+            threads, self._threads = [*self._threads, *self._tellers], []
+        self._wake.release()  # each thread that ends passes it on
         for thread in threads:
-            # Ctrl-C may have come between making the thread and starting it.
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout_seconds)
         while self._queue:
@@ -269,6 +299,20 @@ class Lane:
                         self.is_in_background = False
                 if self.untold:
                     self._tell_in_its_own_time()
+        self._wake.release()
+
+    def _try_turn(self, action: Callable[[bool], Result]) -> Result:
+        """Do `action` at once, and tell it whether it has the turn: if nobody else has it. [Note: Ctrl-C]."""
+        if self._turn._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
+            return action(False)
+        try:
+            return action(self._turn.acquire(blocking=False))
+        finally:
+            # Not suppress(): Ctrl-C could come between its first line and this one.
+            try:  # noqa: SIM105
+                self._turn.release()
+            except RuntimeError:  # another thread has it
+                pass
 
     def _tell_in_its_own_time(self) -> None:
         with self._starting:
@@ -288,10 +332,15 @@ class Lane:
 
     def _run_next(self) -> None:
         try:
-            call = self._queue.popleft()
+            call = self._queue[0]
         except IndexError:
             return
-        call.run()
+        try:
+            call.run()
+        finally:
+            if call.has_begun:
+                with suppress(ValueError, IndexError):  # who closes the lane takes them too
+                    self._queue.remove(call)
 
 
 def _do_nothing() -> None:
@@ -326,6 +375,9 @@ class Done(Work):
         return self._tensors
 
     def synchronize(self) -> None:
+        """Return at once."""
+
+    def block_current_stream(self) -> None:
         """Return at once."""
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 from torch import Tensor
@@ -66,8 +67,12 @@ class Mailbox:
         work = Call(self._guard(lambda: self._receive(receipt, sources), call), tensors, lane)
 
         def settle(source: int, error: BaseException | None) -> None:
-            if error is None:
-                finish()
+            try:
+                if error is None:
+                    finish()
+            except Exception as problem:  # noqa: BLE001 - it is raised where this receive is waited for
+                # Another receive's thread may have brought the message here, and is not to blame.
+                error = problem
             work.settle(source=source, error=error)
 
         receipt = Receipt(self._peers.rank, place, tag, kind, call, settle)
@@ -87,6 +92,8 @@ class Mailbox:
 
     def _guard(self, action: Callable[[], int | None], call: bytes) -> Callable[[], int | None]:
         def guarded() -> int | None:
+            if self._peers.broken is not None:
+                raise self._peers.broken.with_traceback(None)  # before it waits for who is gone
             try:
                 return action()
             except GroupError:
@@ -113,9 +120,8 @@ class Mailbox:
         def take() -> int | None:
             for source in sources:
                 lane, receiver = self._receivers[source]
-                with lane.turn_if_free() as is_mine:
-                    if receiver.offer(receipt, may_take=is_mine):
-                        return source
+                if lane.interpose(partial(receiver.offer, receipt)):
+                    return source
             return None
 
         self._peers.wait_for_any(sources, self._mail, receipt.call, take)

@@ -4,7 +4,13 @@ The file has no name anywhere (`memfd_create`): when the last process that has i
 It is sealed, so no process can shrink it under another's feet.
 
 Mappings are never closed by hand: a tensor keeps the mapping under it alive, and the last one to go unmaps it. So a
-bucket outlives its group without harm.
+bucket outlives its group without harm. Its pages go back to the system with it, whoever else still has the file.
+
+[Note: forked children] A forked child has its parent's tensors, and what it writes into them must stay its own, as with
+all memory. So in a child each allocation is mapped anew, at its address, as a private copy of the file's pages. The
+kernel copies a page when the child first writes into it; until then the child sees what the parent writes there. So a
+child that does not write, as a data-loading process, costs nothing. One that is to read what a tensor held at the fork
+needs a clone of it, made before.
 """
 
 import ctypes
@@ -12,6 +18,7 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from typing import Final, final
@@ -25,6 +32,7 @@ from lockstep.errors import GroupError
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
+_MAP_FIXED: Final = 0x10  # of <linux/mman.h>
 _NUM_PEER_MAPPINGS: Final = 256
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -60,18 +68,60 @@ def create_file(layout: Layout) -> int:
 
 
 @final
+class File:
+    """A descriptor, open as long as anything needs it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+
+@final
+class Allocations:
+    """Where the tensors lie that the groups of this process have handed out."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, File, int]] = {}
+
+    def add(self, mapping: Mapping, file: File, offset: int) -> None:
+        """Note an allocation; when its mapping goes, its pages go back to the system."""
+        address = ctypes.addressof(mapping)
+        self._found[address] = (len(mapping), file, offset)
+        weakref.finalize(mapping, self._release, os.getpid(), address).atexit = False
+
+    def make_private(self) -> None:
+        """Make this process, a child just forked, the only one that sees what it writes. [Note: forked children]."""
+        found, self._found = self._found, {}
+        for address, (length, file, offset) in found.items():
+            _map_pages(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.descriptor, offset)
+
+    def _release(self, pid: int, address: int) -> None:
+        if os.getpid() == pid:  # a forked child has a copy of every tensor, but the pages are its parent's
+            length, file, offset = self._found.pop(address)
+            _libc.fallocate(file.descriptor, _PUNCH_HOLE, offset, length)
+
+
+_ALLOCATIONS: Final = Allocations()
+"""One per process, as a process forks as a whole; tensors outlive their groups."""
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_ALLOCATIONS.make_private)
+
+
+@final
 class Memory:
     """What one rank sees of its group's file."""
 
     def __init__(self, descriptor: int, layout: Layout, rank: int) -> None:
         self.layout = layout
         self._descriptor = descriptor
+        self._file: File | None = File(descriptor)
         self._rank = rank
         self._pid = os.getpid()
         self._control = _map(descriptor, layout.control_bytes)
         self.address = ctypes.addressof(self._control)
         """Where the control area begins."""
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._heap_lock = threading.RLock()  # while a thread holds it, a tensor may be collected in that thread
         self._heap_used = 0
         self._heap_free: dict[int, list[int]] = {}
         self._heap: dict[int, tuple[int, int]] = {}
@@ -84,7 +134,8 @@ class Memory:
         if view is None:
             layout = self.layout
             count = layout.outbox_bytes // dtype.itemsize
-            view = torch.frombuffer(self._control, dtype=dtype, count=count, offset=layout.outbox(rank, parity))
+            with torch.inference_mode(False):  # it is kept, and outside that mode nobody could write into it
+                view = torch.frombuffer(self._control, dtype=dtype, count=count, offset=layout.outbox(rank, parity))
             self._views[key] = view
         return view
 
@@ -93,17 +144,26 @@ class Memory:
         layout = self.layout
         return _map(self._descriptor, layout.channel_bytes, layout.channel(source, target))
 
+    @torch.inference_mode(False)
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros that lies in this rank's heap, where its peers can map it.
 
         The pages go back to the system when the tensor and all that view it are gone.
+
+        Raises:
+            GroupError: The heap is full, or the memory is closed.
         """
+        if self._file is None:
+            raise GroupError("This group's memory was given back; make a new group to go on.")
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
         offset = self._take_heap(length)
-        mapping = _map(self._descriptor, length, self.layout.heap(self._rank) + offset)
+        start = self.layout.heap(self._rank) + offset
+        mapping = _map(self._descriptor, length, start)
         address = ctypes.addressof(mapping)
         self._heap[address] = (offset, length)
-        weakref.finalize(mapping, _release, weakref.ref(self), address).atexit = False
+        # The last finalizer is called first: the pages are gone before the offset is free, and that before the address.
+        weakref.finalize(mapping, _forget, weakref.ref(self), address).atexit = False
+        _ALLOCATIONS.add(mapping, self._file, start)
         return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
 
     def locate(self, flat: Tensor) -> int:
@@ -114,6 +174,7 @@ class Memory:
         found = self._heap.get(base)
         return -1 if found is None else found[0] + flat.data_ptr() - base
 
+    @torch.inference_mode(False)
     def peer_tensor(self, rank: int, location: int, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor at `location` of another rank's heap."""
         start = location // PAGE * PAGE
@@ -128,20 +189,18 @@ class Memory:
         return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=location - start)
 
     def close(self) -> None:
-        """Close the descriptor and let go of the mappings; tensors that were handed out stay usable."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Let go of the descriptor and the mappings; tensors that were handed out stay usable."""
+        self._file = None
+        self._descriptor = -1
         self._views.clear()
         self._peer_mappings.clear()
 
     def forget(self, address: int) -> None:
-        """Give the pages of an allocation back to the system."""
-        offset, length = self._heap.pop(address)
-        # A forked child has a copy of every tensor, but the pages are its parent's.
-        if self._descriptor >= 0 and os.getpid() == self._pid:
-            start = self.layout.heap(self._rank) + offset
-            _libc.fallocate(self._descriptor, _PUNCH_HOLE, start, length)
+        """Let the place of an allocation be used again."""
+        if os.getpid() != self._pid:
+            return  # and a thread that a forked child does not have may hold the lock
+        with self._heap_lock:
+            offset, length = self._heap.pop(address)
             self._heap_free.setdefault(length, []).append(offset)
 
     def _take_heap(self, length: int) -> int:
@@ -150,20 +209,21 @@ class Memory:
         Raises:
             GroupError: The heap is full.
         """
-        free = self._heap_free.get(length)
-        if free:
-            return free.pop()
-        offset = self._heap_used
-        if self.layout.heap(self._rank) + offset + length > self.layout.heap(self._rank + 1):
-            raise GroupError(
-                f"This group cannot give {length} bytes more: its tensors of other lengths have used up its addresses. "
-                "Keep the tensors that it gave instead of asking for new ones, or make a new group."
-            )
-        self._heap_used += length
-        return offset
+        with self._heap_lock:
+            free = self._heap_free.get(length)
+            if free:
+                return free.pop()
+            offset = self._heap_used
+            if self.layout.heap(self._rank) + offset + length > self.layout.heap(self._rank + 1):
+                raise GroupError(
+                    f"This group cannot give {length} bytes more: its tensors of other lengths have used up its "
+                    "addresses. Keep the tensors that it gave instead of asking for new ones, or make a new group."
+                )
+            self._heap_used += length
+            return offset
 
 
-def _release(memory: "weakref.ref[Memory]", address: int) -> None:
+def _forget(memory: "weakref.ref[Memory]", address: int) -> None:
     alive = memory()
     if alive is not None:
         alive.forget(address)
@@ -175,10 +235,15 @@ def _map(descriptor: int, length: int, offset: int = 0) -> Mapping:
     Raises:
         OSError: The kernel refuses.
     """
-    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
-    if address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {length} bytes of shared memory: {os.strerror(number)}")
+    address = _map_pages(None, length, mmap.MAP_SHARED, descriptor, offset)
     mapping = (ctypes.c_char * length).from_address(address)
     weakref.finalize(mapping, _libc.munmap, address, length).atexit = False
     return mapping
+
+
+def _map_pages(address: int | None, length: int, flags: int, descriptor: int, offset: int) -> int:
+    found: int = _libc.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if found == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {length} bytes of shared memory: {os.strerror(number)}")
+    return found

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from traceback import format_exception
 from typing import Final, final
 
 from lockstep.comm.shm import semaphores
@@ -59,7 +60,7 @@ class Peers:
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [self.semaphore(ROUND, rank, peer) for peer in others]
         self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
-        self.has_core = self.size <= (os.cpu_count() or 1)
+        self.has_core = self.size <= len(os.sched_getaffinity(0))
         """Whether every rank has a core of its own, so that a wait may spin."""
         self.lingers = False
         """Whether a wait for a round spins longer: set while the caller of a blocking call runs it itself."""
@@ -186,8 +187,10 @@ class Peers:
 
     def fail(self, error: BaseException, call: bytes) -> None:
         """Tell the others that `error` ended `call` on this rank, nobody knows where in it: the group is broken."""
+        self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}.")
         self.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
-        self.broken = GroupError(f"{call.decode()} ended with {type(error).__name__} on this rank.")
+        # In words, and not as its cause: that would keep its frames, and their tensors, alive.
+        broken.add_note("".join(format_exception(error)))
 
     def close(self) -> None:
         """Stop watching the processes."""
@@ -257,6 +260,8 @@ class Peers:
         return None
 
     def _has_ended(self, peer: int) -> bool:
+        if peer not in self._pidfds:  # it is this one
+            return False
         poll = select.poll()
         poll.register(self._pidfds[peer], select.POLLIN)
         return bool(poll.poll(0))
@@ -300,6 +305,11 @@ class Peers:
     def _describe_waiting(self, peer: int) -> str:
         waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
         return f"Rank {peer} waits in {waiting}" if waiting else f"Rank {peer} is not in a call of this group"
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _write_text(address: int, text: bytes) -> None:

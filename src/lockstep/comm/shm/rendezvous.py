@@ -15,6 +15,7 @@ The socket's name lives in the kernel alone, and both ends ask the kernel who is
 machine can neither join nor be joined.
 """
 
+import array
 import json
 import os
 import secrets
@@ -221,16 +222,24 @@ def _join(address: str, rank: int, timeout: timedelta) -> Meeting:
         if _who_is(connection)[1] != os.geteuid():
             raise GroupError("The process that offers the group's shared memory belongs to another user: not joined.")
         connection.sendall(_NUMBER.pack(rank))
-        data, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
-        if not descriptors:
-            raise EOFError
-        undo.callback(os.close, descriptors[0])
-        pids = dict(enumerate(json.loads(_receive_exactly(connection, _NUMBER.unpack(data)[0]))))
+        length, descriptor = _receive_file(connection)
+        undo.callback(os.close, descriptor)
+        pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
         pidfds = _watch(pids, rank, undo)
         connection.sendall(_READY)
         _expect(connection, _GO)
         undo.pop_all()
-    return Meeting(descriptor=descriptors[0], pidfds=pidfds, pids=pids)
+    return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
+
+
+def _receive_file(connection: socket.socket) -> tuple[int, int]:
+    """Return a number and a descriptor that no program inherits: socket.recv_fds() drops the flag for that."""
+    room = socket.CMSG_LEN(array.array("i").itemsize)
+    data, control, _, _ = connection.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            return _NUMBER.unpack(data)[0], array.array("i", content)[0]
+    raise EOFError
 
 
 def _watch(pids: dict[int, int], own: int, undo: ExitStack) -> dict[int, int]:

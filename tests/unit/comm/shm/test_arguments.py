@@ -11,6 +11,7 @@ from torch.distributed import ReduceOp
 from lockstep.comm.shm.arguments import (
     check_alike,
     check_writable,
+    copy_into,
     describe_message,
     flatten,
     is_plain,
@@ -57,6 +58,23 @@ def test_a_row_is_a_view_where_it_can_be() -> None:
     assert torch.equal(tensor.detach(), ONE + 1)
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(4.0)[1::2][:1], torch.arange(4.0)[::2][:0]], ids=["one", "none"])
+def test_a_row_of_one_element_or_none_has_a_view_as_bytes(tensor: Tensor) -> None:
+    # Torch calls it contiguous whatever its stride, and had no view of it: broadcast broke its group.
+    flat = flatten(tensor)
+    assert flat.view(torch.uint8).nbytes == tensor.nbytes
+    assert flat.data_ptr() == tensor.data_ptr()
+
+
+def test_a_row_of_a_conjugate_view_has_its_values() -> None:
+    # A row that was itself conjugate lost what was written into its bytes.
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    flat = flatten(tensor.conj())
+    assert not flat.is_conj()
+    write_back(tensor.conj(), flat.mul_(1j))
+    assert torch.equal(tensor, torch.tensor([1 + 2j, 3 - 4j]) * -1j)
+
+
 def test_what_was_copied_is_written_back() -> None:
     tensor = torch.zeros(3, 4)[:, ::2]
     flat = flatten(tensor)
@@ -70,6 +88,22 @@ def test_a_factor_leaves_the_tensor_alone() -> None:
     assert torch.equal(premultiply(tensor, how), ONE.view(-1) * 0.5)
     assert torch.equal(tensor, ONE)
     assert premultiply(tensor, reduction(dist.ReduceOp.SUM, torch.float32)).data_ptr() == tensor.data_ptr()
+
+
+def test_a_factor_does_not_change_the_dtype() -> None:
+    # A factor of float64 made a row of float64, which was then taken for one of float32.
+    how = reduction(dist._make_nccl_premul_sum(torch.tensor([2.0], dtype=torch.float64)), torch.float32)
+    flat = premultiply(ONE, how)
+    assert flat.dtype == torch.float32
+    assert torch.equal(flat, ONE.view(-1) * 2)
+
+
+def test_values_come_into_a_tensor_of_inference_mode() -> None:
+    # Only that mode may write into one, and the thread that takes a message is not in it.
+    with torch.inference_mode():
+        target = torch.zeros(3)
+    copy_into(target, torch.ones(3))
+    assert target.tolist() == [1.0] * 3
 
 
 def test_integers_take_no_factor() -> None:

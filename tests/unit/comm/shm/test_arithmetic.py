@@ -164,3 +164,9 @@ def test_a_factor_is_kept(factor: Any) -> None:
 def test_what_makes_no_sense_is_refused(operation: Any, dtype: torch.dtype, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         reduction(operation, dtype)
+
+
+def test_what_the_cpu_cannot_do_is_refused_whatever_the_default_device() -> None:
+    # It was tried on the default device, and "meta" can do everything.
+    with torch.device("meta"), pytest.raises(TypeError, match=r"SUM does not work on torch\.uint16"):
+        reduction(ReduceOp.SUM, torch.uint16)

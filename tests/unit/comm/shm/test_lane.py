@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 
-from lockstep.comm.shm.lane import Done, Lane
+from lockstep.comm.shm.lane import Call, Done, Lane
 from lockstep.errors import CollectiveTimeoutError, GroupError
 
 PATIENCE = 10
@@ -65,13 +65,11 @@ def test_calls_run_in_the_order_in_which_they_were_made(lane: Lane) -> None:
     works = [lane.put(lambda number=number: order.append(number), []) for number in range(5)]  # type: ignore[misc]
     assert gate.entered.wait(PATIENCE)
     assert not works[0].is_completed()
-    assert not lane.is_idle
     gate.opened.set()
     for work in reversed(works):
         assert work.wait()
     assert order == [0, 1, 2, 3, 4]
     assert first.is_success()
-    wait_until(lambda: lane.is_idle)
 
 
 def test_a_call_goes_on_though_nobody_waits(lane: Lane) -> None:
@@ -221,14 +219,118 @@ def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the
     assert lane.run(lambda: None, []).wait()
 
 
-def test_the_turn_is_free_when_nothing_runs(lane: Lane) -> None:
-    with lane.turn_if_free() as is_mine:
-        assert is_mine
-        with lane.turn_if_free() as again:
-            assert not again
+@final
+class Interrupting:
+    """A lock after whose taking Ctrl-C comes, so many times."""
+
+    def __init__(self, lock: Any, times: int = 1) -> None:
+        self._lock = lock
+        self._times = times
+        self.release = lock.release
+        self._is_owned = lock._is_owned
+        self.__exit__ = lock.__exit__
+
+    def acquire(self, **arguments: Any) -> bool:
+        is_taken: bool = self._lock.acquire(**arguments)
+        if is_taken and self._times > 0:
+            self._times -= 1
+            raise KeyboardInterrupt
+        return is_taken
+
+
+def test_ctrl_c_leaves_nobody_with_the_turn(lane: Lane) -> None:
+    # It once left the lane locked for ever, without a timeout, if it came right after the lock was taken.
+    turn = lane._turn
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: lane.run(lambda: None, []),
+        lambda: lane.interpose(lambda _: None),
+        Call(lambda: None, [], lane).wait,
+    )
+    for call in calls:
+        lane._turn = Interrupting(turn)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        lane._turn = turn
+        assert not turn._is_owned()  # type: ignore[attr-defined]
+    assert lane.run(lambda: None, []).wait()
+
+
+def test_ctrl_c_does_not_lose_a_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between leaving the queue and being run, a call was nobody's: who waited for it, waited for ever.
+    ran = threading.Event()
+    call = Call(lambda: ran.set(), [], lane)  # noqa: PLW0108 - None, and not the event's answer
+    lane.submit(call, soon=False)
+    run = Call.run
+
+    def be_interrupted(_: Call) -> None:
+        monkeypatch.setattr(Call, "run", run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Call, "run", be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call.wait()
+    assert call.wait(timedelta(seconds=PATIENCE))
+    assert ran.is_set()
+
+
+def test_a_call_that_ctrl_c_ends_does_not_keep_the_others_from_going_on(lane: Lane) -> None:
+    # Its thread once left without a word to the lane's own, or to whoever had the future of a call that was settled.
+    def be_interrupted() -> None:
+        lane.untold.append(untold)
+        raise KeyboardInterrupt
+
+    untold: torch.futures.Future[None] = torch.futures.Future()
+    ran = threading.Event()
+    first = Call(be_interrupted, [], lane)
+    for call in (first, Call(ran.set, [], lane)):
+        lane.submit(call, soon=False)
+    with pytest.raises(KeyboardInterrupt):
+        first.wait()
+    assert ran.wait(PATIENCE)
+    wait_until(untold.done)
+
+
+def test_a_thread_that_could_not_be_started_is_not_counted_on(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The lane once believed for ever that it had one.
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            lane.put(lambda: None, [])
+    ran = threading.Event()
+    lane.put(ran.set, [])
+    assert ran.wait(PATIENCE)
+
+
+def test_a_future_is_told_at_once_though_another_call_runs(lane: Lane) -> None:
+    # It was told after the turn of the call that settled it: a deadlock, if that one waits for an answer to this one.
+    gate = Gate()
+    lane.put(gate, [])
+    later: Any = lane.put(fail, [ONE])
+    future = later.get_future()
+    assert gate.entered.wait(PATIENCE)
+    later.settle(source=1)
+    wait_until(future.done)
+    assert not gate.opened.is_set()
+    gate.opened.set()
+
+
+def test_what_interposes_has_the_turn_when_nothing_runs(lane: Lane) -> None:
+    def interpose(has_turn: bool) -> Any:
+        assert has_turn
+        assert not lane.interpose(lambda again: again)
         work = lane.put(lambda: None, [])
         assert not work.is_completed()
-    assert work.wait()
+        return work
+
+    assert lane.interpose(interpose).wait()
+    gate = Gate()
+    lane.put(gate, [])
+    assert gate.entered.wait(PATIENCE)
+    assert not lane.interpose(lambda has_turn: has_turn)
+    gate.opened.set()
 
 
 def test_closing_lets_a_running_call_end() -> None:
@@ -253,4 +355,5 @@ def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
     assert work.get_future().done()
     assert work.result() == [ONE]
     work.synchronize()
+    work.block_current_stream()  # torch's own raises that it is not there
     assert work.get_future().then(lambda done: done.value()[0]).wait() is ONE

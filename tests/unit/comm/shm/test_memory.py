@@ -2,13 +2,16 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from lockstep.comm.shm.layout import PAGE, Layout
 from lockstep.comm.shm.memory import Memory, create_file
+from lockstep.errors import GroupError
 
 LAYOUT = Layout(2, outbox_bytes=PAGE, slot_bytes=PAGE)
 
@@ -94,6 +97,93 @@ def test_a_tensor_outlives_its_group(pair: tuple[Memory, Memory]) -> None:
     assert tensor.sum() == 30
     tensor += 1
     assert tensor.sum() == 40
+
+
+def holds_in_child(claim: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        holds = False
+        try:
+            holds = claim()
+        finally:
+            os._exit(not holds)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_inference_mode_leaves_no_tensors_of_its_own_behind(pair: tuple[Memory, Memory]) -> None:
+    # An evaluation before the first step of a training once made its outboxes useless for all that followed.
+    with torch.inference_mode():
+        pair[0].outbox(0, 0, torch.float32)
+        allocated = pair[0].allocate(10, torch.float32)
+        seen = pair[1].peer_tensor(0, pair[0].locate(allocated), 10, torch.float32)
+    assert not any(tensor.is_inference() for tensor in (pair[0].outbox(0, 0, torch.float32), allocated, seen))
+    allocated += 1.0
+    assert seen.sum() == 10
+
+
+def test_memory_is_given_back_though_the_group_is_gone(pair: tuple[Memory, Memory]) -> None:
+    # One small tensor that outlived its group once pinned the memory of all of it.
+    def used() -> int:
+        return os.fstat(pair[1]._descriptor).st_blocks * 512
+
+    small, big = pair[0].allocate(4, torch.float32).fill_(1), pair[0].allocate(1 << 20, torch.uint8).fill_(1)
+    before = used()
+    pair[0].close()
+    assert small.sum() == 4
+    del big
+    gc.collect()
+    assert used() <= before - (1 << 20)
+    with pytest.raises(GroupError, match="was given back"):
+        pair[0].allocate(4, torch.float32)
+
+
+def test_the_descriptor_goes_with_the_last_tensor() -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    memory = Memory(create_file(LAYOUT), LAYOUT, 0)
+    tensor = memory.allocate(4, torch.float32)
+    memory.close()
+    assert tensor.sum() == 0
+    del tensor, memory
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_threads_are_given_memory_of_their_own(pair: tuple[Memory, Memory]) -> None:
+    # Two threads once read the same offset before either had moved it.
+    given: list[torch.Tensor] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: given.extend(pair[0].allocate(1, torch.float32) for _ in range(300)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({pair[0].locate(tensor) for tensor in given}) == 1200
+
+
+def test_a_forked_child_writes_into_memory_of_its_own(pair: tuple[Memory, Memory]) -> None:
+    # A child that cleared its copy of a gradient once cleared that of its parent.
+    tensor, orphan = pair[0].allocate(5000, torch.float32).fill_(3), pair[1].allocate(10, torch.float32).fill_(3)
+    pair[1].close()
+    both = (tensor, orphan)
+
+    def all_are(value: float) -> bool:
+        return all(bool((one == value).all()) for one in both)
+
+    def clear() -> bool:
+        was_there = all_are(3)
+        for one in both:
+            one.zero_()
+        return was_there and holds_in_child(lambda: all_are(0))  # a grandchild has what its own parent wrote
+
+    assert holds_in_child(clear)
+    assert all_are(3)
 
 
 def test_nothing_may_be_allocated(pair: tuple[Memory, Memory]) -> None:

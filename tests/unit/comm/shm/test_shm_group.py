@@ -1,5 +1,6 @@
 """A group of one rank, in this process: the same answers as from many, and what is refused."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import lockstep as ls
+from lockstep.comm.shm.arguments import describe_message, write_back
+from lockstep.comm.shm.channels import Receipt
 from lockstep.errors import GroupError
 
 ONE = torch.tensor([1.0, -2.0, 3.0])
@@ -70,6 +73,10 @@ def test_one_rank_gathers_and_scatters(group: Any) -> None:
             r"output splits \[2\] must be 1 numbers that add up",
         ),
         (lambda group: group.allreduce([ONE, ONE]), "Expected one tensor, got 2"),
+        # Found out within the call, these once broke the group.
+        (lambda group: group.allgather_coalesced([[ONE]], [ONE, ONE]), "a row of 1 output tensors, expected one per"),
+        (lambda group: group.allgather_coalesced([], [ONE]), "0 rows of output tensors, expected one per rank of 1"),
+        (lambda group: group.allgather_coalesced([[ONE[:2]]], [ONE]), r"torch.float32 \[2\], expected torch.float32"),
         (
             lambda group: group.allocate_tensor(3, dtype=torch.float32, device=torch.device("meta")),
             "allocates on the CPU",
@@ -82,6 +89,103 @@ def test_arguments_that_do_not_fit_are_refused(group: Any, call: Any, said: str)
     tensor = ONE.clone()
     dist.all_reduce(tensor)
     assert torch.equal(tensor, ONE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: dist.broadcast(ONE.clone(), group_src=-1),
+        lambda group: dist.broadcast(ONE.clone(), group_src=1),
+        lambda group: dist.broadcast(ONE.to_sparse(), group_src=1),
+        lambda group: dist.reduce(ONE.clone(), group_dst=5),
+        lambda group: dist.gather(ONE, None, group_dst=5),
+        lambda group: dist.scatter(ONE.clone(), None, group_src=5),
+        lambda group: dist.send(ONE, group_dst=5),
+        lambda group: dist.recv(ONE.clone(), group_src=5),
+        lambda group: group.recv([ONE.clone()], -1),
+    ],
+)
+def test_a_rank_outside_the_group_is_refused(group: Any, call: Any) -> None:
+    # Two of them were once done in silence; the others broke the group, and a send posted where no semaphore is.
+    with pytest.raises(ValueError, match=r"is rank -?\d of the group, expected 0 to 0"):
+        call(group)
+    dist.all_reduce(ONE.clone())
+
+
+def test_a_message_from_this_rank_itself_may_be_waited_for(group: Any) -> None:
+    # Its process was once looked for among the others', after 50 ms.
+    place = torch.zeros(3)
+    receiving = group.recv([place], 0)
+    time.sleep(0.1)
+    group.send([ONE], 0).wait()
+    receiving.wait()
+    assert torch.equal(place, ONE)
+
+
+def test_a_message_is_not_kept_aside_on_the_default_device(group: Any) -> None:
+    # Kept on a device without values, as one may set to build a large model, it was lost; and the group was broken.
+    works = [group.send([ONE * tag], 0, tag) for tag in (1, 2)]
+    place = torch.zeros(3)
+    receipt = Receipt(0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
+    group._mailbox._open(0)
+    _, receiver = group._mailbox._receivers[0]
+    receiver.expect(receipt)
+    with torch.device("meta"):
+        receiver.take_until(receipt)
+    assert torch.equal(place, ONE * 2)
+    group.recv([place], 0, 1).wait()
+    assert torch.equal(place, ONE)
+    for work in works:
+        work.wait()
+
+
+def test_nothing_is_received_into_an_expanded_tensor(group: Any) -> None:
+    # That was once found out when the message was there, by whoever brought it, and broke the group.
+    with pytest.raises(ValueError, match="is expanded"):
+        group.recv([torch.zeros(1).expand(3)], 0)
+
+
+def test_a_receive_that_fails_at_its_end_is_the_only_one(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A message that another receive brings may find a tensor that cannot take it: not that other one's fault.
+    def fail(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        if tensor is bad:
+            raise RuntimeError("no way in")
+        write_back(tensor, flat)
+
+    monkeypatch.setattr("lockstep.comm.shm.group.write_back", fail)
+    good, bad = torch.zeros(3), torch.zeros(3)
+    works = [group.recv([place], 0, tag) for tag, place in ((1, good), (2, bad))]
+    sends = [group.send([ONE], 0, tag) for tag in (2, 1)]
+    assert works[0].wait()
+    assert torch.equal(good, ONE)
+    with pytest.raises(RuntimeError, match="no way in"):
+        works[1].wait()
+    for work in sends:
+        work.wait()
+    dist.all_reduce(ONE.clone())
+
+
+def test_the_error_that_broke_a_group_is_told_by_later_calls(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They once told its type alone.
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("one too many.")
+
+    monkeypatch.setattr("lockstep.comm.shm.collectives.all_reduce", fail)
+    with pytest.raises(ArithmeticError):
+        dist.all_reduce(ONE.clone())
+    with pytest.raises(GroupError, match=r"ended on this rank with ArithmeticError: one too many\.") as caught:
+        dist.all_reduce(ONE.clone())
+    assert "in fail" in caught.value.__notes__[0]
+
+
+def test_a_wait_spins_only_where_this_process_may_use_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The cores of the machine were counted, and not those that taskset leaves.
+    for cores in ({0}, set()):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+        group: Any = dist.group.WORLD
+        assert group._peers.has_core == bool(cores)
+        ls.destroy_process_group()
 
 
 def test_a_tensor_elsewhere_is_refused(group: Any) -> None:
@@ -106,6 +210,8 @@ def test_a_group_that_was_destroyed_says_so(group: Any) -> None:
         group.allreduce([ONE.clone()])
     with pytest.raises(GroupError, match="was destroyed"):
         group.recv([ONE.clone()], 0)
+    with pytest.raises(GroupError, match="was destroyed"):
+        group.allocate_tensor(3, dtype=torch.float32)
     assert torch.equal(tensor, ONE)
 
 

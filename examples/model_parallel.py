@@ -1,0 +1,70 @@
+"""Model parallel inside data parallel: every worker has the network on two devices, and its share of the data.
+
+    python examples/model_parallel.py
+
+With two GPUs or more there is one worker per pair of them: the convolutions are on the first, the scores on the second.
+Elsewhere two workers run on the CPU, and both devices of each are "cpu".
+
+worker 0:  images -> features on cuda:0 -> scores on cuda:1 -> loss     gradients of the same layers are averaged
+worker 1:  images -> features on cuda:2 -> scores on cuda:3 -> loss     between workers, whichever device they are on
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lockstep as ls
+from lockstep.recipes.digits import Net, datasets
+
+
+class TwoDevices(nn.Module):
+    """The digits network, cut in two."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        whole = Net()
+        self.first, self.second = first, second
+        self.features, self.scores = whole.features.to(first), whole.scores.to(second)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Score images; the scores are on the second device."""
+        features = self.features(images.to(self.first))
+        scores: Tensor = self.scores(features.to(self.second))
+        return scores
+
+
+def find_devices(run: ls.Run) -> tuple[torch.device, torch.device]:
+    """Return this worker's two devices: the one it was given and the GPU after that, or the CPU twice."""
+    if run.device.type == "cpu":
+        return run.device, run.device
+    return run.device, torch.device(run.device.type, run.device.index + 1)
+
+
+def main(run: ls.Run, epochs: int) -> Tensor:
+    """Train in one worker; return the parameters."""
+    first, second = find_devices(run)
+    train, _ = datasets()
+    # No device_ids: the module lies on several devices, and its forward moves its inputs itself.
+    model = ls.DistributedDataParallel(TwoDevices(first, second))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
+    sampler = ls.DistributedSampler(train)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        total = torch.zeros(2, device=second)  # sum of losses, samples
+        for images, labels in DataLoader(train, batch_size=64, sampler=sampler):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels.to(second))
+            loss.backward()
+            optimizer.step()
+            total += torch.stack([loss.detach() * len(labels), torch.tensor(len(labels), device=second)])
+        dist.all_reduce(total)  # one message per epoch, and no item() in a step
+        if run.rank == 0:
+            print(f"epoch {epoch + 1}/{epochs}  {first} and {second}  loss {total[0] / total[1]:.4f}", flush=True)
+    return nn.utils.parameters_to_vector([parameter.detach().cpu() for parameter in model.parameters()])
+
+
+num_pairs = torch.cuda.device_count() // 2
+results = ls.launch(main, 5, devices=[2 * pair for pair in range(num_pairs)] if num_pairs else "cpu:2")
+is_same = all(torch.equal(parameters, results[0]) for parameters in results)
+print(f"{len(results)} workers, {len(results[0]):,} parameters: {'the same' if is_same else 'NOT THE SAME'} on all")
