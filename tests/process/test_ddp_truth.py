@@ -132,11 +132,20 @@ def changes(rank: int, answers: Answers) -> None:
     model(one).sum().backward()
     answers["added"] = gradient(net.gain)
 
+
+def changes_on_one_rank(rank: int, answers: Answers) -> None:
+    one = ones(rank)
     net = Two()
     model = ls.DistributedDataParallel(net)
     if rank == 1:
         net.first.requires_grad_(False)
     answers["changed on one rank"] = error_of(lambda: model(one).sum().backward())
+
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    torch.manual_seed(rank)
+    net.second = nn.Linear(3, 1, bias=False)
+    answers["replaced by different values"] = error_of(lambda: model(one).sum().backward())
 
 
 @pytest.mark.parametrize(
@@ -163,6 +172,12 @@ def test_a_change_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None
         assert "Rank 1 has 1 trainable parameters but rank 0 has 2" in found["changed on one rank"]
 
 
+def test_new_parameters_of_different_values_are_an_error_on_all(answers: list[Answers]) -> None:
+    for found in answers:
+        said = found["replaced by different values"]
+        assert "Parameter second.weight was added, unfrozen or changed after wrapping" in said
+
+
 # -- A backward that fails ---------------------------------------------------------------------------------------------
 
 
@@ -180,7 +195,7 @@ def failures(rank: int, answers: Answers) -> None:
     if rank == 1:
         with pytest.raises(ValueError, match="in backward"):
             model(one).sum().backward()
-        answers["failed on one rank"] = error_of(lambda: model(one))
+        answers["failed on one rank"] = ""
     else:
         answers["failed on one rank"] = error_of(lambda: model(one).sum().backward())
     handle.remove()
@@ -189,9 +204,8 @@ def failures(rank: int, answers: Answers) -> None:
     answers["after that"] = gradient(net.second.weight)
 
 
-def test_a_backward_that_fails_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None:
+def test_a_backward_that_fails_on_one_rank_is_an_error_on_all_and_they_stay_in_step(answers: list[Answers]) -> None:
     assert "The backward of 1 of 2 ranks ended in an exception" in answers[0]["failed on one rank"]
-    assert "that of other ranks did not" in answers[1]["failed on one rank"]
     for found in answers:
         assert found["after that"] == [[4.5] * 3]
 
@@ -707,10 +721,34 @@ def test_the_module_is_compiled_and_nothing_else(answers: list[Answers], when: s
         assert num_graphs == 1
 
 
+# -- A group that is destroyed -----------------------------------------------------------------------------------------
+
+
+def destroyed(rank: int, answers: Answers) -> None:
+    one = ones(rank)
+    net, other = Two(), Two()
+    ls.DistributedDataParallel(net)
+    kept = ls.DistributedDataParallel(other)
+    net(one).sum().backward()
+    dist.destroy_process_group()
+    net.zero_grad()
+    net(one).sum().backward()
+    answers["after the group"] = gradient(net.second.weight)
+    answers["wrapper after the group"] = error_of(lambda: kept(one))
+    assert kept is not None
+
+
+def test_without_the_group_a_module_trains_alone_and_its_wrapper_says_so(answers: list[Answers]) -> None:
+    assert [found["after the group"] for found in answers] == [[[3.0] * 3], [[6.0] * 3]]
+    for found in answers:
+        assert "was destroyed" in found["wrapper after the group"]
+
+
 def scenarios(run: ls.Run) -> Answers:
     answers: Answers = {}
     for scenario in (
         changes,
+        changes_on_one_rank,
         failures,
         synchronising,
         orders,
@@ -722,6 +760,7 @@ def scenarios(run: ls.Run) -> Answers:
         kinds,
         stalls,
         compiled,
+        destroyed,
     ):
         scenario(run.rank, answers)
     return answers

@@ -22,6 +22,7 @@ from torch.nn.parallel import distributed as torch_distributed
 
 from lockstep.comm import broadcast_tensors, current_world
 from lockstep.devices import to_device
+from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedReduction
 from lockstep.parallel.joining import WrapperJoinHook, highest_rank, tell_what_comes
 from lockstep.parallel.module_arguments import (
@@ -32,9 +33,10 @@ from lockstep.parallel.module_arguments import (
     find_world,
     require_group,
 )
-from lockstep.parallel.module_hook import ModuleHook
+from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples, name_precisions
 from lockstep.parallel.statistics import Statistics, describe_wrapper
+from lockstep.parallel.survivor import Survivor
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
@@ -193,15 +195,16 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.reducer = Reducer(model, self._world, options)
         if self.reducer is not None:
             self.reducer.on_notes(_WeakCall(weakref.WeakMethod(self._take_notes)))
+        close_orphans(self.module)
+        survivor = self._survivor = Survivor(model, self._world, self.reducer, syncs_buffers=self.forward_sync_buffers)
+        before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
         # On the inner module, so that a forward through `.module` is seen as well.
-        handles = [
+        survivor.handles += [
             self.module.register_forward_pre_hook(
-                ModuleHook(weakref.WeakMethod(self._before_forward)), with_kwargs=True
+                ModuleHook(before, survivor.before_forward, survivor), with_kwargs=True
             ),
-            self.module.register_forward_hook(ModuleHook(weakref.WeakMethod(self._after_forward))),
+            self.module.register_forward_hook(ModuleHook(after, survivor.after_forward, survivor)),
         ]
-        for handle in handles:
-            weakref.finalize(self, handle.remove)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
@@ -211,6 +214,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
         Collective in training mode if the module has buffers that are broadcast.
         """
+        if not self._survivor.has_group:
+            raise GroupError(
+                "The process group over which this module was wrapped was destroyed. Make a new one with "
+                "ls.init_process_group() and wrap the module again, or call the module itself to use it on one rank."
+            )
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
@@ -477,8 +485,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         """Do nothing: sparse gradients need none."""
 
     def _reconnect(self) -> None:
-        if self.reducer is not None:
-            self.reducer.close()
+        self._survivor.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
         for hook, state in self._comm_hooks:
             if self.reducer is not None:
@@ -488,7 +495,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         """Return what a copy needs; as torch's, only with the default group."""
         self._check_default_group()  # type: ignore[no-untyped-call]
         state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_world", "_delayed", "_comm_hooks"):
+        for name in ("process_group", "reducer", "_world", "_survivor", "_delayed", "_comm_hooks"):
             del state[name]
         return state
 

@@ -5,37 +5,66 @@ checkpoint. An ordinary hook would drag the wrapper, its buckets and its process
 behind.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch import nn
+
+from lockstep.parallel.survivor import Survivor
 
 
 @final
 class ModuleHook:
-    """Calls `target()` with what the hook gets, as long as its owner lives; a copy of it calls nothing.
+    """Calls its wrapper's method with what the hook gets, or the survivor's when the wrapper is gone.
+
+    A copy of it calls nothing.
 
     Args:
-        target: A weak reference to the owner's method.
+        method: Of the wrapper.
+        otherwise: Of the survivor.
+        survivor: What outlives the wrapper.
     """
 
-    def __init__(self, target: Callable[[], Callable[..., None] | None]) -> None:
-        self._target = target
+    def __init__(
+        self,
+        method: "weakref.WeakMethod[Callable[..., None]]",
+        otherwise: Callable[..., None],
+        survivor: Survivor,
+    ) -> None:
+        self._method = method
+        self._otherwise = otherwise
+        self.survivor = survivor
 
     @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable, but without importing the compiler at once
     def __call__(self, *arguments: Any) -> None:
         """Hand the hook's arguments on."""
-        call = self._target()
-        if call is not None:
-            call(*arguments)
+        (self._method() or self._otherwise)(*arguments)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "ModuleHook":
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the wrapper is gone."""
+        return self._method() is None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
         """Return a hook without effect."""
-        return ModuleHook(_nothing)
+        return _nothing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (_nothing,)
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _the_hook_without_effect, ()
 
 
-def _nothing() -> None:
-    """Stand for an owner that is not there."""
+def close_orphans(module: nn.Module) -> None:
+    """End what goes on for wrappers of this module that are gone: it is about to be wrapped anew (local)."""
+    for hook in list(module._forward_pre_hooks.values()):  # noqa: SLF001 - torch has no public name for them
+        if isinstance(hook, ModuleHook) and hook.is_orphaned:
+            hook.survivor.close()
+
+
+def _nothing(*_arguments: Any) -> None:
+    """Stand for a hook of a wrapper that is not there."""
+
+
+def _the_hook_without_effect() -> Callable[..., None]:
+    return _nothing

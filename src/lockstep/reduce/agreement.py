@@ -1,13 +1,15 @@
 """Do all ranks wrap the same model? Compared at construction, because later it shows only as wrong numbers."""
 
 import hashlib
+from collections.abc import Sequence
 from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.model import TrainedModel
+from lockstep.reduce.model import TrainedModel, TrainedParameter
 
 _REMEDY = "Build the model identically on every rank before wrapping it."
 
@@ -35,6 +37,30 @@ def check_same_model(model: TrainedModel, world: World) -> None:
         for kind in expected:
             if found[kind] != expected[kind]:
                 raise ParameterMismatchError(_explain(rank, kind, found[kind], expected[kind]))
+
+
+def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
+    """Compare the values of parameters that came after construction, when rank 0's were sent to all (collective).
+
+    Raises:
+        ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
+    """
+    digests = [hashlib.sha256(_bytes(each.parameter)).hexdigest() for each in parameters]
+    expected, *others = world.gather_objects(digests)
+    for rank, found in enumerate(others, start=1):
+        for each, here, there in zip(parameters, found, expected, strict=True):
+            if here != there:
+                raise ParameterMismatchError(
+                    f"Parameter {each.spec.name} was added, unfrozen or changed after wrapping, and its values on rank "
+                    f"{rank} are not those on rank 0. Seed every rank alike before making it (torch.manual_seed), or "
+                    "make it before wrapping."
+                )
+
+
+def _bytes(parameter: Tensor) -> bytes:
+    flat = parameter.detach().cpu().contiguous().reshape(-1)
+    values: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return values
 
 
 def _describe(model: TrainedModel) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.agreement import check_same_model
+from lockstep.reduce.agreement import check_same_model, check_same_values
 from lockstep.reduce.layout import AnySlot, Layout, lay_out
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.notes import Notes, num_notes
@@ -131,7 +131,7 @@ class LivePlan:
             scale: By what gradients are multiplied before they are added.
 
         Raises:
-            ParameterMismatchError: The ranks' models differ.
+            ParameterMismatchError: The ranks' models differ, or new parameters have different values.
         """
         if notes.num_changed < self._world.world_size and self.layout.notes.device.type != "cpu":
             # The others hear of it a step later, so there is no comparing. [Note: notes on a GPU]
@@ -143,6 +143,7 @@ class LivePlan:
         self._model.look()
         check_same_model(self._model, self._world)
         late = [each for each in self._model.trained if before.get(id(each.parameter)) != each.spec]
+        check_same_values(late, self._world)
         if late:
             self._reduce_late(late, scale)
         self._begin_anew()

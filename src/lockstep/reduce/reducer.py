@@ -19,7 +19,7 @@ things shows in its first backward, so that one sends nothing before its end.
 
 [Note: a whole backward] The last message leaves at the end of a backward and says whether it came there. A rank whose
 backward ended in an exception sends what the others wait for when it next comes by, with a note that it is not whole.
-So either all ranks failed alike and go on, or all of them get an error; none waits without end.
+So all ranks get an error for that backward, and are in step if they all go on; none waits without end.
 """
 
 import hashlib
@@ -92,8 +92,10 @@ class Reducer:
     """
 
     def __init__(self, model: TrainedModel, world: World, options: ReducerOptions) -> None:
+        assert world.group is not None
         self.synchronizes = True
         self.num_reductions = 0
+        self._group = world.group
         self._world = world
         self._averages = options.average
         self._plan = LivePlan(model, world, options)
@@ -163,9 +165,6 @@ class Reducer:
         """Complete the reduction of a backward that ended in an exception here; called before a forward (collective).
 
         The engine holds the callback as long as the backward runs, and lets go of it uncalled when it fails.
-
-        Raises:
-            ReductionError: Another rank's backward did not fail. [Note: a whole backward]
         """
         if self._phase is _Phase.IDLE or self._callback() is not None:
             return
@@ -173,14 +172,9 @@ class Reducer:
             self._reset()
             return
         try:
-            notes = self._exchange.complete(Note(has_failed=True))
+            self._exchange.complete(Note(has_failed=True))
         finally:
             self._reset()
-        if notes is not None and notes.num_failed < self._world.world_size:
-            raise ReductionError(
-                "The last backward of this rank ended in an exception, and that of other ranks did not: their step and "
-                "this one's are not the same any more. Let the exception end the training, or catch it on every rank."
-            )
 
     def reduce_without_backward(self) -> None:
         """Take part in a reduction for which this rank ran no backward, with what `.grad` holds (collective)."""
@@ -246,7 +240,7 @@ class Reducer:
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
         """Add up what a hook sees of a bucket; the future holds the sum (collective)."""
-        work = dist.all_reduce(bucket.buffer(), group=self._world.group, async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(_first_of)  # type: ignore[no-any-return]
 
@@ -315,6 +309,8 @@ class Reducer:
 
     def _begin(self, phase: _Phase) -> None:
         self._waits_for_end = self._always_waits
+        if group_store(self._group) is None:
+            phase = _Phase.ACCUMULATING  # the group was destroyed: this rank trains alone
         if phase is _Phase.COLLECTING:
             self._prepare()
         self._phase = phase

@@ -1,0 +1,71 @@
+"""What goes on synchronising a module when nobody holds its wrapper any more.
+
+    model = DistributedDataParallel(model)
+    return model.module                        # a recipe that many copy
+
+With torch's wrapper gone, each rank trains alone, without a word. So what the module's hooks need outlives the wrapper,
+as long as the module does; until the group is destroyed, or the module is wrapped anew.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import distributed as torch_distributed
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm import World, broadcast_tensors, group_store
+from lockstep.parallel.module_inputs import count_samples
+from lockstep.reduce import Reducer, TrainedModel
+
+
+@final
+class Survivor:
+    """Does around a forward what a wrapper without `join` and hooks of its own does.
+
+    Args:
+        model: The module's parameters and buffers.
+        world: The workers.
+        reducer: Reduces its gradients.
+        syncs_buffers: Whether buffers are overwritten with rank 0's before a training forward.
+
+    Attributes:
+        handles: Of the hooks on the module.
+    """
+
+    def __init__(self, model: TrainedModel, world: World, reducer: Reducer | None, *, syncs_buffers: bool) -> None:
+        self.handles: list[RemovableHandle] = []
+        self._model = model
+        self._world = world
+        self._reducer = reducer
+        self._syncs_buffers = syncs_buffers
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the group is there still."""
+        return self._world.group is not None and group_store(self._world.group) is not None
+
+    def before_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare for a forward (collective in training)."""
+        if self._reducer is None or self._world.group is None or not self.has_group:
+            return
+        self._reducer.finish_interrupted()
+        if module.training and torch.is_grad_enabled():
+            buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+            if buffers and self._reducer.synchronizes:
+                with self._reducer.waiting_for("buffers before a forward"):
+                    broadcast_tensors(buffers, self._world.group)
+            self._reducer.count_samples(count_samples([inputs, kwargs]))
+
+    def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Mark the outputs."""
+        if self._reducer is not None and torch.is_grad_enabled():
+            for tensor in torch_distributed._find_tensors(output):  # noqa: SLF001 - the same walk as torch's
+                self._reducer.mark(tensor)
+
+    def close(self) -> None:
+        """Do nothing more, and let the module go (local)."""
+        while self.handles:
+            self.handles.pop().remove()
+        if self._reducer is not None:
+            self._reducer.close()
