@@ -5,7 +5,7 @@ VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint bench bench-comm clean
+.PHONY: train test lint bench-ddp bench-comm clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -18,7 +18,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(STAMP)
+bench-ddp: $(STAMP)
 	$(VENV)/bin/python benchmarks/ddp.py
 
 bench-comm: $(STAMP)-bench

@@ -1,128 +1,572 @@
-"""Time of a training step under Lockstep's DistributedDataParallel and torch's, on Gloo and on shared memory.
+"""Time and memory of a training step under Lockstep's DistributedDataParallel and torch's, on Gloo and shared memory.
 
-    make bench            or: python benchmarks/ddp.py [--steps 30] [--rounds 7] [--worlds 2,4]
+    make bench-ddp        or: python benchmarks/ddp.py [--models mlp,transformer,conv,tiny] [--optimizers sgd,adamw]
+                                                       [--worlds 2,4] [--sides alone,torch-gloo,...] [--rounds 15]
+                                                       [--steps 5] [--skip-memory]
 
-All train the same model in the same processes, in turn, a few steps each, round after round, so that whatever
-else the machine does hits each alike. The figure is the median over the rounds of the slowest rank's time per step.
+Time. All sides train the same model in the same processes, in turn, a few steps each, round after round, so that
+whatever else the machine does hits each alike; each round begins with another side. A figure is the median over the
+rounds of the slowest rank's time per step. What communication adds is the median of the differences to "alone", the
+plain module on its own, in the same round. Before a side is timed, its first gradients are compared with the mean of
+the plain module's over all ranks.
+
+    launcher                             rank 0 .. n-1, one launch for a world
+    --------                             -------------------------------------
+    1 launch                        ->   per model and optimizer: build the sides, check them, warm them up
+    2                                    a round: barrier, one side's steps, exchange of times and errors; next side
+    3 one row for each line         <-   rank 0 writes a line of JSON for each model and optimizer
+
+A side that raises an error, on any rank, is left out from then on, on all of them. Each side of each model has a group
+of its own, so that an error in one leaves the others as they were.
+
+Memory. Each side has fresh processes. Counted is `Pss_Anon` + `Pss_Shmem` of /proc/self/smaps_rollup. Resident size
+would count a page of shared memory once in every process that maps it, and the gradients in a peer's bucket, which are
+read in place, as if they were this worker's; here a page that n processes map counts as 1/n in each, and the sum over
+the workers is what the machine gives. Code and other files that are mapped do not count. It is looked at after
+wrapping, after every forward, when each gradient has been accumulated, after every backward and every update, from the
+first step on; shown is the highest figure less that before the model was made, the mean over the workers.
 """
 
 import argparse
+import contextlib
+import ctypes
+import gc
+import json
 import os
 import platform
 import statistics
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep as ls
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Tensor, Tensor]
 
-
-def mlp() -> tuple[nn.Module, Batch]:
-    """6 M parameters, little computation: bound by communication."""
-    layers = [
-        nn.Linear(512, 1536),
-        nn.ReLU(),
-        nn.Linear(1536, 1536),
-        nn.ReLU(),
-        nn.Linear(1536, 1536),
-        nn.Linear(1536, 10),
-    ]
-    return nn.Sequential(*layers), (torch.randn(32, 512), torch.randint(0, 10, (32,)))
-
-
-def conv_net() -> tuple[nn.Module, Batch]:
-    """A small net with BatchNorm: bound by computation."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Flatten(), nn.Linear(128 * 16, 10)]
-    return nn.Sequential(*layers), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
-
-
-def many_tiny() -> tuple[nn.Module, Batch]:
-    """400 parameters of 16 to 256 numbers: bound by overhead."""
-    layers = [layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    return nn.Sequential(*layers), (torch.randn(8, 16), torch.randint(0, 10, (8,)))
-
-
-MODELS = {"MLP, 6 M": mlp, "conv net, 0.1 M": conv_net, "400 tiny": many_tiny}
-
-
-def torch_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Wrap with torch's."""
-    return TorchDDP(model, process_group=group, gradient_as_bucket_view=True)
-
-
-def lockstep_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Wrap with ours."""
-    return ls.DistributedDataParallel(model, process_group=group)
-
-
-WRAPPERS = {"torch": torch_ddp, "Lockstep": lockstep_ddp}
-BACKENDS = ("gloo", "shm")
 ALONE = "alone"
-SIDES = [ALONE, *(f"{name} {backend}" for name in WRAPPERS for backend in BACKENDS)]
+TORCH_GLOO = "torch-gloo"
+LOCKSTEP_GLOO = "lockstep-gloo"
+LOCKSTEP_SHM = "lockstep-shm"
+SIDES = {
+    ALONE: "alone",
+    TORCH_GLOO: "torch, Gloo",
+    "torch-shm": "torch, shm",
+    LOCKSTEP_GLOO: "Lockstep, Gloo",
+    LOCKSTEP_SHM: "Lockstep, shm",
+}
+LEARNING_RATE = 1e-5
+"""So small that the model, which sees one batch again and again, does not become another one while it is timed."""
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=LEARNING_RATE),
+    "adamw": partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),  # else it takes longer than all the rest
+}
+TITLES = {"sgd": "SGD", "adamw": "AdamW"}
+WARM_UP_STEPS = 3
+"""Both libraries arrange their buckets anew after the first step."""
+TOLERANCE = 1e-4
+"""How far a gradient may be from what it should be, in units of the largest one."""
+LEAST_ROUNDS = 5
+CASE_SECONDS = 30.0
+"""A model gets fewer rounds than asked for, though not fewer than `LEAST_ROUNDS`, where they would take longer."""
+NOISY_SPREAD = 0.5
+"""A time whose quartiles are further apart, in units of the median, is marked."""
+PATIENCE = timedelta(seconds=60)
+"""How long a rank waits for one that has failed."""
+MEMORY_STEPS = 4
+MEMORY_WORLD = 2
+MIB = 1 << 20
+SHORTEST_DIFFERENCE = 1e-5
+"""Where communication adds less, in seconds, there is nothing to take a share of."""
+ERROR_LENGTH = 60
+"""So much of an error goes into a cell; all of it goes to stderr."""
 
 
-def time_steps(_place: ls.Run, steps: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return seconds per step, by model and side."""
-    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
-    medians: dict[str, dict[str, float]] = {}
-    for name, build in MODELS.items():
+# -- Models ------------------------------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    """Little computation: bound by communication."""
+    layers = [nn.Linear(784, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1536, 10))
+
+
+class Transformer(nn.Module):
+    """Six layers, as of a small language model."""
+
+    WORDS, LENGTH, WIDTH = 512, 32, 384
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(self.WORDS, self.WIDTH)
+        self.places = nn.Parameter(torch.zeros(self.LENGTH, self.WIDTH))
+        layer = nn.TransformerEncoderLayer(self.WIDTH, 6, 4 * self.WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers=6)
+        self.head = nn.Linear(self.WIDTH, self.WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(self.words(words) + self.places))
+        return scores
+
+
+def conv_net() -> nn.Module:
+    """With BatchNorm, whose buffers travel too: bound by computation."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, has_pool in (
+        *((3, 64, True), (64, 128, True), (128, 256, False), (256, 256, True)),
+        *((256, 512, False), (512, 512, True)),
+    ):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * has_pool
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512 * 4, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def many_tiny() -> nn.Module:
+    """400 parameters of 16 to 256 numbers: bound by overhead."""
+    linears = [nn.Linear(16, 16) for _ in range(200)]
+    for linear in linears:
+        nn.init.orthogonal_(linear.weight)  # else gradients vanish on their way through 200 layers, and denormals crawl
+    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
+
+
+def images(num_samples: int, *shape: int, num_classes: int = 10) -> Batch:
+    return torch.randn(num_samples, *shape), torch.randint(0, num_classes, (num_samples,))
+
+
+def text() -> Batch:
+    words = torch.randint(0, Transformer.WORDS, (2, Transformer.LENGTH + 1))
+    return words[:, :-1], words[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    make_batch: Callable[[], Batch]
+    optimizers: tuple[str, ...]
+    """Which of those that were asked for it is timed with."""
+    steps: int
+    """How many steps a turn has."""
+
+
+MODELS = {
+    "mlp": Model(title="MLP", build=mlp, make_batch=lambda: images(32, 784), optimizers=("sgd", "adamw"), steps=6),
+    "transformer": Model(title="transformer", build=Transformer, make_batch=text, optimizers=("sgd", "adamw"), steps=2),
+    "conv": Model(
+        title="conv net", build=conv_net, make_batch=lambda: images(4, 3, 32, 32), optimizers=("sgd",), steps=3
+    ),
+    "tiny": Model(title="tiny", build=many_tiny, make_batch=lambda: images(8, 16), optimizers=("sgd",), steps=15),
+}
+MEMORY_MODELS = ("mlp", "transformer")
+
+
+# -- In the workers ----------------------------------------------------------------------------------------------------
+
+
+class Contender:
+    """One side with its own copy of the model.
+
+    Args:
+        side: Which.
+        model: What it trains.
+        optimizer: With which optimizer.
+        watch: Called at the moments at which memory is looked at.
+    """
+
+    def __init__(
+        self, side: str, model: Model, optimizer: str, rank: int, watch: Callable[[], None] | None = None
+    ) -> None:
+        self._watch = watch
         torch.manual_seed(0)
-        sides = {}
-        for side in SIDES:
-            model, batch = build()
-            wrapper, _, backend = side.partition(" ")
-            wrapped = model if side == ALONE else WRAPPERS[wrapper](model, groups[backend])
-            sides[side] = (wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3), batch)
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        for number in range(rounds + 1):
-            for side, (model, optimizer, batch) in sides.items():
-                spent = _run(model, optimizer, batch, steps)
-                if number > 0:  # the first round warms up
-                    seconds[side].append(spent)
-        medians[name] = {side: statistics.median(spent) for side, spent in seconds.items()}
-    return medians
+        self.module = model.build()
+        torch.manual_seed(1 + rank)
+        self.inputs, self.targets = model.make_batch()
+        wrapper, _, backend = side.partition("-")
+        self._group = dist.new_group(backend=backend, timeout=PATIENCE) if backend else None
+        self._wrapped = self.module
+        if wrapper == "torch":
+            self._wrapped = TorchDDP(self.module, process_group=self._group, gradient_as_bucket_view=True)
+        elif wrapper == "lockstep":
+            self._wrapped = ls.DistributedDataParallel(self.module, process_group=self._group)
+        self._optimizer = OPTIMIZERS[optimizer](self._wrapped.parameters())
+
+    def compute_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        outputs = self._wrapped(self.inputs)
+        if self._watch is not None:
+            self._watch()
+        nn.functional.cross_entropy(outputs.flatten(0, -2), self.targets.flatten()).backward()
+
+    def train(self, steps: int) -> None:
+        """Do some steps."""
+        for _ in range(steps):
+            self.compute_gradients()
+            if self._watch is not None:
+                self._watch()
+            self._optimizer.step()
+            if self._watch is not None:
+                self._watch()
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def leave(self) -> None:
+        """Let go of the group, broken or not."""
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(self._group)
 
 
-def _run(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int) -> float:
-    inputs, targets = batch
+def attempt(call: Callable[[], float]) -> tuple[float, str]:
+    """Return the highest of what `call` returns on all ranks, and what went wrong first in time where something did.
+
+    Collective over the default group, in which nothing else happens.
+    """
+    figure, error = 0.0, ""
+    try:
+        figure = call()
+    except Exception as raised:  # noqa: BLE001 - whatever a side does, the others go on
+        error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
+    outcomes = [(figure, time.monotonic(), error)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcomes[0])
+    errors = [(when, error) for _, when, error in outcomes if error]
+    return max(figure for figure, _, _ in outcomes), min(errors)[1] if errors else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What was measured with one model and optimizer in one world."""
+
+    world: int
+    model: str
+    optimizer: str
+    num_parameters: int
+    """How many numbers the model has."""
+    seconds: dict[str, list[float]]
+    """Seconds per step of the slowest rank, by side; one for each round."""
+    errors: dict[str, str]
+    """What went wrong, by side."""
+
+
+def time_world(
+    run: ls.Run, cases: Sequence[tuple[str, str]], sides: Sequence[str], rounds: int, steps: int | None, path: str
+) -> None:
+    """Time every model and optimizer; rank 0 writes a line for each to `path`."""
+    for name, optimizer in cases:
+        if run.rank == 0:
+            tell(f"{run.world_size} workers, {MODELS[name].title}, {TITLES[optimizer]} ...")
+        times = time_case(run, name, optimizer, sides, rounds, steps or MODELS[name].steps)
+        if run.rank == 0:
+            with Path(path).open("a") as stream:
+                stream.write(json.dumps(asdict(times)) + "\n")
+
+
+def time_case(run: ls.Run, name: str, optimizer: str, sides: Sequence[str], rounds: int, steps: int) -> Times:
+    """Time all sides with one model and optimizer (collective)."""
+    model = MODELS[name]
+    truth = mean_gradients(model, run.rank)
+    contenders: dict[str, Contender] = {}
+    errors: dict[str, str] = {}
+
+    def set_up(side: str) -> float:
+        contender = contenders[side] = Contender(side, model, optimizer, run.rank)
+        contender.compute_gradients()
+        if side != ALONE:
+            check(contender.gradients(), truth)
+        contender.train(WARM_UP_STEPS)
+        return 0.0
+
+    def take_turn(side: str) -> float:
+        began = time.perf_counter()
+        contenders[side].train(steps)
+        return (time.perf_counter() - began) / steps
+
+    for side in sides:
+        _, error = attempt(partial(set_up, side))
+        if error:
+            errors[side] = error
+    gc.collect()
+    seconds: dict[str, list[float]] = {side: [] for side in sides if side not in errors}
+    began = time.monotonic()
+    for number in range(rounds):
+        # The longest that any rank has taken, so that all stop alike.
+        if number >= LEAST_ROUNDS and attempt(lambda: time.monotonic() - began)[0] > CASE_SECONDS:
+            break
+        first = number % len(sides)
+        play_round([*sides[first:], *sides[:first]], take_turn, seconds, errors)
+    for contender in contenders.values():
+        contender.leave()
+    num_parameters = sum(gradient.numel() for gradient in truth)
+    return Times(
+        world=run.world_size,
+        model=name,
+        optimizer=optimizer,
+        num_parameters=num_parameters,
+        seconds=seconds,
+        errors=errors,
+    )
+
+
+def play_round(
+    sides: Sequence[str], take_turn: Callable[[str], float], seconds: dict[str, list[float]], errors: dict[str, str]
+) -> None:
+    """Let each side that has not failed yet have its turn (collective)."""
+    for side in filter(seconds.__contains__, sides):
+        dist.barrier()
+        spent, error = attempt(partial(take_turn, side))
+        if error:
+            errors[side] = error
+            del seconds[side]
+        else:
+            seconds[side].append(spent)
+
+
+def mean_gradients(model: Model, rank: int) -> list[Tensor]:
+    """Return the mean over all ranks of the plain module's gradients (collective)."""
+    plain = Contender(ALONE, model, "sgd", rank)
+    plain.compute_gradients()
+    gradients = plain.gradients()
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+    return gradients
+
+
+def check(found: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
+    """Refuse gradients that are not those of all ranks: their times would mean nothing."""
+    largest = max(float(right.abs().max()) for right in truth)
+    off = max((float((one - right).abs().max()) for one, right in zip(found, truth, strict=True)), default=0.0)
+    if not off <= TOLERANCE * largest:
+        raise RuntimeError(f"gradients are off by {off / largest:.1%} of the largest one.")
+
+
+def measure_memory(run: ls.Run, name: str, side: str) -> float:
+    """Return by how many bytes this worker grows at most (collective)."""
+    return_large_blocks()
+    # What this side imports and builds once is not what it needs for a model.
+    rehearsal = Contender(side, MODELS["tiny"], "sgd", run.rank)
+    rehearsal.train(MEMORY_STEPS)
+    rehearsal.leave()
+    del rehearsal
+    gc.collect()
     dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    slowest = torch.tensor((time.perf_counter() - began) / steps)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    before = own_bytes()
+    highest = before
+
+    def watch(*_: object) -> None:
+        nonlocal highest
+        highest = max(highest, own_bytes())
+
+    contender = Contender(side, MODELS[name], "sgd", run.rank, watch)
+    watch()
+    for parameter in contender.module.parameters():
+        parameter.register_post_accumulate_grad_hook(watch)
+    contender.train(MEMORY_STEPS)
+    dist.barrier()
+    return float(highest - before)
+
+
+def return_large_blocks() -> None:
+    """Let malloc give every large block back to the system when it is freed, so that figures can be repeated.
+
+    By default it begins to keep them, and then resident memory tells of its holes as well.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+
+
+def own_bytes() -> int:
+    """Return this process's share of the memory that is not a file's."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+# -- In the launcher ---------------------------------------------------------------------------------------------------
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def launch_world(
+    world: int, cases: Sequence[tuple[str, str]], sides: Sequence[str], rounds: int, steps: int | None
+) -> Iterator[Times]:
+    """Time everything in a world of new workers; what is missing at the end, because they died, has their error."""
+    error = "no result"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "times"
+        path.touch()
+        try:
+            ls.launch(time_world, cases, sides, rounds, steps, str(path), devices=f"cpu:{world}")
+        except ls.WorkerFailedError as failed:
+            error = str(failed).partition("\n")[0]
+            tell(str(failed))
+        done = [Times(**json.loads(line)) for line in path.read_text().splitlines()]
+    yield from done
+    for name, optimizer in cases[len(done) :]:
+        errors = dict.fromkeys(sides, error)
+        yield Times(world=world, model=name, optimizer=optimizer, num_parameters=0, seconds={}, errors=errors)
+
+
+def launch_memory(name: str, sides: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return bytes by side, or what went wrong, also by side."""
+    found, errors = {}, {}
+    for side in sides:
+        tell(f"memory, {MODELS[name].title}, {SIDES[side]} ...")
+        try:
+            found[side] = statistics.mean(ls.launch(measure_memory, name, side, devices=f"cpu:{MEMORY_WORLD}"))
+        except ls.WorkerFailedError as failed:
+            errors[side] = str(failed).partition("\n")[0]
+            tell(str(failed))
+    return found, errors
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Return the distance between the quartiles, in units of the median."""
+    if len(samples) < 2:  # noqa: PLR2004 - there are no quartiles
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / abs(middle) if middle else float("inf")
+
+
+def mark(*samples: Sequence[float]) -> str:
+    return "~" if any(spread(each) > NOISY_SPREAD for each in samples) else ""
+
+
+def show_time(times: Times, side: str) -> str:
+    if side in times.errors:
+        return show_error(times.errors[side])
+    samples = times.seconds[side]
+    return f"{mark(samples)}{1000 * statistics.median(samples):.2f}"
+
+
+def show_error(error: str) -> str:
+    return f"error: {error[:ERROR_LENGTH]}".replace("|", "/")
+
+
+def show_ratio(times: Times, side: str, other: str) -> str:
+    if not times.seconds.keys() >= {side, other}:
+        return "-"
+    ours, theirs = times.seconds[side], times.seconds[other]
+    return f"{mark(ours, theirs)}{statistics.median(ours) / statistics.median(theirs):.2f}"
+
+
+def show_share(times: Times) -> str:
+    """Show what communication adds with Lockstep on shm, in units of what it adds with torch on Gloo."""
+    if not times.seconds.keys() >= {ALONE, TORCH_GLOO, LOCKSTEP_SHM}:
+        return "-"
+    ours, theirs = (
+        [taken - least for taken, least in zip(times.seconds[side], times.seconds[ALONE], strict=True)]
+        for side in (LOCKSTEP_SHM, TORCH_GLOO)
+    )
+    if statistics.median(theirs) < SHORTEST_DIFFERENCE:
+        return "-"
+    return f"{mark(ours, theirs)}{statistics.median(ours) / statistics.median(theirs):.2f}"
+
+
+def print_row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_times(all_times: Iterable[Times], sides: Sequence[str]) -> None:
+    """Print the first table, row by row."""
+    ratios = ("Lockstep on shm / torch on Gloo", "Lockstep on Gloo / torch on Gloo", "added: Lockstep shm / torch Gloo")
+    print_row("model", "optimizer", "workers", *(SIDES[side] for side in sides), *ratios)
+    print_row(*["---"] * (3 + len(sides) + len(ratios)))
+    for times in all_times:
+        size = f", {times.num_parameters / 1e6:.2g} M" if times.num_parameters else ""
+        print_row(
+            *(MODELS[times.model].title + size, TITLES[times.optimizer], str(times.world)),
+            *(show_time(times, side) for side in sides),
+            show_ratio(times, LOCKSTEP_SHM, TORCH_GLOO),
+            show_ratio(times, LOCKSTEP_GLOO, TORCH_GLOO),
+            show_share(times),
+        )
+
+
+def print_memory(names: Iterable[str], sides: Sequence[str]) -> None:
+    """Print the second table, row by row."""
+    print_row("model", *(SIDES[side] for side in sides), "Lockstep on shm / torch on Gloo")
+    print_row(*["---"] * (2 + len(sides)))
+    for name in names:
+        found, errors = launch_memory(name, sides)
+        figures = [f"{found[side] / MIB:.1f}" if side in found else show_error(errors[side]) for side in sides]
+        has_both = found.keys() >= {LOCKSTEP_SHM, TORCH_GLOO}
+        ratio = f"{found[LOCKSTEP_SHM] / found[TORCH_GLOO]:.2f}" if has_both else "-"
+        print_row(MODELS[name].title, *figures, ratio)
+
+
+def load_average() -> str:
+    return " ".join(f"{value:.2f}" for value in os.getloadavg())
+
+
+def parse_options() -> argparse.Namespace:
+    def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+        names = list(known)
+
+        def choose(text: str) -> list[str]:
+            chosen = text.split(",")
+            if unknown := [name for name in chosen if name not in names]:
+                raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(names)}.")
+            return [name for name in names if name in chosen]
+
+        return choose
+
+    def above_zero(text: str) -> int:
+        if not text.isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero.")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, known in (("models", MODELS), ("optimizers", OPTIMIZERS), ("sides", SIDES)):
+        parser.add_argument(f"--{option}", type=some_of(known), default=list(known), help=f"some of {','.join(known)}")
+    parser.add_argument(
+        "--worlds",
+        type=lambda text: [above_zero(world) for world in text.split(",")],
+        default=[2, 4],
+        help="numbers of workers; default 2,4",
+    )
+    parser.add_argument("--rounds", type=above_zero, default=15, help="turns of each side, at most; default 15")
+    parser.add_argument("--steps", type=above_zero, help="steps per turn; by default it depends on the model")
+    parser.add_argument("--skip-memory", action="store_true", help="measure times only")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Run the benchmark and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="steps per turn")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
-    parser.add_argument("--worlds", default="2,4", help="numbers of workers")
-    options = parser.parse_args()
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {load}, CPU")
-    print(f"{options.rounds} rounds of {options.steps} steps, one thread per worker, median of the slowest rank\n")
-    print(f"| model | workers | {', ms | '.join(SIDES)}, ms | Lockstep / torch, gloo | Lockstep shm / torch gloo |")
-    print("| --- " * (len(SIDES) + 4) + "|")
-    for world in map(int, options.worlds.split(",")):
-        medians, *_ = ls.launch(time_steps, options.steps, options.rounds, devices=f"cpu:{world}")
-        for name, sides in medians.items():
-            figures = " | ".join(f"{1000 * sides[side]:.2f}" for side in SIDES)
-            same = sides["Lockstep gloo"] / sides["torch gloo"]
-            best = sides["Lockstep shm"] / sides["torch gloo"]
-            print(f"| {name} | {world} | {figures} | {same:.2f} | {best:.2f} |", flush=True)
+    """Run the benchmark and print its tables in Markdown."""
+    options = parse_options()
+    began = time.monotonic()
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, one thread per "
+        f"worker; load average before the run {load_average()}\n"
+    )
+    cases = [
+        (name, optimizer)
+        for name in options.models
+        for optimizer in MODELS[name].optimizers
+        if optimizer in options.optimizers
+    ]
+    print(
+        f"Time of a step in ms, up to {options.rounds} rounds. ~: quartiles further apart than {NOISY_SPREAD:.0%} of "
+        "the median.\n"
+    )
+    worlds = (launch_world(world, cases, options.sides, options.rounds, options.steps) for world in options.worlds)
+    print_times((times for world in worlds for times in world), options.sides)
+    if not options.skip_memory:
+        print(f"\nHighest memory of a worker beyond that before the model was made, MiB; {MEMORY_WORLD} workers, SGD\n")
+        print_memory([name for name in options.models if name in MEMORY_MODELS], options.sides)
+    print(f"\nLoad average after the run {load_average()}; it took {time.monotonic() - began:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ One launch runs every scenario, on two ranks that see different inputs (rank r f
 """
 
 import copy
+import gc
 import io
 import logging
 import os
 import queue
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -275,9 +277,13 @@ def orders(rank: int, answers: Answers) -> None:
     net = Two()
     swapped = nn.ModuleList([net.second, net.first])
     model = ls.DistributedDataParallel(swapped, bucket_cap_mb=0.00001)
+    first = weakref.ref(model.reducer.buckets[0].message)
+    gc.disable()  # which would free what reference counts do not, some day
     for _ in range(3):
         model.zero_grad()
         net(ones(rank)).sum().backward()
+    answers["first buckets are gone"] = first() is None
+    gc.enable()
     answers["used in another order"] = gradient(net.second.weight)
     answers["planned anew"] = [slot.name for bucket in model.reducer.buckets for slot in bucket.slots]
 
@@ -305,6 +311,7 @@ def test_buckets_travel_in_the_order_in_which_gradients_arrive(answers: list[Ans
     for found in answers:
         assert found["used in another order"] == [[4.5] * 3]
         assert found["planned anew"] == ["0.weight", "1.weight"]
+        assert found["first buckets are gone"]
 
 
 def test_local_gradients_of_autograd_grad_are_warned_of_once(answers: list[Answers]) -> None:

@@ -7,6 +7,7 @@ message is back    `settle`          `.grad` is the place, which now holds the r
 
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -17,6 +18,7 @@ from lockstep.reduce.plan import BucketPlan
 
 _SMALL_ELEMENTS = 1 << 14
 """Gradients below are copied together with others: a call of its own would take longer than the copying."""
+_GRADIENT = attrgetter("grad")
 _REFERENCES_WHEN_OURS = 2
 """References to a place that only its slot holds: the attribute, and the argument of `getrefcount`."""
 
@@ -29,14 +31,12 @@ class Slot:
         name: Full name of the parameter.
         parameter: Whose gradient.
         flat: The elements of the bucket that are its own.
-        bucket: Its bucket.
         as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
     """
 
     __slots__ = (
         "_flat",
         "_is_view",
-        "bucket",
         "fits",
         "has_arrived",
         "is_scaled",
@@ -49,12 +49,9 @@ class Slot:
         "place",
     )
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, flat: Tensor, bucket: "DenseBucket", *, as_view: bool
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, flat: Tensor, *, as_view: bool) -> None:
         self.name = name
         self.parameter = parameter
-        self.bucket = bucket
         self._flat = flat
         self._is_view = as_view
         self.place = _place(flat, parameter, as_view=as_view)
@@ -175,7 +172,8 @@ class DenseBucket:
         for slot in plan.slots:
             trained = parameters[slot.parameter]
             flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
-            self.slots.append(Slot(trained.spec.name, trained.parameter, flat, self, as_view=as_view))
+            self.slots.append(Slot(trained.spec.name, trained.parameter, flat, as_view=as_view))
+        self._parameters = [slot.parameter for slot in self.slots]
         self.num_pending = len(self.slots)
 
     @property
@@ -227,17 +225,17 @@ class DenseBucket:
 
     def _adopt_small(self) -> None:
         places, gradients = [], []
-        for slot in self.slots:
-            gradient = slot.parameter.grad
-            if not slot.has_arrived or gradient is None or gradient is slot.place:
+        for slot, gradient in zip(self.slots, map(_GRADIENT, self._parameters), strict=True):
+            if gradient is None or gradient is slot.place or not slot.has_arrived:
                 continue
             slot.leave_to_others()
             places.append(slot.place)
-            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+            gradients.append(gradient)
             if slot.lies_in_bucket:
                 slot.parameter.grad = slot.place
         if places:
-            torch._foreach_copy_(places, gradients)
+            with torch.no_grad():
+                torch._foreach_copy_(places, gradients)
 
     def _write_presence(self) -> None:
         self.presence.fill_(1)

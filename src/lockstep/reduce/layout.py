@@ -29,6 +29,11 @@ class Layout:
     """Presence and notes, if they have a message of their own, after that of the last bucket."""
 
 
+def empty_layout() -> Layout:
+    """Return one without buckets."""
+    return Layout(buckets=(), notes=torch.zeros(0), last_message=None)
+
+
 def lay_out(plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool) -> Layout:
     """Allocate the buckets of a plan (local).
 

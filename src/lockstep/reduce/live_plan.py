@@ -7,7 +7,7 @@ on rank 0: modules are often used in another order than they were registered in.
 at the same point, compare their models, plan anew and reduce what the old plan had no place for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.agreement import check_same_model, check_same_values
-from lockstep.reduce.layout import AnySlot, Layout, lay_out
+from lockstep.reduce.layout import AnySlot, Bucket, Layout, empty_layout, lay_out
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.notes import Notes, num_notes
 from lockstep.reduce.options import ReducerOptions
@@ -33,6 +33,7 @@ class LivePlan:
         model: The model.
         world: The workers.
         options: How gradients are reduced.
+        let_go: Lets go of all that others hold of the layout, before there is memory for a new one.
 
     Attributes:
         layout: The buckets.
@@ -40,8 +41,9 @@ class LivePlan:
         is_in_order: Whether the plan is that of the order of arrival.
     """
 
-    def __init__(self, model: TrainedModel, world: World, options: ReducerOptions) -> None:
+    def __init__(self, model: TrainedModel, world: World, options: ReducerOptions, let_go: Callable[[], None]) -> None:
         assert world.group is not None
+        self._let_go = let_go
         self.has_changed = False
         self.is_in_order = False
         self._model = model
@@ -59,9 +61,10 @@ class LivePlan:
         """All places, in the order in which they travel."""
         return [slot for bucket in self.layout.buckets for slot in bucket.slots]
 
-    def slot_of(self, parameter: nn.Parameter) -> AnySlot:
-        """Return the place of a parameter of the plan."""
-        return next(slot for slot in self.slots if slot.parameter is parameter)
+    def slot_of(self, parameter: nn.Parameter) -> tuple[AnySlot, Bucket]:
+        """Return the place of a parameter of the plan, and its bucket."""
+        places = ((slot, bucket) for bucket in self.layout.buckets for slot in bucket.slots)
+        return next((slot, bucket) for slot, bucket in places if slot.parameter is parameter)
 
     def use_only_gradients(self) -> None:
         """Plan anew, for a communication hook."""
@@ -173,6 +176,8 @@ class LivePlan:
 
     def _replace(self) -> None:
         unsynced = {id(slot.parameter) for slot in self.slots if slot.is_unsynced}
+        self.layout = empty_layout()
+        self._let_go()
         self.layout = self._lay_out()
         for slot in self.slots:
             slot.is_unsynced = id(slot.parameter) in unsynced

@@ -7,6 +7,7 @@ walk over its modules would be too slow for that, a look at the dictionaries in 
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, final
 
@@ -90,7 +91,8 @@ class TrainedModel:
                 yield name, parameter
 
     def _glance(self) -> list[Any]:
-        return [*[list(map(id, part.values())) for part in self._parts], *map(_CHANGEABLE, self._parameters)]
+        parts = chain.from_iterable(map(dict.values, self._parts))
+        return [list(map(id, parts)), list(map(len, self._parts)), list(map(_CHANGEABLE, self._parameters))]
 
 
 def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = False) -> ParameterSpec:

@@ -43,7 +43,7 @@ from lockstep.compiler import keep_compiler_out
 from lockstep.errors import ReductionError
 from lockstep.reduce.exchange import Exchange
 from lockstep.reduce.hook import CommHook, GradBucket
-from lockstep.reduce.layout import AnySlot, Bucket
+from lockstep.reduce.layout import AnySlot, Bucket, empty_layout
 from lockstep.reduce.live_plan import LivePlan
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.notes import Note, Notes
@@ -98,7 +98,9 @@ class Reducer:
         self._group = world.group
         self._world = world
         self._averages = options.average
-        self._plan = LivePlan(model, world, options)
+        self._handles: list[RemovableHandle] = []
+        # Weakly, as everywhere here: reference counts alone must free a reducer's buckets.
+        self._plan = LivePlan(model, world, options, partial(_let_go, weakref.ref(self)))
         self._exchange = Exchange(world, self._plan.layout, skips_unused=options.skips_unused)
         self._exchange.scale = 1 / world.world_size if options.average else 1.0
         self._on_notes: Callable[[Notes], None] = _ignore_notes
@@ -113,7 +115,6 @@ class Reducer:
         self._has_inner_tasks = False
         self._is_forced = False
         self._num_samples = 0
-        self._handles: list[RemovableHandle] = []
         self._listen()
         weakref.finalize(self, _remove, self._handles)
         self._stop_watching = _watch_for_stalls(self, model, world)
@@ -246,11 +247,11 @@ class Reducer:
 
     # -- During a backward ---------------------------------------------------------------------------------------------
 
-    def _take(self, slot: AnySlot, parameter: nn.Parameter) -> None:
+    def _take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Take in a gradient that was just accumulated."""
         if torch._C._current_graph_task_id() != self._task:  # noqa: SLF001
             self._enter()
-            slot = self._plan.slot_of(parameter)  # there may be a new layout now
+            slot, bucket = self._plan.slot_of(parameter)  # there may be a new layout now
         self._any_arrived = True
         if not slot.fits:
             return  # [Note: a changed model]
@@ -259,7 +260,7 @@ class Reducer:
             slot.is_unsynced = True
             return
         if slot.has_arrived:
-            self._take_again(slot)
+            self._take_again(slot, bucket)
             return
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided and not isinstance(slot, SparseSlot):
@@ -269,14 +270,13 @@ class Reducer:
         slot.has_arrived = True
         if self._plan.wants_order:
             self._plan.note_arrival(slot)
-        bucket = slot.bucket
         bucket.num_pending -= 1
         if bucket.num_pending == 0 and not self._waits_for_end:
             self._exchange.send_full()
 
-    def _take_again(self, slot: AnySlot) -> None:
+    def _take_again(self, slot: AnySlot, bucket: Bucket) -> None:
         self._has_inner_tasks = True
-        if slot.is_scaled or self._exchange.has_left(slot.bucket):
+        if slot.is_scaled or self._exchange.has_left(bucket):
             raise ReductionError(
                 f"Parameter {slot.name} got a second gradient in one backward when its first was on its way already, "
                 "which happens when a model begins to use a parameter inside a reentrant checkpoint and elsewhere "
@@ -396,11 +396,16 @@ class Reducer:
         _remove(self._handles)
         # Held weakly: when the owner lets go of the reducer, its hooks go too, and the model can be wrapped anew.
         me = weakref.ref(self)
-        slots = [slot for slot in self._plan.slots if slot.parameter.requires_grad]
-        self._handles += [
-            slot.parameter.register_post_accumulate_grad_hook(partial(_deliver, me, slot)) for slot in slots
-        ]
-        self._handles += [slot.parameter.register_hook(partial(_note_asked, me)) for slot in slots[:_NUM_WATCHED]]
+        places = [(slot, bucket) for bucket in self.buckets for slot in bucket.slots if slot.parameter.requires_grad]
+        for slot, bucket in places:
+            hook = partial(_deliver, me, slot, bucket)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        for slot, _ in places[:_NUM_WATCHED]:
+            self._handles.append(slot.parameter.register_hook(partial(_note_asked, me)))
+
+    def _let_go_of_layout(self) -> None:
+        _remove(self._handles)
+        self._exchange.layout = empty_layout()
 
 
 def _watch_for_stalls(reducer: Reducer, model: TrainedModel, world: World) -> Callable[[], object]:
@@ -445,10 +450,10 @@ def _no_callback() -> None:
 
 
 @keep_compiler_out
-def _deliver(reducer: "weakref.ref[Reducer]", slot: AnySlot, parameter: nn.Parameter) -> None:
+def _deliver(reducer: "weakref.ref[Reducer]", slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
     alive = reducer()
     if alive is not None:
-        alive._take(slot, parameter)  # noqa: SLF001 - this is a part of the reducer
+        alive._take(slot, bucket, parameter)  # noqa: SLF001 - this is a part of the reducer
 
 
 @keep_compiler_out
@@ -463,6 +468,12 @@ def _deliver_unplanned(reducer: "weakref.ref[Reducer]", _parameter: nn.Parameter
     alive = reducer()
     if alive is not None:
         alive._take_unplanned()  # noqa: SLF001
+
+
+def _let_go(reducer: "weakref.ref[Reducer]") -> None:
+    alive = reducer()
+    if alive is not None:
+        alive._let_go_of_layout()  # noqa: SLF001
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

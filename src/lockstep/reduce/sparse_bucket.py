@@ -15,10 +15,9 @@ from lockstep.errors import ReductionError
 class SparseSlot:
     """The one gradient of a sparse bucket."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, bucket: "SparseBucket") -> None:
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
-        self.bucket = bucket
         self.is_small = True
         self.is_scaled = False
         self.fits = True
@@ -42,7 +41,7 @@ class SparseBucket:
     """A sparse gradient on its way."""
 
     def __init__(self, name: str, parameter: nn.Parameter, presence: Tensor) -> None:
-        self.slots = [SparseSlot(name, parameter, self)]
+        self.slots = [SparseSlot(name, parameter)]
         self.presence = presence
         self.num_pending = 1
         self._message = _nothing(parameter)
