@@ -9,7 +9,7 @@ group, as the only worker.
 
 from lockstep.comm.backends import register_backends
 from lockstep.comm.broadcast import broadcast_tensors
-from lockstep.comm.buffers import allocate_buffer
+from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
 from lockstep.comm.ordered import ordered_all_reduce, ordered_hook
@@ -30,5 +30,6 @@ __all__ = [
     "ordered_hook",
     "ring_all_reduce",
     "ring_hook",
+    "runs_in_callers_thread",
     "tell_peers",
 ]

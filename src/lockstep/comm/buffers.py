@@ -1,4 +1,4 @@
-"""Buffers for what travels often: in the group's own memory where it has some."""
+"""What a group over shared memory can do for what travels often."""
 
 import torch
 from torch import Tensor
@@ -19,3 +19,8 @@ def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device,
     if isinstance(group, ShmProcessGroup) and group.supports_tensor_alloc(device):
         return group.allocate_tensor(num_elements, dtype=dtype, device=device)
     return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+def runs_in_callers_thread(group: ProcessGroup) -> bool:
+    """Return whether a blocking call of the group is run by the thread that makes it, after those before it (local)."""
+    return isinstance(group, ShmProcessGroup)

@@ -5,14 +5,15 @@ bucket is full     `prepare`         the small ones go together; what is absent 
 message is back    `settle`          `.grad` is the place, which now holds the reduced gradient
 """
 
-import sys
 from collections.abc import Sequence
 from operator import attrgetter
+from sys import getrefcount
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import ReductionError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.plan import BucketPlan
 
@@ -72,7 +73,7 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or gradient is self.place:
             return
-        if scale == 1.0 or gradient.requires_grad or not self.lies_in_bucket:
+        if scale == 1.0 or gradient.requires_grad or gradient.is_sparse or not self.lies_in_bucket:
             self.adopt()
             return
         self.leave_to_others()
@@ -85,6 +86,8 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or gradient is self.place:
             return
+        if gradient.is_sparse:
+            raise _unexpected_sparse(self.name)
         self.leave_to_others()
         self.place.copy_(gradient.detach())
         if self.lies_in_bucket:
@@ -125,7 +128,7 @@ class Slot:
 
         Only for a gradient that was cleared meanwhile: in torch such a one has memory of its own.
         """
-        if sys.getrefcount(self.place) > _REFERENCES_WHEN_OURS:
+        if getrefcount(self.place) > _REFERENCES_WHEN_OURS:
             self._move_out()
 
     def take_away(self) -> Tensor | None:
@@ -225,10 +228,14 @@ class DenseBucket:
 
     def _adopt_small(self) -> None:
         places, gradients = [], []
-        for slot, gradient in zip(self.slots, map(_GRADIENT, self._parameters), strict=True):
+        found = list(map(_GRADIENT, self._parameters))
+        for slot, gradient in zip(self.slots, found, strict=True):
             if gradient is None or gradient is slot.place or not slot.has_arrived:
                 continue
-            slot.leave_to_others()
+            if getrefcount(slot.place) > _REFERENCES_WHEN_OURS:
+                slot.leave_to_others()
+            if gradient.is_sparse:
+                raise _unexpected_sparse(slot.name)
             places.append(slot.place)
             gradients.append(gradient)
             if slot.lies_in_bucket:
@@ -264,3 +271,10 @@ def _place(flat: Tensor, parameter: nn.Parameter, *, as_view: bool) -> Tensor:
     with torch.no_grad():
         own = torch.empty(0, dtype=flat.dtype, device=flat.device)
         return own.set_(flat.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def _unexpected_sparse(name: str) -> ReductionError:
+    return ReductionError(
+        f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
+        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False."
+    )

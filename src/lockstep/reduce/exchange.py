@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import World
+from lockstep.comm import World, runs_in_callers_thread
 from lockstep.reduce.bucket import read_numbers
 from lockstep.reduce.hook import CommHook, GradBucket, result_of
 from lockstep.reduce.layout import Bucket, Layout
@@ -55,6 +55,7 @@ class Exchange:
         self.times = StepTimes()
         self._world = world
         self._group: ProcessGroup = world.group
+        self._group_uses_this_thread = runs_in_callers_thread(world.group)
         self._skips_unused = skips_unused
         self._finishes: list[Callable[[], object]] = []
         self._awaited: list[torch.futures.Future[object]] = []
@@ -84,6 +85,7 @@ class Exchange:
     def complete(self, note: Note) -> Notes | None:
         """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
         self.times.end_backward()
+        self._waiting_since, self._waiting_for = time.monotonic(), 0
         numbers = write_note(note, self._world.rank, self._world.world_size)
         buckets, last_message = self.layout.buckets, self.layout.last_message
         while len(self._finishes) < len(buckets):
@@ -92,11 +94,8 @@ class Exchange:
         if last_message is not None and len(self._finishes) == len(buckets):
             self._finish_hook()
             _write(numbers, self.layout.notes)
-            self._all_reduce(last_message)
-        self._waiting_since = time.monotonic()
-        for number, finish in enumerate(self._finishes):
-            self._waiting_for = number
-            finish()
+            self._all_reduce(last_message, is_last=True)
+        self._wait()
         while self._awaited:
             self._awaited.pop().wait()
         self.times.end()
@@ -152,17 +151,28 @@ class Exchange:
         if note:
             _write(note, self.layout.notes)
         if self.hook is None:
-            self._all_reduce(bucket.message)
+            self._all_reduce(bucket.message, is_last=bool(note))
             return
         self._finish_hook()
         is_last = index == len(self.layout.buckets) - 1
         future = self.hook.start(GradBucket(bucket, index, is_last=is_last))
         self._finishes.append(lambda: bucket.take(result_of(future)))
 
-    def _all_reduce(self, message: Tensor) -> None:
+    def _all_reduce(self, message: Tensor, *, is_last: bool) -> None:
+        if is_last and self._group_uses_this_thread:
+            self._wait()  # the group's calls run one after the other; so it is known which one is waited for
+            self._waiting_for = len(self._finishes)
+            dist.all_reduce(message, group=self._group)
+            self._finishes.append(_do_nothing)
+            return
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._finishes.append(work.wait)
+
+    def _wait(self) -> None:
+        for number, finish in enumerate(self._finishes):
+            self._waiting_for = number
+            finish()
 
     def _finish_hook(self) -> None:
         """Wait for the hook that was started last. [Note: one hook at a time]."""

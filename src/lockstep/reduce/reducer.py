@@ -20,6 +20,9 @@ things shows in its first backward, so that one sends nothing before its end.
 [Note: a whole backward] The last message leaves at the end of a backward and says whether it came there. A rank whose
 backward ended in an exception sends what the others wait for when it next comes by, with a note that it is not whole.
 So all ranks get an error for that backward, and are in step if they all go on; none waits without end.
+
+[Note: plain arrivals] A model may have hundreds of small parameters, and each gradient costs a call into Python. After
+one that had nothing special about it, those that follow in the same graph task have not either, and are only counted.
 """
 
 import hashlib
@@ -48,12 +51,12 @@ from lockstep.reduce.live_plan import LivePlan
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.notes import Note, Notes
 from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.sparse_bucket import SparseSlot
 from lockstep.reduce.stall import StallWatch, where
 from lockstep.reduce.times import StepTimes
 from lockstep.settings import read_stall_seconds
 
 _NO_TASK = -1
+_current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
 _NUM_WATCHED = 32
 """Of so many parameters is seen whether `torch.autograd.grad` asks for their gradients; each costs a call."""
 _LOCAL_GRADIENTS = (
@@ -106,6 +109,7 @@ class Reducer:
         self._on_notes: Callable[[Notes], None] = _ignore_notes
         self._phase = _Phase.IDLE
         self._task = _NO_TASK
+        self._plain_task = _NO_TASK - 1
         self._callback: Callable[[], partial[None] | None] = _no_callback
         self._any_arrived = False
         self._was_asked = False
@@ -249,7 +253,7 @@ class Reducer:
 
     def _take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Take in a gradient that was just accumulated."""
-        if torch._C._current_graph_task_id() != self._task:  # noqa: SLF001
+        if _current_task() != self._task:
             self._enter()
             slot, bucket = self._plan.slot_of(parameter)  # there may be a new layout now
         self._any_arrived = True
@@ -262,14 +266,13 @@ class Reducer:
         if slot.has_arrived:
             self._take_again(slot, bucket)
             return
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided and not isinstance(slot, SparseSlot):
-            raise _unexpected_sparse(slot.name)
         if not slot.is_small:
             slot.take(1.0 if self._waits_for_end or self._exchange.hook is not None else self._exchange.scale)
-        slot.has_arrived = True
         if self._plan.wants_order:
             self._plan.note_arrival(slot)
+        elif not self._plan.has_changed and not self._waits_for_end:
+            self._plain_task = self._task  # [Note: plain arrivals]
+        slot.has_arrived = True
         bucket.num_pending -= 1
         if bucket.num_pending == 0 and not self._waits_for_end:
             self._exchange.send_full()
@@ -285,7 +288,7 @@ class Reducer:
 
     def _take_unplanned(self) -> None:
         """Note a gradient of a parameter that the plan does not have yet."""
-        if torch._C._current_graph_task_id() != self._task:  # noqa: SLF001
+        if _current_task() != self._task:
             self._enter()
         self._any_arrived = True
 
@@ -296,6 +299,7 @@ class Reducer:
             self._begin(_Phase.COLLECTING if self.synchronizes else _Phase.ACCUMULATING)
         else:
             self._has_inner_tasks = self._waits_for_end = True
+            self._plain_task = _NO_TASK - 1
 
     @keep_compiler_out
     def _on_output(self, synchronizes: bool, _gradient: Tensor) -> None:
@@ -314,7 +318,7 @@ class Reducer:
         if phase is _Phase.COLLECTING:
             self._prepare()
         self._phase = phase
-        self._task = torch._C._current_graph_task_id()  # noqa: SLF001
+        self._task = _current_task()
         callback = partial(self._on_end, self._task)
         self._callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
@@ -374,6 +378,7 @@ class Reducer:
         self._is_forced = False
         self._num_samples = 0
         self._task = _NO_TASK
+        self._plain_task = _NO_TASK - 1
         self._phase = _Phase.IDLE
 
     # -- The plan ------------------------------------------------------------------------------------------------------
@@ -452,7 +457,14 @@ def _no_callback() -> None:
 @keep_compiler_out
 def _deliver(reducer: "weakref.ref[Reducer]", slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
     alive = reducer()
-    if alive is not None:
+    if alive is None:
+        return
+    if slot.is_small and not slot.has_arrived and _current_task() == alive._plain_task:  # noqa: SLF001
+        slot.has_arrived = True  # [Note: plain arrivals]
+        bucket.num_pending -= 1
+        if bucket.num_pending == 0:
+            alive._exchange.send_full()  # noqa: SLF001
+    else:
         alive._take(slot, bucket, parameter)  # noqa: SLF001 - this is a part of the reducer
 
 
@@ -479,10 +491,3 @@ def _let_go(reducer: "weakref.ref[Reducer]") -> None:
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _unexpected_sparse(name: str) -> ReductionError:
-    return ReductionError(
-        f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
-        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False."
-    )
