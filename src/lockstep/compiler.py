@@ -5,11 +5,13 @@ autograd engine, and a process group written in Python. It would compile these o
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import TypeVar
 
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_Class = TypeVar("_Class", bound=type)
 
 
 def keep_compiler_out(function: _Function) -> _Function:
@@ -22,3 +24,11 @@ def keep_compiler_out(function: _Function) -> _Function:
     skip = frames._FrameAction.SKIP  # noqa: SLF001
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
     return function
+
+
+def keep_compiler_out_of_methods(cls: _Class) -> _Class:
+    """Mark every function that a class defines itself, as a decorator: for a class that stands for one of C++."""
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            keep_compiler_out(function)
+    return cls

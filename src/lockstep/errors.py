@@ -69,7 +69,7 @@ class PeerLostError(GroupError):
     """A rank was killed, failed with an exception, or left the group while others need it.
 
     Attributes:
-        rank: Number of that rank in the group, or -1 when it is not known.
+        rank: Number of that rank in the default group, also in errors of a subgroup; -1 when it is not known.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

@@ -13,6 +13,9 @@ from lockstep.errors import UsageError
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"0", "false", "no", "off", ""})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldVariables:
@@ -50,12 +53,22 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldVariables:
 
 
 def read_check(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether LOCKSTEP_CHECK asks for the calls of all ranks to be compared: set, and neither empty nor 0.
+    """Return whether LOCKSTEP_CHECK asks for the calls of all ranks to be compared.
 
     Args:
         environ: Mapping to read instead of this process' environment.
+
+    Raises:
+        UsageError: It is neither a yes nor a no.
     """
-    return (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "") not in {"", "0"}
+    text = (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "")
+    word = text.strip().lower()
+    if word not in _YES | _NO:
+        raise UsageError(
+            f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to have the calls of all ranks compared, or 0, "
+            "false, no, off or nothing."
+        )
+    return word in _YES
 
 
 def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:

@@ -17,6 +17,10 @@ from lockstep.comm import checked
 from lockstep.comm.shm import rendezvous
 
 Answers = dict[str, Any]
+MISTAKES = (
+    *("operation", "dtype", "shape", "reduce operation", "root", "order"),
+    *("dtype in the ring", "dtype in tree order", "ring on one"),
+)
 WAYS = ("shared memory", "gloo", "apart")
 """Agreement over shared memory, over Gloo, and the group of ranks that seem to be on several hosts."""
 
@@ -56,6 +60,9 @@ def odd_calls(rank: int, size: int) -> dict[str, Callable[[], object]]:
         "reduce operation": reduces(ones, dist.ReduceOp.MAX if is_odd else dist.ReduceOp.SUM),
         "root": lambda: dist.broadcast(ones, int(is_odd)),
         "order": dist.barrier if is_odd else reduces(ones),
+        "dtype in the ring": lambda: ls.ring_all_reduce(ones.int() if is_odd else ones.clone()),
+        "dtype in tree order": lambda: ls.ordered_all_reduce(ones.int() if is_odd else ones.clone()),
+        "ring on one": (lambda: ls.ring_all_reduce(ones.clone())) if is_odd else reduces(ones),
     }
 
 
@@ -114,9 +121,13 @@ def scenarios(run: ls.Run, way: str) -> Answers:
     answers: Answers = {"warnings": [str(warning.message) for warning in caught if "shm" in str(warning.message)]}
     answers["mistakes"] = {name: message_of(call) for name, call in odd_calls(run.rank, run.world_size).items()}
     answers["afterwards"] = right_answers(run.rank, run.world_size)
-    group = dist.new_group([0, 1])
-    if run.rank < 2:
+    group = dist.new_group([1, 2])
+    if run.rank > 0:
         answers["subgroup"] = message_of(lambda: dist.all_reduce(torch.ones(2 + run.rank), group=group))
+        answers["subgroup, root"] = message_of(lambda: dist.broadcast(torch.ones(2), run.rank, group=group))
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        dist.broadcast(torch.ones(2), group_src=7)
+    answers["no such root"] = str(refused.value)
     ls.destroy_process_group()
     return answers
 
@@ -126,7 +137,7 @@ def answers(request: pytest.FixtureRequest) -> list[Answers]:
     return ls.launch(scenarios, request.param, devices="cpu:3")
 
 
-@pytest.mark.parametrize("mistake", ["operation", "dtype", "shape", "reduce operation", "root", "order"])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_rank_hears_of_different_calls(answers: list[Answers], mistake: str) -> None:
     messages = {answer["mistakes"][mistake] for answer in answers}
     assert len(messages) == 1
@@ -140,8 +151,14 @@ def test_the_group_goes_on_after_a_mismatch(answers: list[Answers]) -> None:
 
 
 def test_subgroups_are_checked_too(answers: list[Answers]) -> None:
-    for answer in answers[:2]:
-        assert "rank 0 calls allreduce(sum, float32 [2])" in answer["subgroup"].replace("all_reduce", "allreduce")
+    # By their numbers in the default group, and in the words of shm: it was "broadcast(root 0, ...)".
+    for answer in answers[1:]:
+        assert "rank 1 calls all_reduce(sum, float32 [3])" in answer["subgroup"]
+        assert "rank 2 calls broadcast(from rank 2, float32 [2])" in answer["subgroup, root"]
+
+
+def test_a_root_that_there_is_not_is_refused(answers: list[Answers]) -> None:
+    assert ["root" in answer["no such root"].lower() for answer in answers] == [True] * 3
 
 
 def test_ranks_on_several_hosts_say_so_once() -> None:
@@ -185,7 +202,7 @@ def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
     # It went on as if nothing had been: its next call then met another one of the others.
     (interrupted, first), (lost, second) = ls.launch(be_interrupted, "shared memory", workers=2)
     assert interrupted.startswith("KeyboardInterrupt")
-    assert "allreduce(sum, float32 [10]) was ended on this rank by KeyboardInterrupt" in first
+    assert "all_reduce(sum, float32 [10]) was ended on this rank by KeyboardInterrupt" in first
     for message in (lost, second):
         assert "PeerLostError: Rank 0 failed: KeyboardInterrupt" in message
 
@@ -193,7 +210,7 @@ def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
 def test_agreement_does_not_use_the_default_device() -> None:
     # Gloo has no tensors on "meta", and that was taken for the loss of a rank.
     with torch.device("meta"):
-        agreement = checked.GlooAgreement(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        agreement = checked.GlooAgreement(dist.HashStore(), 0, timedelta(seconds=5), [0])
         agreement.agree(b"barrier()")
         agreement.close()
 

@@ -228,6 +228,25 @@ def test_a_backend_that_nobody_has_is_named_by_all(crew: Crew) -> None:
     assert_all_say(crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="nccl"), "has no backend 'nccl'")
 
 
+def test_a_backend_that_there_is_not_is_named_with_those_there_are(crew: Crew) -> None:
+    heard = crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="shn")
+    assert_all_say(heard, "has no backend 'shn'; it has: ", "gloo", "shm")
+    assert not any(name in said for said, _ in heard for name in ("checked", "fake", "undefined", "cannot take part"))
+
+
+def test_shm_for_tensors_of_a_gpu_is_refused(crew: Crew) -> None:
+    # It carried CPU tensors.
+    heard = crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="cuda:shm")
+    assert_all_say(heard, "shm is for CPU tensors, and 'cuda:shm' asks it for others", "Give 'cpu:shm,cuda:nccl'")
+
+
+def test_a_negative_rank_is_told_what_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ls.GroupError, match="RANK is '-1' in the environment, expected a number from 0 to WORLD_SIZE"):
+        ls.init_process_group("gloo")
+
+
 def test_a_missing_worker_is_named_when_time_is_up(crew: Crew) -> None:
     # Three worlds at once, each of one worker that waits for another, and connects first.
     waits = timedelta(seconds=5)

@@ -263,6 +263,42 @@ def mistakes(rank: int, world_size: int, answers: Answers) -> None:
         answers[f"{name} after mistakes"] = torch.equal(function(one.clone()), one * world_size)
 
 
+def differences(rank: int, world_size: int, answers: Answers) -> None:
+    """Calls in which the last rank passes something else than the others."""
+    is_odd = rank == world_size - 1
+    one = torch.ones(4)
+    layout = [[(other, other + 1)] for other in range(world_size)]
+    pairs = {
+        "dtype": (one, one.int()),
+        "equal bytes": (one, one[:2].double()),
+        "half precisions": (one.half(), one.bfloat16()),
+        "shape": (torch.ones(2, 3), torch.ones(3, 2)),
+        "complex": (one.to(torch.complex64), torch.ones(8)),
+        "nothing": (one, one[:0]),
+    }
+    for name, (common, odd) in pairs.items():
+        tensor = (odd if is_odd else common).clone()
+        answers[f"different {name} in ring"] = message_of(partial(ring_all_reduce, tensor))
+        answers[f"different {name} in ordered"] = message_of(partial(ordered_all_reduce, tensor))
+        answers[f"different left alone, {name}"] = bool((tensor == 1).all())
+        leaf = {(rank, rank + 1): tensor}
+        reduce_leaf = partial(ordered_all_reduce, leaf, num_shards=world_size, layout=layout)
+        answers[f"different {name} in partials"] = message_of(reduce_leaf)
+    reduce = ring_all_reduce if is_odd else ordered_all_reduce
+    answers["different functions"] = message_of(partial(reduce, one))
+    other_layout = [[], [(0, 2)]] if world_size == 2 else [[(0, 1)], [], [(1, 3)]]
+    mine = other_layout if is_odd else layout
+    nodes = dict.fromkeys(mine[rank], one)
+    reduce_nodes = partial(ordered_all_reduce, nodes, num_shards=world_size, layout=mine, out=torch.empty(4))
+    answers["different layouts"] = message_of(reduce_nodes)
+    reduce_leaf = partial(ordered_all_reduce, {(rank, rank + 1): one}, num_shards=world_size)
+    answers["different ways to say what is held"] = message_of(
+        reduce_leaf if is_odd else partial(ordered_all_reduce, one.clone())
+    )
+    answers["ring after differences"] = torch.equal(ring_all_reduce(one.clone()), one * world_size)
+    answers["ordered after differences"] = torch.equal(ordered_all_reduce(one.clone()), one * world_size)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +340,7 @@ def scenarios(run: ls.Run, backend: str) -> Answers:
     ls.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size)
     answers: Answers = {}
-    for scenario in (ring_sums, subgroups, users_messages, ordered_sums, long_tensors, mistakes, hooks):
+    for scenario in (ring_sums, subgroups, users_messages, ordered_sums, long_tensors, mistakes, differences, hooks):
         scenario(run.rank, run.world_size, answers)
     return answers
 
@@ -399,6 +435,31 @@ def test_ordered_takes_any_tensor(answers: list[Answers], prefix: str) -> None:
 def test_a_mistake_is_named_on_every_rank(answers: list[Answers], what: str, said: str) -> None:
     for answer in answers:
         assert said in answer[what]
+
+
+def test_every_rank_is_told_of_what_differs(answers: list[Answers]) -> None:
+    # Bytes were added as whatever the receiver had, and all ranks ended well.
+    odd = len(answers) - 1
+    names = [name for name in answers[0] if name.startswith("different ") and not name.startswith("different left")]
+    assert len(names) == 21
+    for name in names:
+        messages = {answer[name] for answer in answers}
+        assert len(messages) == 1
+        message = messages.pop()
+        assert "CollectiveMismatchError" in message
+        assert f"rank {odd} calls " in message
+    said = answers[0]["different dtype in ring"]
+    assert "ring_all_reduce(float32 [4])" in said
+    assert f"rank {odd} calls ring_all_reduce(int32 [4])" in said
+
+
+def test_what_differs_is_left_as_it_was(answers: list[Answers]) -> None:
+    assert wrong(answers, "different left alone") == []
+
+
+@pytest.mark.parametrize("name", ["ring", "ordered"])
+def test_the_group_works_after_differences(answers: list[Answers], name: str) -> None:
+    assert wrong(answers, f"{name} after differences") == []
 
 
 @pytest.mark.parametrize("name", ["ring", "ordered"])

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
 
@@ -74,6 +76,13 @@ if way == "os._exit":
     os._exit(3)
 if way == "destroy":
     dist.destroy_process_group()
+if way.startswith("finally"):
+    try:
+        if "exit" in way:
+            sys.exit(3)
+        raise ValueError("no such luck")
+    finally:
+        dist.destroy_process_group()
 if way == "async":
     dist.all_reduce(torch.ones(9), async_op=True)
     sys.exit(3)
@@ -84,6 +93,8 @@ WAYS = {
     "destroy": LEFT,
     "sys.exit": LEFT,
     "exception": "Rank 1 failed: ValueError: no such luck",
+    "finally": "Rank 1 has left the group, which rank 0 still needs, while it handled ValueError: no such luck",
+    "finally, exit": "Rank 1 has left the group, which rank 0 still needs, while it handled SystemExit: 3",
     "interrupt": "Rank 1 failed: KeyboardInterrupt",
     "os._exit": ") is lost: its process ended without a word. It was killed or crashed, or ended by os._exit",
     "multiprocessing": "and did not destroy the group, as forked children of multiprocessing do.",
@@ -107,6 +118,61 @@ def test_a_rank_that_ends_is_lost_with_the_reason(way: str, told: dict[str, tupl
     rank, message = told[way]
     assert rank == 1
     assert WAYS[way] in message
+
+
+# -- In a subgroup -----------------------------------------------------------------------------------------------------
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except GroupError as error:
+        return str(error)
+    return "no error"
+
+
+def lose_a_rank_of_a_subgroup(rank: Rank) -> list[str]:
+    """Ranks 1 and 2 have a group of their own, in which they differ; then 2 is killed, and the others make groups."""
+    rank.join()
+    group: Any = dist.new_group([1, 2])
+    found = []
+    if rank.number > 0:
+        tensor = torch.ones(rank.number)
+        found.append(message_of(lambda: dist.all_reduce(tensor, group=group)))
+        found.append(message_of(lambda: dist.broadcast(tensor, 2, group=group)))
+        move = (lambda: dist.send(tensor, 2, group)) if rank.number == 1 else (lambda: dist.recv(tensor, 1, group))
+        found.append(message_of(move))
+    dist.barrier()
+    rank.say()
+    if rank.number == 2:
+        threading.Event().wait()
+    started = time.monotonic()
+    if rank.number == 1:
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(torch.ones(1), group=group)
+        assert caught.value.rank == 2
+        found.append(str(caught.value))
+    others = [rank.number, 2]
+    with pytest.raises(PeerLostError) as caught:
+        dist.new_group(others, use_local_synchronization=True)
+    assert caught.value.rank == 2
+    found.append(str(caught.value))
+    assert time.monotonic() - started < 5
+    return found
+
+
+def test_the_ranks_of_a_subgroup_are_called_by_what_the_user_knows(tmp_path: Path) -> None:
+    # They were called by their numbers in the subgroup; and new_group waited half an hour for a rank that was dead.
+    with Ranks(tmp_path, 3, lose_a_rank_of_a_subgroup) as ranks:
+        for number in range(3):
+            ranks.hear(number)
+        ranks.send_signal(2, signal.SIGKILL)
+        (late,), (different, roots, message, lost, late_too) = ranks.result(0), ranks.result(1)
+    assert "rank 1 calls all_reduce(sum, float32 [1]); rank 2 calls all_reduce(sum, float32 [2])" in different
+    assert "rank 1 calls broadcast(from rank 2, float32 [1]); rank 2 calls broadcast(from rank 2, " in roots
+    assert "Rank 1 sends 1 elements of float32 but rank 2 receives 2 elements of float32" in message
+    for text in (late, lost, late_too):
+        assert text.startswith("Rank 2 (process ")
 
 
 # -- While the group is being made -------------------------------------------------------------------------------------

@@ -283,8 +283,7 @@ def test_a_rank_that_does_not_come_is_named_in_time_and_gets_an_error_when_it_co
         waited = [ranks.result(number) for number in range(late)]
         ranks.say(late)
         seconds, _, error = ranks.result(late)
-    assert isinstance(error, PeerLostError)
-    assert error.rank in range(late)
+    assert isinstance(error, CollectiveTimeoutError)  # nobody was lost: the same on both ends
     assert "waited 1 s in all_reduce(sum, float32 [3])" in str(error)
     assert seconds < AT_ONCE
     for number, (seconds, _, error) in enumerate(waited):
@@ -316,7 +315,8 @@ def wait_for_messages_in_vain(rank: Rank) -> list[str]:
             rank.say()
         else:
             rank.hear()
-            with pytest.raises(PeerLostError, match="Rank 0 failed: Rank 0 waited"):
+            # It was taken for lost, and the error said "failed".
+            with pytest.raises(CollectiveTimeoutError, match=r"^Rank 0 waited 0.2 s in (send|recv)\("):
                 dist.send(tensor, 0, group=group)
         dist.destroy_process_group(group)
     return said

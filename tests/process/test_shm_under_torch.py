@@ -110,6 +110,22 @@ def ddp_compresses_gradients(rank: int, size: int, group: Any) -> Claims:
     yield "gradients", found[0], found[1]
 
 
+def compiled_ddp_trains_as_uncompiled(rank: int, size: int, group: Any) -> Claims:
+    """While a compiled function runs, the compiler looked into every method of the group that C++ called."""
+
+    def parameters_after_training(is_compiled: bool) -> list[Tensor]:
+        model = DistributedDataParallel(Net(), process_group=group)  # the compiler wants buckets of 1 MB or more
+        forward = torch.compile(model, backend="eager") if is_compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            forward(numbers(10 * step + rank, 4, 1, 6, 6)).square().mean().backward()
+            optimizer.step()
+        return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+    yield "trained", parameters_after_training(is_compiled=True), parameters_after_training(is_compiled=False)
+
+
 def ddp_joins_uneven_inputs(rank: int, size: int, group: Any) -> Claims:
     found = []
     for one in (group, dist.new_group(backend="gloo")):
@@ -329,6 +345,7 @@ IN_TWO = (
     functional_collectives_work,
     dtensors_are_redistributed,
     checkpoints_are_saved_and_loaded,
+    compiled_ddp_trains_as_uncompiled,
 )
 IN_FOUR = (a_mesh_has_two_dimensions, fsdp_replicates_and_shards, dtensors_are_redistributed)
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from lockstep.comm.checked import CheckedProcessGroup, check_group
 from lockstep.comm.last_words import tell_peers_of_uncaught
-from lockstep.comm.shm import Apart, ShmProcessGroup, meet_as_group
+from lockstep.comm.shm import Apart, Members, ShmProcessGroup, meet_as_group
+from lockstep.errors import PeerLostError
 
 
 def register_backends() -> None:
@@ -24,7 +25,8 @@ def register_backends() -> None:
 def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGroup:
     """Make the group that torch asks for (collective over its ranks)."""
     tell_peers_of_uncaught()
-    found = meet_as_group(options.store, options.group_rank, options.group_size, options.timeout)
+    members = _read_members(options)
+    found = meet_as_group(options.store, options.group_rank, options.group_size, options.timeout, members)
     if not isinstance(found, Apart):
         return found
     if options.group_rank == 0:
@@ -32,7 +34,7 @@ def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGr
             f"The shm backend uses Gloo for this group, because {found.reason}. Calls are compared all the same.",
             stacklevel=2,
         )
-    return check_group(options.store, options.group_rank, options.group_size, options.timeout, {"cpu": "gloo"})
+    return check_group(options.store, options.group_rank, options.timeout, {"cpu": "gloo"}, members)
 
 
 def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> CheckedProcessGroup:
@@ -45,4 +47,15 @@ def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> Ch
     if backends is None:
         default: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
         backends = default.backend_names
-    return check_group(options.store, options.group_rank, options.group_size, options.timeout, backends)
+    return check_group(options.store, options.group_rank, options.timeout, backends, _read_members(options))
+
+
+def _read_members(options: Any) -> Members:
+    """Return who the ranks of the group are that torch asks for (local)."""
+    names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
+
+    def find_lost() -> PeerLostError | None:
+        default: object = dist.GroupMember.WORLD
+        return default.find_lost(names) if isinstance(default, ShmProcessGroup | CheckedProcessGroup) else None
+
+    return Members(names=names, find_lost=find_lost)

@@ -8,21 +8,25 @@ Messages between two ranks (`send`, `recv`) are handed on unchecked.
 """
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
-from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
-from lockstep.comm.shm import meet_on_host
+from lockstep.comm.calls import LONGEST_CALL, TORCH_NAMES, describe_call, explain_mismatch
+from lockstep.comm.shm import Members, meet_on_host
+from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.arithmetic import split_operation
+from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError, PeerLostError
 
+Result = TypeVar("Result")
 _BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
@@ -40,6 +44,12 @@ class Agreement(Protocol):
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error`."""
 
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no call any more, if that is known."""
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one goes, and which exception it handles, if it does."""
+
     def close(self) -> None:
         """Let go of what it holds."""
 
@@ -48,31 +58,42 @@ class Agreement(Protocol):
 class GlooAgreement:
     """Agreement of ranks on several hosts."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
         self._store = store
-        self._rank = rank
-        self._size = size
+        self._names = names
+        self._name = names[rank]
+        size = len(names)
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("agreement", store), rank, size, timeout)
 
     def agree(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective)."""
         mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
         mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
-        pages = [torch.empty_like(mine) for _ in range(self._size)]
+        pages = [torch.empty_like(mine) for _ in self._names]
         try:
             self._gloo.allgather([pages], [mine]).wait()
         except RuntimeError as error:
             raise self._explain_lost(call, error) from error
-        calls = {rank: bytes(page.tolist()).rstrip(b"\0") for rank, page in enumerate(pages)}
+        calls = {name: bytes(page.tolist()).rstrip(b"\0") for name, page in zip(self._names, pages, strict=True)}
         if any(other != call for other in calls.values()):
             raise explain_mismatch(calls)
 
     def fail(self, error: BaseException) -> None:
         """Leave word in the store, which outlives this rank unless this rank holds it."""
         try:
-            self._store.set("last_words", f"{self._rank} {type(error).__name__}: {error}")
+            self._store.set("last_words", f"{self._name} {type(error).__name__}: {error}")
         except RuntimeError:  # the store is gone; so is whoever would read it
             return
+
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:  # noqa: ARG002 - the protocol's
+        """Return None: nobody watches processes of other hosts."""
+        return None
+
+    def leave(self) -> None:
+        """Leave word of the exception that is being handled, as in a `finally`, if there is one."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.fail(error)
 
     def close(self) -> None:
         """Let go of the Gloo group."""
@@ -90,6 +111,7 @@ class GlooAgreement:
 
 
 @final
+@keep_compiler_out_of_methods
 class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for the devices that were asked for, behind an agreement on every call.
 
@@ -99,11 +121,15 @@ class CheckedProcessGroup(ProcessGroup):
         inner: The group that makes the calls.
         agreement: How ranks agree on a call.
         backends: Names of the backends by device, for `backend_names`.
+        names: What messages call each rank: its rank in the default group.
     """
 
-    def __init__(self, inner: ProcessGroup, agreement: Agreement, backends: Mapping[str, str]) -> None:
+    def __init__(
+        self, inner: ProcessGroup, agreement: Agreement, backends: Mapping[str, str], names: Sequence[int]
+    ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
+        self._names = names
         self._agreement = agreement
         self._broken: GroupError | None = None
         self.backend_names = dict(backends)
@@ -125,11 +151,11 @@ class CheckedProcessGroup(ProcessGroup):
 
     def broadcast(self, *arguments: Any) -> Work:
         """Agree, then broadcast."""
-        return self._call("broadcast", arguments, _listed(arguments[0]), _root(arguments))
+        return self._call("broadcast", arguments, _listed(arguments[0]), self._root("from", arguments))
 
     def reduce(self, *arguments: Any) -> Work:
         """Agree, then reduce to the root."""
-        detail = f"{_reduce_op(arguments)}, {_root(arguments)}"
+        detail = f"{_reduce_op(arguments)}, {self._root('to', arguments)}"
         return self._call("reduce", arguments, _listed(arguments[0]), detail)
 
     def allgather(self, *arguments: Any) -> Work:
@@ -170,11 +196,11 @@ class CheckedProcessGroup(ProcessGroup):
 
     def gather(self, *arguments: Any) -> Work:
         """Agree, then gather a list on the root."""
-        return self._call("gather", arguments, _listed(arguments[1]), _root(arguments))
+        return self._call("gather", arguments, _listed(arguments[1]), self._root("to", arguments))
 
     def scatter(self, *arguments: Any) -> Work:
         """Agree, then scatter the root's list."""
-        return self._call("scatter", arguments, _listed(arguments[0]), _root(arguments))
+        return self._call("scatter", arguments, _listed(arguments[0]), self._root("from", arguments))
 
     def barrier(self, opts: Any = None) -> Work:
         """Agree, then wait for all."""
@@ -185,6 +211,10 @@ class CheckedProcessGroup(ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+    def agree(self, call: bytes) -> None:
+        """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
+        self._agree_then(call, lambda: None)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Send, unchecked."""
@@ -198,6 +228,12 @@ class CheckedProcessGroup(ProcessGroup):
         """Receive from any rank, unchecked."""
         return self._hand_on("recv_anysource", (tensors, tag))
 
+    def allocate_tensor(
+        self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Return a tensor of zeros, in memory like any other: what a shm group gives from its own (local)."""
+        return torch.zeros(read_allocation(size, dtype, device), dtype=dtype, device="cpu")
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name, as torch wants it."""
         return "checked"
@@ -206,23 +242,39 @@ class CheckedProcessGroup(ProcessGroup):
         """Tell the other ranks that this one ends because of `error` (local)."""
         self._agreement.fail(error)
 
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no call any more, if that is known (local)."""
+        return self._agreement.find_lost(peers) if self._close.alive else None
+
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local)."""
+        if self._close.alive:
+            self._agreement.leave()
         self._close()
         self._inner = None
 
     def _call(self, name: str, arguments: Sequence[Any], tensors: Sequence[Tensor], detail: str = "") -> Work:
         kinds = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+        call = describe_call(TORCH_NAMES.get(name, name), kinds, detail)
+        return self._agree_then(call, lambda: self._hand_on(name, arguments))
+
+    def _agree_then(self, call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
-        call = describe_call(name.strip("_"), kinds, detail)
         try:
             self._agreement.agree(call)
-            return self._hand_on(name, arguments)
+            return action()
         except (KeyboardInterrupt, SystemExit) as error:
             # The others may be in a call that this rank has not made: its next one would meet that.
             self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
             self._agreement.fail(error)
             raise
+
+    def _root(self, direction: str, arguments: Sequence[Any]) -> str:
+        roots = [argument.rootRank for argument in arguments if hasattr(argument, "rootRank")]
+        roots += [argument for argument in arguments if isinstance(argument, int)]
+        root = roots[0] if roots else 0
+        is_there = 0 <= root < len(self._names)  # if not, the backend says so
+        return f"{direction} rank {self._names[root] if is_there else root}"
 
     def _hand_on(self, name: str, arguments: Sequence[Any]) -> Work:
         work: Work = getattr(self._require_inner(), name)(*arguments)
@@ -237,20 +289,21 @@ class CheckedProcessGroup(ProcessGroup):
 
 
 def check_group(
-    store: Store, rank: int, size: int, timeout: timedelta, backends: Mapping[str, str]
+    store: Store, rank: int, timeout: timedelta, backends: Mapping[str, str], members: Members
 ) -> CheckedProcessGroup:
     """Make a checked group (collective over its ranks).
 
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
-        size: Number of ranks.
         timeout: How long a call may take.
         backends: Name of torch's backend for each device type.
+        members: Who the ranks are.
 
     Raises:
         GroupError: A backend that cannot be checked; some rank did not come in time.
     """
+    size = len(members.names)
     inner = ProcessGroup(store, rank, size)
     makers: Mapping[str, Callable[[Store], Any]] = {
         "gloo": lambda place: dist.ProcessGroupGloo(place, rank, size, timeout),
@@ -264,9 +317,9 @@ def check_group(
             made[name] = makers[name](PrefixStore(f"inner/{name}", store))
         inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
     inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
-    shared = meet_on_host(PrefixStore("agreement/shm", store), rank, size, timeout)
-    agreement: Agreement = shared if shared is not None else GlooAgreement(store, rank, size, timeout)
-    return CheckedProcessGroup(inner, agreement, backends)
+    shared = meet_on_host(PrefixStore("agreement/shm", store), rank, size, timeout, members)
+    agreement: Agreement = shared if shared is not None else GlooAgreement(store, rank, timeout, members.names)
+    return CheckedProcessGroup(inner, agreement, backends, members.names)
 
 
 def _nccl_options(timeout: timedelta) -> Any:
@@ -291,10 +344,3 @@ def _reduce_op(arguments: Sequence[Any]) -> str:
         if isinstance(operation, dist.ReduceOp):
             return str(split_operation(operation)[0]).rpartition(".")[2].lower()
     return "sum"
-
-
-def _root(arguments: Sequence[Any]) -> str:
-    for argument in arguments:
-        if hasattr(argument, "rootRank"):
-            return f"root {argument.rootRank}"
-    return f"root {next((argument for argument in arguments if isinstance(argument, int)), 0)}"

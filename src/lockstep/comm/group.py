@@ -26,6 +26,8 @@ from lockstep.settings import WorldVariables, read_check, read_world
 _REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that meet without a store: no roll can be called."""
+_INTERNAL = frozenset({"checked", "fake", "undefined"})
+"""Backends that nobody is to ask for by name."""
 _HIGHEST_PORT = 65535
 _PATIENCE = datetime.timedelta(seconds=PATIENCE_SECONDS)
 _CONTEST = datetime.timedelta(seconds=7)
@@ -59,7 +61,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
     that are there raise an error that names it.
 
     Args:
-        backend: `"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`, ...; None to choose.
+        backend: `"shm"`, `"nccl"`, `"gloo"`, `"cpu:shm,cuda:nccl"`, ...; None to choose.
         init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`.
         timeout: How long a collective may take, and how long to wait here for the other workers; None for the
             backend's default.
@@ -76,7 +78,9 @@ def init_process_group(  # the parameters are torch's, in torch's order
     Raises:
         GroupError: There is a group already; a variable is missing or not a number; the rank is outside the world,
             or there twice; a rank is missing; the workers were told different world sizes or backends; the
-            rendezvous cannot be reached, or its port is taken; this torch lacks the backend.
+            rendezvous cannot be reached, or its port is taken; this torch lacks the backend, or it is not for the
+            device.
+        UsageError: LOCKSTEP_CHECK is neither a yes nor a no.
         ValueError: Both `store` and `init_method` are given.
         TypeError: The timeout is not a timedelta.
     """
@@ -153,7 +157,7 @@ def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
             _announce(told, place.rank, place.world_size),
             timeout=_until(end),
             hosted_at=meeting.address if meeting.is_hosted else "",
-            problem=f"Rank {place.rank} cannot take part: {told.problem}" if told.problem else "",
+            problem=f"{told.problem} Rank {place.rank} found this first." if told.problem else "",
         )
         if generation is not None:
             own = PrefixStore(f"lockstep/{generation}/group", place.store)
@@ -199,12 +203,15 @@ def _default_timeout(backend: str) -> datetime.timedelta:
 
 
 def _explain_lacking(backend: str) -> str:
-    """Say which backend this torch lacks; nothing if it has all."""
+    """Say which backend this torch lacks, or what a backend is not for; nothing if all is well."""
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
-            known = ", ".join(sorted(known for known in dist.Backend.backend_list if dist.is_backend_available(known)))
+            public = set(dist.Backend.backend_list) - _INTERNAL
+            known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
             return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}."
+        if part.endswith(":shm") and part != "cpu:shm":
+            return f"The backend shm is for CPU tensors, and {part!r} asks it for others. Give 'cpu:shm,cuda:nccl'."
     return ""
 
 
@@ -242,6 +249,7 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
         )
     for name in needed:
         if name != "master_addr" and not values[name].isdecimal():
-            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment, expected a whole number.")
+            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
+            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment, expected {expected}.")
     if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
         raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
 from lockstep.comm.ring import resolved
+from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.shm import ShmProcessGroup
 from lockstep.comm.slices import Bounds, Holding, check_holdings, check_layout, plan_rounds
 from lockstep.comm.world import World
@@ -54,6 +55,11 @@ def ordered_all_reduce(
     The result has the same bits on every rank, and on any number of ranks that hold the same shards between them.
     Memory beside inputs and result: 32 MiB; for non-contiguous tensors contiguous copies.
 
+    Four shards on two ranks, with the bits that four ranks get, of which each calls `ordered_all_reduce(shard)`:
+
+        first = 2 * rank
+        total = ordered_all_reduce({(first, first + 2): shards[first] + shards[first + 1]}, num_shards=4)
+
     Args:
         tensor: One dense tensor: rank r holds shard r of as many shards as there are ranks. Or the partials that
             this rank holds: dense tensors of one shape, dtype and device by subtree `(first shard, one after
@@ -64,28 +70,34 @@ def ordered_all_reduce(
         out: Where the sum goes, of the partials' shape, dtype and device; may be one of them. By default one tensor is
             overwritten, and for partials a new tensor is made. A rank that holds no partial needs it.
         layout: The nodes that every rank holds, in rank order, the same on every rank. Without it, ranks that hold
-            partials tell each other first, and then also find out whether shapes and dtypes agree: a message for
-            the first call, not for every step.
+            partials tell each other first, which takes two collectives more: for the first call, not for every step.
 
     Returns:
         `out`, the tensor, or the new tensor.
 
     Raises:
+        CollectiveMismatchError: The ranks pass tensors of different shape, dtype or kind of device, or different
+            layouts, or make different calls; on every rank alike. On groups that compare no calls, only calls of this
+            function and of `ring_all_reduce` are told from each other.
         GroupError: There is no group, or this worker is not in it.
         TypeError: Something that is not a tensor, a mapping of tensors or a group; `num_shards` is missing.
         ValueError: A tensor is sparse, or of a dtype that torch cannot add, or unlike the others; `out` is expanded;
             the layout is not this rank's or not this group's. On every rank alike: the partials do not cover every
-            shard once, or, where the ranks tell each other, they differ in shape, dtype or number of shards.
+            shard once, or, without a layout, they differ in shape, dtype or number of shards.
     """
     world = joined_world(group)
     inputs = _check_inputs(tensor, world, num_shards, out)
     layout = _agree_on_layout(inputs, world, layout)
+    call = _describe_call(inputs, layout)
+    if isinstance(world.group, ShmProcessGroup) and inputs.out.device.type == "cpu" and inputs.out.numel() > 0:
+        reduction = _flatten(inputs, layout, world)
+        _reduce_in_shared_memory(reduction, world.group, call)  # compares the calls in its first round
+        write_back(reduction.out, inputs.out)
+        return inputs.out
+    require_same_call(call, inputs.out.device, world)
     if inputs.out.numel() > 0:
         reduction = _flatten(inputs, layout, world)
-        if isinstance(world.group, ShmProcessGroup) and reduction.out.device.type == "cpu":
-            _reduce_in_shared_memory(reduction, world.group)
-        else:
-            _exchange_and_gather(reduction)
+        _exchange_and_gather(reduction)
         write_back(reduction.out, inputs.out)
     return inputs.out
 
@@ -97,7 +109,8 @@ def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
     sum is divided, not what is added: where half precision may overflow, scale the loss.
 
     Args:
-        state: The group to average over, that of the wrapper; None for the default group.
+        state: The group to average over, that of the wrapper: a bucket does not say it. None for the default group;
+            under a wrapper over a subgroup that would wait for ranks which do not come.
         bucket: The bucket, reduced in place.
 
     Raises:
@@ -197,6 +210,7 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: Layout | None) -> La
         return layout
     if inputs.is_one_tensor:
         return [[(rank, rank + 1)] for rank in range(world.world_size)]
+    require_same_call(b"ordered_all_reduce(partials, without a layout)", inputs.out.device, world)
     holding = Holding(
         nodes=tuple(inputs.partials),
         num_shards=inputs.num_shards,
@@ -206,6 +220,12 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: Layout | None) -> La
     holdings: list[Holding] = world.gather_objects(holding)
     check_holdings(holdings)
     return [holding.nodes for holding in holdings]
+
+
+def _describe_call(inputs: _Inputs, layout: Layout) -> bytes:
+    nodes = [sorted(nodes) for nodes in layout]
+    is_one_each = nodes == [[(rank, rank + 1)] for rank in range(len(nodes))]
+    return describe_use("ordered_all_reduce", inputs.out, "" if is_one_each else f"layout {nodes}")
 
 
 def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: int) -> None:
@@ -226,12 +246,12 @@ def _flatten(inputs: _Inputs, layout: Layout, world: World) -> _Reduction:
     )
 
 
-def _reduce_in_shared_memory(reduction: _Reduction, group: ShmProcessGroup) -> None:
+def _reduce_in_shared_memory(reduction: _Reduction, group: ShmProcessGroup, call: bytes) -> None:
     own = reduction.layout[reduction.world.rank]
     parts = [reduction.partials[node] for node in own]
     options = dist.AllreduceOptions()
     options.asyncOp = False
-    group.ordered_all_reduce(parts, reduction.out, reduction.layout, reduction.num_shards, options).wait()
+    group.ordered_all_reduce(parts, reduction.out, reduction.layout, reduction.num_shards, call, options).wait()
 
 
 def _exchange_and_gather(reduction: _Reduction) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
+from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.slices import Transfer, plan_ring, ring_transfers
 from lockstep.comm.world import World
 
@@ -34,6 +35,8 @@ _MAX_IN_FLIGHT = 2
 @torch.no_grad()
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `tensor` over the ranks of `group`, in place (collective: every rank of the group calls).
+
+    Before the first chunk the ranks tell each other shape and dtype, in a small message.
 
     Memory beside the tensor: two chunks of 2 MiB; for a non-contiguous tensor a contiguous copy.
 
@@ -46,12 +49,16 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
         `tensor`.
 
     Raises:
+        CollectiveMismatchError: The ranks pass tensors of different shape, dtype or kind of device, or make different
+            calls; on every rank alike. On groups that compare no calls, only calls of this function and of
+            `ordered_all_reduce` are told from each other.
         GroupError: There is no group, or this worker is not in it.
         TypeError: `tensor` or `group` is something else.
         ValueError: The tensor is sparse, expanded, or of a dtype that torch cannot add.
     """
     world = joined_world(group)
     check_summable(tensor, "tensor", is_written=True)
+    require_same_call(describe_use("ring_all_reduce", tensor), tensor.device, world)
     if world.world_size > 1 and tensor.numel() > 0:
         flat = flatten(tensor, min_elements=world.world_size)
         _reduce(flat, world)
@@ -66,7 +73,8 @@ def ring_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futu
     returns when the bucket is reduced: nothing of the backward overlaps with it.
 
     Args:
-        state: The group to average over, that of the wrapper; None for the default group.
+        state: The group to average over, that of the wrapper: a bucket does not say it. None for the default group;
+            under a wrapper over a subgroup that would wait for ranks which do not come.
         bucket: The bucket, reduced in place.
 
     Raises:

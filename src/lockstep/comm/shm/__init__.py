@@ -14,6 +14,6 @@ Invariants:
 
 from lockstep.comm.shm.agreement import SharedAgreement, meet_on_host
 from lockstep.comm.shm.group import ShmProcessGroup, meet_as_group
-from lockstep.comm.shm.rendezvous import Apart
+from lockstep.comm.shm.rendezvous import Apart, Members
 
-__all__ = ["Apart", "SharedAgreement", "ShmProcessGroup", "meet_as_group", "meet_on_host"]
+__all__ = ["Apart", "Members", "SharedAgreement", "ShmProcessGroup", "meet_as_group", "meet_on_host"]

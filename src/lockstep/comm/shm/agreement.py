@@ -1,6 +1,7 @@
 """Ranks of one host that tell each other what they call, over shared memory, whatever then carries the data."""
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import final
 
@@ -10,8 +11,8 @@ from lockstep.comm.shm.exchange import Exchange
 from lockstep.comm.shm.layout import PAGE, Layout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
-from lockstep.comm.shm.rendezvous import Apart, meet
-from lockstep.errors import GroupError
+from lockstep.comm.shm.rendezvous import Apart, Members, meet
+from lockstep.errors import GroupError, PeerLostError
 
 
 @final
@@ -48,6 +49,14 @@ class SharedAgreement:
         """Tell the other ranks that this one ends because of `error` (local)."""
         self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no call any more, or None (local)."""
+        return self._peers.find_lost(peers)
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one goes, and which exception it handles, if it does (local)."""
+        self._peers.leave_well()
+
     def close(self) -> None:
         """Leave, and give back the memory (local)."""
         self._peers.leave(PeerState.LEFT)
@@ -55,7 +64,9 @@ class SharedAgreement:
         self._memory.close()
 
 
-def meet_on_host(store: Store, rank: int, size: int, timeout: timedelta) -> SharedAgreement | None:
+def meet_on_host(
+    store: Store, rank: int, size: int, timeout: timedelta, members: Members | None = None
+) -> SharedAgreement | None:
     """Bring ranks together that only agree on calls (collective); None if they are not on one host.
 
     Raises:
@@ -63,8 +74,9 @@ def meet_on_host(store: Store, rank: int, size: int, timeout: timedelta) -> Shar
         PeerLostError: A rank came and was lost before all had met.
     """
     layout = Layout(size, outbox_bytes=PAGE, slot_bytes=PAGE)
-    meeting = meet(store, rank, layout, timeout)
+    members = members or Members(names=range(size))
+    meeting = meet(store, rank, layout, timeout, members)
     if isinstance(meeting, Apart):
         return None
     memory = Memory(meeting.descriptor, layout, rank)
-    return SharedAgreement(memory, Peers(memory, rank, meeting.pidfds, meeting.pids, timeout.total_seconds()))
+    return SharedAgreement(memory, Peers(memory, rank, meeting, timeout.total_seconds(), members.names))

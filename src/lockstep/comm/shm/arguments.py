@@ -103,6 +103,25 @@ def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
             )
 
 
+def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.Size:
+    """Return the shape of a tensor that is asked for.
+
+    Raises:
+        TypeError: A size or dtype that is none.
+        ValueError: A negative size, or a device that is not the CPU.
+    """
+    sizes = (size,) if isinstance(size, int) else size
+    if not isinstance(sizes, Sequence) or any(type(length) is not int for length in sizes):
+        raise TypeError(f"size is {size!r}, expected a number of elements, or a shape of such numbers.")
+    if any(length < 0 for length in sizes):
+        raise ValueError(f"size is {size!r}, expected no negative number.")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype such as torch.float32.")
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"The shm backend allocates on the CPU, not on {device}.")
+    return torch.Size(sizes)
+
+
 def read_reduce_op(opts: Any) -> Any:
     """Return the reduce operation of torch's options object, or the operation itself."""
     if opts is None:

@@ -16,7 +16,7 @@ import ctypes
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -75,7 +75,8 @@ class Sender:
             self._peers.wait(self._target, self._free, call)
         expected = _read_text(self._address + PAGE)
         if expected:
-            raise _explain(kind, self._peers.rank, expected, self._target)
+            names = self._peers.names
+            raise _explain(kind, names[self._peers.rank], expected, names[self._target])
 
 
 @final
@@ -172,6 +173,7 @@ class Receipt:
     """A receive that waits for its message.
 
     Args:
+        names: What messages call each rank.
         rank: The rank that receives.
         place: Where the bytes go, flat.
         tag: Which messages it takes.
@@ -181,8 +183,16 @@ class Receipt:
     """
 
     def __init__(  # what a receive is made of
-        self, rank: int, place: Tensor, tag: int, kind: bytes, call: bytes, settle: Callable[..., None]
+        self,
+        names: Sequence[int],
+        rank: int,
+        place: Tensor,
+        tag: int,
+        kind: bytes,
+        call: bytes,
+        settle: Callable[..., None],
     ) -> None:
+        self._names = names
         self._rank = rank
         self.place = place
         self.tag = tag
@@ -199,7 +209,7 @@ class Receipt:
             sent: Description of what was sent.
             data: The bytes; `place` itself where they lie there already.
         """
-        error = None if sent == self.kind else _explain(sent, source, self.kind, self._rank)
+        error = None if sent == self.kind else _explain(sent, self._names[source], self.kind, self._names[self._rank])
         if error is None and data is not self.place:
             copy_into(self.place, data)
         self.is_settled = True

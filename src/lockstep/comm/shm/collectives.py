@@ -182,7 +182,8 @@ def _agree_on_lengths(
             sent, expected = rows[source][target], rows[target][size + source]
             if sent != expected:
                 raise CollectiveMismatchError(
-                    f"{call.decode()}: rank {source} sends {sent} bytes to rank {target}, which expects {expected}. "
+                    f"{call.decode()}: rank {exchange.names[source]} sends {sent} bytes to rank "
+                    f"{exchange.names[target]}, which expects {expected}. "
                     "The input split of one must be the output split of the other. Nothing was exchanged."
                 )
     return [tuple(row[:size]) for row in rows]

@@ -32,6 +32,7 @@ class Exchange:
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self.rank = peers.rank
         self.size = peers.size
+        self.names = peers.names
         self.outbox_bytes = memory.layout.outbox_bytes
         self.memory = memory
         self._peers = peers
@@ -78,7 +79,8 @@ class Exchange:
             if rank != self.rank:
                 other = ctypes.string_at(address, len(page))
                 if other[8:] != page[8:]:
-                    raise explain_mismatch({peer: _read_call(where) for peer, where in enumerate(pages)})
+                    calls = {self.names[peer]: _read_call(where) for peer, where in enumerate(pages)}
+                    raise explain_mismatch(calls)
                 locations[rank] = struct.unpack_from("<q", other)[0]
         return locations
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BarrierOptions, PrefixStore, ProcessGroup, ReduceOp, Store, Work
 
-from lockstep.comm.calls import describe_call
+from lockstep.comm.calls import TORCH_NAMES, describe_call
 from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
     check_alike,
@@ -33,6 +33,7 @@ from lockstep.comm.shm.arguments import (
     flatten,
     is_plain,
     premultiply,
+    read_allocation,
     read_list,
     read_one,
     read_reduce_op,
@@ -48,14 +49,16 @@ from lockstep.comm.shm.mailbox import Mailbox
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.pipeline import PartialReduction
-from lockstep.comm.shm.rendezvous import Apart, Meeting, meet
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
+from lockstep.comm.shm.rendezvous import Apart, Meeting, Members, meet
+from lockstep.compiler import keep_compiler_out_of_methods
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.shards.tree import Node
 
 _CLOSING_SECONDS: Final = 1.0
 
 
 @final
+@keep_compiler_out_of_methods
 class ShmProcessGroup(ProcessGroup):
     """A group of processes of one host, over shared memory.
 
@@ -65,15 +68,19 @@ class ShmProcessGroup(ProcessGroup):
         meeting: What the ranks have when they have met.
         layout: What their shared file looks like.
         timeout: How long a call may take.
+        names: What messages call each rank: its rank in the default group.
     """
 
-    def __init__(self, store: Store, rank: int, meeting: Meeting, layout: Layout, timeout: timedelta) -> None:
+    def __init__(  # what a group is made of
+        self, store: Store, rank: int, meeting: Meeting, layout: Layout, timeout: timedelta, names: Sequence[int]
+    ) -> None:
         super().__init__(rank, layout.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._store = store
+        self._names = names
         self._name = ""
         self._description = ""
         self._memory = Memory(meeting.descriptor, layout, rank)
-        self._peers = Peers(self._memory, rank, meeting.pidfds, meeting.pids, timeout.total_seconds())
+        self._peers = Peers(self._memory, rank, meeting, timeout.total_seconds(), names)
         self._exchange = Exchange(self._memory, self._peers)
         self._lane = Lane("lockstep-collectives")
         self._mailbox = Mailbox(self._memory, self._peers)
@@ -113,8 +120,14 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._start(call, action, tensors, opts)
 
-    def ordered_all_reduce(
-        self, parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, opts: Any = None
+    def ordered_all_reduce(  # what torch hands a collective, and what is compared
+        self,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        layout: Sequence[Sequence[Node]],
+        num_shards: int,
+        call: bytes,
+        opts: Any = None,
     ) -> Work:
         """Sum subtrees of shards in the order of the tree, several on each rank, into `out` on every rank.
 
@@ -124,6 +137,7 @@ class ShmProcessGroup(ProcessGroup):
             out: Where the sum goes.
             layout: The nodes that each rank holds, in the order of its parts; together they cover every shard once.
             num_shards: Number of shards.
+            call: Description of the call, compared with those of the other ranks.
             opts: Torch's options; whether the caller waits at once.
         """
         placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
@@ -136,7 +150,6 @@ class ShmProcessGroup(ProcessGroup):
             steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
             num_slots=max(len(nodes) for nodes in layout),
         )
-        call = describe_call("ordered_all_reduce", ((out.dtype, out.shape),), f"{[list(nodes) for nodes in layout]}")
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
         return self._start(call, action, [out], opts)
 
@@ -146,7 +159,7 @@ class ShmProcessGroup(ProcessGroup):
         root = self._check_rank("broadcast: the root", read_root(opts))
         if not is_plain(tensor):
             return self._elsewhere("broadcast", tensor, tensors, (tensors, opts), opts)
-        call = describe_call("broadcast", ((tensor.dtype, tensor.shape),), f"from rank {root}")
+        call = describe_call("broadcast", ((tensor.dtype, tensor.shape),), f"from rank {self._names[root]}")
 
         def action() -> None:
             flat = flatten(tensor)
@@ -162,7 +175,7 @@ class ShmProcessGroup(ProcessGroup):
         if not is_plain(tensor):
             return self._elsewhere("reduce", tensor, tensors, (tensors, opts, *rest), opts)
         how = reduction(read_reduce_op(rest[0] if rest else opts), tensor.dtype)
-        call = describe_call("reduce", ((tensor.dtype, tensor.shape),), f"{how.name}, to rank {root}")
+        call = describe_call("reduce", ((tensor.dtype, tensor.shape),), f"{how.name}, to rank {self._names[root]}")
 
         def action() -> None:
             flat = premultiply(tensor, how)
@@ -312,8 +325,10 @@ class ShmProcessGroup(ProcessGroup):
             self._check_count("gather", "output", outputs)
             check_alike("gather", tensor, outputs)
         elif outputs:
-            raise ValueError(f"gather to rank {root}: rank {self.rank()} gives output tensors, expected none.")
-        call = describe_call("gather", ((tensor.dtype, tensor.shape),), f"to rank {root}")
+            raise ValueError(
+                f"gather to rank {self._names[root]}: rank {self._peers.name} gives output tensors, expected none."
+            )
+        call = describe_call("gather", ((tensor.dtype, tensor.shape),), f"to rank {self._names[root]}")
         return self._start(call, lambda: self._gather(outputs or None, tensor, call), outputs, opts)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
@@ -326,8 +341,10 @@ class ShmProcessGroup(ProcessGroup):
             self._check_count("scatter", "input", inputs)
             check_alike("scatter", output, inputs)
         elif inputs:
-            raise ValueError(f"scatter from rank {root}: rank {self.rank()} gives input tensors, expected none.")
-        call = describe_call("scatter", ((output.dtype, output.shape),), f"from rank {root}")
+            raise ValueError(
+                f"scatter from rank {self._names[root]}: rank {self._peers.name} gives input tensors, expected none."
+            )
+        call = describe_call("scatter", ((output.dtype, output.shape),), f"from rank {self._names[root]}")
 
         def action() -> None:
             flat = flatten(output)
@@ -341,6 +358,12 @@ class ShmProcessGroup(ProcessGroup):
         """Return when every rank has come here."""
         call = describe_call("barrier", ())
         return self._start(call, lambda: self._agree(call), [], opts)
+
+    def agree(self, call: bytes) -> None:
+        """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
+        options = BarrierOptions()
+        options.asyncOp = False
+        self._start(call, lambda: self._agree(call), [], options).wait()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Return when every rank has come here; the error of one that waits too long names who does not come.
@@ -356,7 +379,9 @@ class ShmProcessGroup(ProcessGroup):
             try:
                 self._exchange.agree(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
-                raise CollectiveTimeoutError(f"Rank {self.rank()} timed out in monitoredBarrier. {error}") from error
+                raise CollectiveTimeoutError(
+                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error}"
+                ) from error
 
         options = BarrierOptions()
         options.asyncOp = False
@@ -402,22 +427,24 @@ class ShmProcessGroup(ProcessGroup):
         """Return whether `allocate_tensor` works for the device: for the CPU."""
         return device.type == "cpu"
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return a flat tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local).
+    def allocate_tensor(
+        self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Return a tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local).
 
         Args:
-            size: Number of elements.
+            size: Number of elements of a flat tensor, or a shape.
             dtype: Their dtype.
             device: The CPU, or None.
 
         Raises:
-            ValueError: Another device.
+            TypeError: A size or dtype that is none.
+            ValueError: A negative size, or another device.
             GroupError: The group was destroyed or is broken, or this process is a forked child of a rank.
         """
         self._check_usable()
-        if device is not None and device.type != "cpu":
-            raise ValueError(f"The shm backend allocates on the CPU, not on {device}.")
-        return self._memory.allocate(size, dtype)
+        shape = read_allocation(size, dtype, device)
+        return self._memory.allocate(shape.numel(), dtype).view(shape)
 
     # -- Life ----------------------------------------------------------------------------------------------------
 
@@ -485,12 +512,18 @@ class ShmProcessGroup(ProcessGroup):
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
         self._peers.leave(PeerState.FAILED, "it aborted the group")
-        self._peers.broken = GroupError(f"Rank {self.rank()} has aborted this group.")
+        self._peers.broken = GroupError(f"Rank {self._peers.name} has aborted this group.")
         self.shutdown()
 
     def shutdown(self) -> None:
         """Leave the group and give back its memory and descriptors; torch calls it on destroy (local)."""
+        if self._close.alive:
+            self._peers.leave_well()
         self._close()
+
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no call any more, or None (local)."""
+        return self._peers.find_lost(peers) if self._close.alive else None
 
     # -- Within --------------------------------------------------------------------------------------------------
 
@@ -584,7 +617,7 @@ class ShmProcessGroup(ProcessGroup):
         elif operation is not None and operation != ReduceOp.SUM:
             raise ValueError(f"{name}: sparse tensors can be summed over ranks, and {operation} is not SUM.")
         detail = "sparse" if operation is None else f"sparse, {reduction(operation, tensor.dtype).name}"
-        call = describe_call(name, ((tensor.dtype, tensor.shape),), detail)
+        call = describe_call(TORCH_NAMES.get(name, name), ((tensor.dtype, tensor.shape),), detail)
 
         def action() -> None:
             self._exchange.agree(call)
@@ -630,7 +663,7 @@ class ShmProcessGroup(ProcessGroup):
         return [count * row for count in splits]
 
 
-def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup | Apart:
+def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta, members: Members) -> ShmProcessGroup | Apart:
     """Make a group of processes of one host (collective over its ranks), or say why they are not.
 
     Args:
@@ -638,14 +671,17 @@ def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta) -> Shm
         rank: Number of this process in the group.
         size: Number of ranks.
         timeout: How long to wait for the others, and later how long a call may take.
+        members: Who they are.
 
     Raises:
         GroupError: Some rank did not come in time.
-        PeerLostError: A rank came and was lost before all had met.
+        PeerLostError: A rank was lost before all had met.
     """
     layout = Layout(size)
-    meeting = meet(store, rank, layout, timeout)
-    return meeting if isinstance(meeting, Apart) else ShmProcessGroup(store, rank, meeting, layout, timeout)
+    meeting = meet(store, rank, layout, timeout, members)
+    if isinstance(meeting, Apart):
+        return meeting
+    return ShmProcessGroup(store, rank, meeting, layout, timeout, members.names)
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

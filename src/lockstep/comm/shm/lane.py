@@ -17,6 +17,7 @@ So a lock is taken within the `try` that gives it back, and `_turn` knows its ho
 has is an error and changes nothing. A call leaves the queue when it is done, not when it is looked at.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,14 +29,17 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.errors import CollectiveTimeoutError
+from lockstep.compiler import keep_compiler_out_of_methods
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError
 
+_LOGGER = logging.getLogger("lockstep")
 _LOOK_SECONDS: Final = 1.0
 """How often who waits for another thread looks for itself: Ctrl-C may have kept that one from saying it is done."""
 Result = TypeVar("Result")
 
 
 @final
+@keep_compiler_out_of_methods
 class Call(Work):
     """One call of a group, as torch's `Work`.
 
@@ -56,6 +60,7 @@ class Call(Work):
         self._is_done = False
         self._error: BaseException | None = None
         self._source = -1
+        self._is_heard = False
         self._settling = threading.Lock()
         self._pending: list[torch.futures.Future[None]] = []
 
@@ -67,6 +72,9 @@ class Call(Work):
             self._is_running = True
             source = self._action()
             self.settle(source=-1 if source is None else source)
+        except CollectiveMismatchError as error:
+            # Its frames hold this call, which would not be gone, and say so, when nobody has it any more.
+            self.settle(error=error.with_traceback(None))
         except BaseException as error:
             self.settle(error=error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -106,8 +114,14 @@ class Call(Work):
             else:
                 self._lane.finish(self, self._done)
         if self._error is not None:
+            self._is_heard = True
             raise self._error
         return True
+
+    def __del__(self) -> None:
+        """Say that it failed if nobody has asked; the next call is another one, and must not fail for this one."""
+        if isinstance(self._error, CollectiveMismatchError) and not self._is_heard:
+            _LOGGER.error("An asynchronous call failed, and nobody waited for it: %s", self._error)
 
     def is_completed(self) -> bool:
         """Return whether it is done, well or not."""
@@ -120,10 +134,12 @@ class Call(Work):
 
     def is_success(self) -> bool:
         """Return whether it is done well."""
+        self._is_heard = self._is_heard or self._is_done
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
         """Return why it failed, or None."""
+        self._is_heard = self._is_heard or self._is_done
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -150,6 +166,7 @@ class Call(Work):
 
         An error of the call is an error of the future, for C++ as well; there it is a RuntimeError with our text.
         """
+        self._is_heard = True  # who has the future hears
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
         with self._settling:
@@ -348,6 +365,7 @@ def _do_nothing() -> None:
 
 
 @final
+@keep_compiler_out_of_methods
 class Done(Work):
     """A call that was done before it was returned."""
 

@@ -35,7 +35,7 @@ class Mailbox:
             if target not in self._senders:
                 self._senders[target] = (Lane("lockstep-send"), Sender(self._memory, self._peers, target))
             lane, sender = self._senders[target]
-        call = f"send({kind.decode()}, to rank {target}, tag {tag})".encode()
+        call = f"send({kind.decode()}, to rank {self._peers.names[target]}, tag {tag})".encode()
         return lane.put(self._guard(lambda: sender.send(data, tag, kind, call), call), tensors)
 
     def receive(
@@ -57,7 +57,7 @@ class Mailbox:
             tensors: What the work holds when it is done.
             finish: Called when the bytes are there.
         """
-        who = f"rank {sources[0]}" if len(sources) == 1 else "any rank"
+        who = f"rank {self._peers.names[sources[0]]}" if len(sources) == 1 else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
 
         for source in sources:
@@ -75,7 +75,7 @@ class Mailbox:
                 error = problem
             work.settle(source=source, error=error)
 
-        receipt = Receipt(self._peers.rank, place, tag, kind, call, settle)
+        receipt = Receipt(self._peers.names, self._peers.rank, place, tag, kind, call, settle)
         if is_from_one:
             self._receivers[sources[0]][1].expect(receipt)
         if not receipt.is_settled:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import select
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -19,6 +20,7 @@ from typing import Final, final
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.layout import PAGE, ROUND
 from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.rendezvous import Meeting
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 
 _SLICE_SECONDS: Final = 0.05
@@ -40,6 +42,8 @@ class PeerState(IntEnum):
     """An exception ended it; the reason says which."""
     BROKEN = 3
     """It cannot go on because another rank is lost."""
+    TIMED_OUT = 4
+    """It waited too long; the reason says for whom and in which call, and what the others were doing."""
 
 
 @final
@@ -47,7 +51,7 @@ class Peers:
     """The other ranks, as one of them sees them."""
 
     def __init__(
-        self, memory: Memory, rank: int, pidfds: dict[int, int], pids: dict[int, int], timeout_seconds: float
+        self, memory: Memory, rank: int, meeting: Meeting, timeout_seconds: float, names: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = memory.layout.size
@@ -55,8 +59,11 @@ class Peers:
         self._broken: GroupError | None = None
         self._member = os.getpid()
         self._memory = memory
-        self._pids = pids
-        self._pidfds = pidfds
+        self._pids = meeting.pids
+        self._pidfds = meeting.pidfds
+        self.names = names
+        """What messages call each rank: its rank in the default group."""
+        self.name = names[rank]
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [self.semaphore(ROUND, rank, peer) for peer in others]
         self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
@@ -70,7 +77,7 @@ class Peers:
         """Why this process cannot use the group any more, or never could: a forked child has a copy, but is no rank."""
         if self._broken is None and os.getpid() != self._member:
             self._broken = GroupError(
-                f"This process was forked from rank {self.rank} of the group and is no rank itself. Make its calls in "
+                f"This process was forked from rank {self.name} of the group and is no rank itself. Make its calls in "
                 "the parent, or give the child a group of its own."
             )
         return self._broken
@@ -157,6 +164,7 @@ class Peers:
 
         Raises:
             PeerLostError: Naming the rank that was lost first.
+            CollectiveTimeoutError: It has waited too long, and given up.
         """
         lost = self._find_lost(peers)
         if lost is not None:
@@ -166,11 +174,11 @@ class Peers:
         """Return the error of a wait that took too long, with what every rank waits for."""
         doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
         error = CollectiveTimeoutError(
-            f"Rank {self.rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
+            f"Rank {self.name} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
             "must make the same calls in the same order; if one is only slow, give a longer timeout to "
             "init_process_group."
         )
-        self.leave(PeerState.FAILED, str(error))
+        self.leave(PeerState.TIMED_OUT, str(error))
         self.broken = error
         return error
 
@@ -184,6 +192,19 @@ class Peers:
             ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
             semaphores.post(self.semaphore(ROUND, self.rank, self.rank))  # orders the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
+
+    def leave_well(self) -> None:
+        """Tell the others that this rank goes; and which exception it handles, as in a `finally`, if it does."""
+        error = sys.exc_info()[1]
+        self.leave(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
+
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no call any more, or None; nothing is broken by it."""
+        for peer in peers:
+            if self._has_ended(peer) or (peer != self.rank and self._read_state(peer)[0] is PeerState.LEFT):
+                lost = self._trace(peer)
+                return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
+        return None
 
     def fail(self, error: BaseException, call: bytes) -> None:
         """Tell the others that `error` ended `call` on this rank, nobody knows where in it: the group is broken."""
@@ -210,7 +231,7 @@ class Peers:
                 self.check([peer])
             if everyone:
                 lost_since = self._check_killed(lost_since)
-            self._check_time(started, call, f"rank {peer}", timeout_seconds)
+            self._check_time(started, call, f"rank {self.names[peer]}", timeout_seconds)
             if semaphores.wait(address, _SLICE_SECONDS):
                 return
 
@@ -266,30 +287,41 @@ class Peers:
         poll.register(self._pidfds[peer], select.POLLIN)
         return bool(poll.poll(0))
 
-    def _break(self, peer: int) -> PeerLostError:
-        """Follow who lost whom to the first rank that was lost, and tell the others."""
+    def _break(self, peer: int) -> GroupError:
+        """Take a peer for lost, or what it waited for too long for late, and tell the others."""
+        peer = self._trace(peer)
+        state, _, reason = self._read_state(peer)
+        error: GroupError = PeerLostError(self._explain_lost(peer), rank=self.names[peer])
+        if state is PeerState.TIMED_OUT:
+            error = CollectiveTimeoutError(reason)  # nobody was lost: both ends of a wait raise the same
+        self.leave(PeerState.BROKEN, str(error), peer)
+        self.broken = error
+        return error
+
+    def _trace(self, peer: int) -> int:
+        """Follow who lost whom to the first rank that was lost."""
         seen = {self.rank}
         while peer not in seen:
             seen.add(peer)
             state, lost, _ = self._read_state(peer)
             if state is PeerState.BROKEN and lost != self.rank:
                 peer = lost
-        error = PeerLostError(self._explain_lost(peer), rank=peer)
-        self.leave(PeerState.BROKEN, str(error), peer)
-        self.broken = error
-        return error
+        return peer
 
     def _explain_lost(self, peer: int) -> str:
         state, _, reason = self._read_state(peer)
-        if state is PeerState.FAILED:
-            return f"Rank {peer} failed: {reason}"
+        name = self.names[peer]
+        if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
+            return f"Rank {name} failed: {reason}"
+        if state is PeerState.LEFT and reason:
+            return f"Rank {name} has left the group, which rank {self.name} still needs, while it handled {reason}"
         if state is PeerState.LEFT:
             return (
-                f"Rank {peer} has left the group (it destroyed it, or its script ended), but rank {self.rank} still "
+                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self.name} still "
                 "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks."
             )
         return (
-            f"Rank {peer} (process {self._pids.get(peer)}) is lost: its process ended without a word. It was killed or "
+            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process ended without a word. It was killed or "
             "crashed, or ended by os._exit and did not destroy the group, as forked children of multiprocessing do. "
             "Look at its log; the system log says if it ran out of memory."
         )
@@ -304,7 +336,8 @@ class Peers:
 
     def _describe_waiting(self, peer: int) -> str:
         waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
-        return f"Rank {peer} waits in {waiting}" if waiting else f"Rank {peer} is not in a call of this group"
+        name = self.names[peer]
+        return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
 
 
 def _describe(error: BaseException) -> str:

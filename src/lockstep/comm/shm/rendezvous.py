@@ -17,12 +17,13 @@ machine can neither join nor be joined.
 
 import array
 import json
+import logging
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,12 +35,33 @@ from lockstep.comm.shm.host import host_identity
 from lockstep.comm.shm.layout import Layout
 from lockstep.errors import GroupError, PeerLostError
 
+_LOGGER = logging.getLogger("lockstep")
 _READY = b"r"
 _GO = b"g"
 _FAILED = "failed"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which knows who is missing and says so."""
+_SLICE_SECONDS = 0.25
+"""How often who waits for others looks whether they are lost, and whether Ctrl-C was pressed."""
+_SHORTEST_SECONDS = 0.01
+"""The shortest wait: to a store, zero means for ever."""
+_WORD_SECONDS = 10.0
+"""After how long who waits says for whom."""
+
+
+def _nobody() -> None:
+    """Find nobody lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Who the ranks of a group are."""
+
+    names: Sequence[int]
+    """What messages call them: their ranks in the default group."""
+    find_lost: Callable[[], PeerLostError | None] = _nobody
+    """Return the error for a member that is known to be lost, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +84,9 @@ class Apart:
     """A clause, the same on every rank."""
 
 
-def meet(store: Store, rank: int, layout: Layout, timeout: timedelta) -> Meeting | Apart:
+def meet(
+    store: Store, rank: int, layout: Layout, timeout: timedelta, members: Members | None = None
+) -> Meeting | Apart:
     """Bring the ranks of a group together (collective).
 
     Args:
@@ -70,21 +94,28 @@ def meet(store: Store, rank: int, layout: Layout, timeout: timedelta) -> Meeting
         rank: Number of this process in the group.
         layout: What the shared file looks like; it knows the number of ranks.
         timeout: How long to wait for the others.
+        members: Who they are; None if they have no names but their numbers.
 
     Raises:
-        GroupError: Some rank did not come in time.
-        PeerLostError: A rank came and was lost before all had met.
+        GroupError: Some rank did not come in time, or there is no such rank.
+        PeerLostError: A rank was lost before all had met.
     """
+    members = members or Members(names=range(layout.size))
+    if not 0 <= rank < layout.size:
+        raise GroupError(
+            f"Rank {rank} is outside a group of {layout.size}: ranks are 0 to {layout.size - 1}. Give each process its "
+            "own rank, and as world_size the number of processes."
+        )
     listener = _listen() if rank == 0 else None
     try:
-        hosts = _exchange_hosts(store, rank, layout.size, listener, timeout)
-        reason = _explain_apart([host for host, _ in hosts])
+        hosts = _exchange_hosts(store, rank, members, listener, timeout)
+        reason = _explain_apart([host for host, _ in hosts], members.names)
         if reason:
             return Apart(reason=reason)
         if listener is not None:
-            return _receive_all(store, listener, layout, timeout)
-        with _asking_why(store, timeout):
-            return _join(hosts[0][1], rank, timeout)
+            return _receive_all(store, listener, layout, timeout, members.names)
+        with _asking_why(store, timeout, members.names):
+            return _join(hosts[0][1], rank, timeout, members.names)
     finally:
         if listener is not None:
             listener.close()
@@ -98,37 +129,67 @@ def _listen() -> socket.socket:
 
 
 def _exchange_hosts(
-    store: Store, rank: int, size: int, listener: socket.socket | None, timeout: timedelta
+    store: Store, rank: int, members: Members, listener: socket.socket | None, timeout: timedelta
 ) -> list[tuple[str, str]]:
     address = listener.getsockname()[1:].decode("ascii") if listener is not None else ""
-    keys = [f"host/{peer}" for peer in range(size)]
+    keys = [f"host/{peer}" for peer in range(len(members.names))]
     try:
         store.set(keys[rank], json.dumps([host_identity(), address]))
-        store.wait(keys, timeout)
+        _await(store, keys, members, timeout)
         return [(str(host), str(where)) for host, where in (json.loads(store.get(key)) for key in keys)]
     except DistNetworkError as error:
         raise GroupError(
             "The store is gone: the process that holds it, rank 0 as a rule, ended while the group was being made. "
             f"Look at its log. torch said: {str(error).splitlines()[0]}"
         ) from error
-    except RuntimeError as error:
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise GroupError(_explain_missing(missing, size, timeout)) from error
+
+
+def _await(store: Store, keys: Sequence[str], members: Members, timeout: timedelta) -> None:
+    """Wait until all have come; after a while say who has not."""
+    started = time.monotonic()
+    has_spoken = False
+    while True:
+        left = timeout.total_seconds() - (time.monotonic() - started)
+        try:
+            store.wait(list(keys), timedelta(seconds=max(min(left, _SLICE_SECONDS), _SHORTEST_SECONDS)))
+        except DistNetworkError:
+            raise
+        except RuntimeError as error:  # time is up; some stores have no class of their own for it
+            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+            if missing and left <= _SLICE_SECONDS:
+                raise GroupError(_explain_missing(missing, len(keys), timeout)) from error
+        else:
+            return
+        lost = members.find_lost()
+        if lost is not None:
+            raise lost
+        if time.monotonic() - started > _WORD_SECONDS and missing and not has_spoken:
+            has_spoken = True
+            _LOGGER.warning(
+                "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
+                _name_ranks(missing),
+                ", ".join(map(str, members.names)),
+            )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _explain_missing(missing: Sequence[int], size: int, timeout: timedelta) -> str:
     return (
-        f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {size} did not come to make the "
+        f"{_name_ranks(missing).capitalize()} of {size} did not come to make the "
         f"group within {timeout.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
     )
 
 
-def _explain_apart(hosts: Sequence[str]) -> str:
+def _explain_apart(hosts: Sequence[str], names: Sequence[int]) -> str:
     for rank, host in enumerate(hosts):
         if host.startswith("alone"):
-            return f"rank {rank} cannot share memory ({host.removeprefix('alone, ')})"
+            return f"rank {names[rank]} cannot share memory ({host.removeprefix('alone, ')})"
         if host != hosts[0]:
-            return f"ranks 0 and {rank} are not on one host, or not in one container, or not of one user"
+            both = f"ranks {names[0]} and {names[rank]}"
+            return f"{both} are not on one host, or not in one container, or not of one user"
     return ""
 
 
@@ -143,30 +204,33 @@ def _leaving_word(store: Store) -> Iterator[None]:
 
 
 @contextmanager
-def _asking_why(store: Store, timeout: timedelta) -> Iterator[None]:
+def _asking_why(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
     """Explain what goes wrong between this rank and rank 0."""
     try:
         yield
     except TimeoutError as error:
         raise GroupError(
-            f"Rank 0 did not make the group within {timeout.total_seconds():g} s. Look at its log; it may be stuck."
+            f"Rank {names[0]} did not make the group within {timeout.total_seconds():g} s. Look at its log; it may be "
+            "stuck."
         ) from error
     except (OSError, EOFError) as error:
-        raise _explain_gone(store) from error
+        raise _explain_gone(store, names[0]) from error
 
 
-def _explain_gone(store: Store) -> GroupError:
+def _explain_gone(store: Store, name: int) -> GroupError:
     try:
         said = store.get(_FAILED) if store.check([_FAILED]) else b""
     except RuntimeError:  # the store is gone too
         said = b""
     if not said:
-        return PeerLostError("Rank 0 ended while the group was being made.", rank=0)
+        return PeerLostError(f"Rank {name} ended while the group was being made.", rank=name)
     rank, message = json.loads(said)
     return GroupError(message) if rank < 0 else PeerLostError(message, rank=rank)
 
 
-def _receive_all(store: Store, listener: socket.socket, layout: Layout, timeout: timedelta) -> Meeting:
+def _receive_all(
+    store: Store, listener: socket.socket, layout: Layout, timeout: timedelta, names: Sequence[int]
+) -> Meeting:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
     with ExitStack() as undo, ExitStack() as done, _leaving_word(store):
@@ -178,20 +242,20 @@ def _receive_all(store: Store, listener: socket.socket, layout: Layout, timeout:
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
-                missing = [rank for rank in range(1, layout.size) if rank not in connections]
+                missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
                 raise GroupError(_explain_missing(missing, layout.size, timeout)) from error
             done.callback(connection.close)
             _admit(connection, connections, pids, timeout)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _losing(rank):
+            with _losing(names[rank]):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
-        pidfds = _watch(pids, 0, undo)
+        pidfds = _watch(pids, 0, undo, names)
         for rank, connection in connections.items():
-            with _losing(rank):
+            with _losing(names[rank]):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _losing(rank):
+            with _losing(names[rank]):
                 connection.sendall(_GO)
         undo.pop_all()
     return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
@@ -215,7 +279,7 @@ def _admit(
     pids[rank] = pid
 
 
-def _join(address: str, rank: int, timeout: timedelta) -> Meeting:
+def _join(address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> Meeting:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout.total_seconds() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
@@ -225,7 +289,7 @@ def _join(address: str, rank: int, timeout: timedelta) -> Meeting:
         length, descriptor = _receive_file(connection)
         undo.callback(os.close, descriptor)
         pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
-        pidfds = _watch(pids, rank, undo)
+        pidfds = _watch(pids, rank, undo, names)
         connection.sendall(_READY)
         _expect(connection, _GO)
         undo.pop_all()
@@ -242,24 +306,24 @@ def _receive_file(connection: socket.socket) -> tuple[int, int]:
     raise EOFError
 
 
-def _watch(pids: dict[int, int], own: int, undo: ExitStack) -> dict[int, int]:
+def _watch(pids: dict[int, int], own: int, undo: ExitStack, names: Sequence[int]) -> dict[int, int]:
     """Open a descriptor for every other process; each still holds its socket, so its number is not another's yet."""
     pidfds: dict[int, int] = {}
     for rank, pid in pids.items():
         if rank != own:
-            with _losing(rank):
+            with _losing(names[rank]):
                 pidfds[rank] = os.pidfd_open(pid)
             undo.callback(os.close, pidfds[rank])
     return pidfds
 
 
 @contextmanager
-def _losing(rank: int) -> Iterator[None]:
-    """Take what goes wrong within for the loss of `rank`."""
+def _losing(name: int) -> Iterator[None]:
+    """Take what goes wrong within for the loss of the rank of this name."""
     try:
         yield
     except (OSError, EOFError) as error:
-        raise PeerLostError(f"Rank {rank} was lost while the group was being made.", rank=rank) from error
+        raise PeerLostError(f"Rank {name} was lost while the group was being made.", rank=name) from error
 
 
 def _who_is(connection: socket.socket) -> tuple[int, int]:

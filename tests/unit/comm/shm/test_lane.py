@@ -1,5 +1,6 @@
 """Calls that wait their turn, without a group."""
 
+import logging
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.comm.shm.lane import Call, Done, Lane
-from lockstep.errors import CollectiveTimeoutError, GroupError
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 10
 ONE = torch.ones(2)
@@ -357,3 +358,35 @@ def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
     work.synchronize()
     work.block_current_stream()  # torch's own raises that it is not there
     assert work.get_future().then(lambda done: done.value()[0]).wait() is ONE
+
+
+def wait_in_vain(call: Call) -> None:
+    with pytest.raises(CollectiveMismatchError):
+        call.wait()
+
+
+@pytest.mark.parametrize(
+    ("ask", "num_words"),
+    [
+        (lambda _: None, 1),
+        (lambda call: call.exception(), 0),
+        (lambda call: call.is_success(), 0),
+        (lambda call: call.get_future(), 0),
+        (wait_in_vain, 0),
+    ],
+)
+def test_a_mismatch_that_nobody_asks_for_is_said(
+    lane: Lane, caplog: pytest.LogCaptureFixture, ask: Callable[[Call], Any], num_words: int
+) -> None:
+    # It was lost: the group went on, and the tensor was never reduced.
+    def differ() -> None:
+        raise CollectiveMismatchError("they differ")
+
+    with caplog.at_level(logging.ERROR, "lockstep"):
+        call = lane.put(differ, [ONE])
+        wait_until(call.is_completed)
+        ask(call)
+        call = lane.put(lambda: None, [ONE])
+        assert call.wait()
+        wait_until(lambda: len(caplog.records) == num_words)
+    assert all("nobody waited for it: they differ" in record.getMessage() for record in caplog.records)

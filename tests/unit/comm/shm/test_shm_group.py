@@ -92,6 +92,30 @@ def test_arguments_that_do_not_fit_are_refused(group: Any, call: Any, said: str)
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"size": -1}, ValueError, "size is -1, expected no negative number"),
+        ({"size": (2, -1)}, ValueError, r"size is \(2, -1\), expected no negative number"),
+        ({"size": 2.5}, TypeError, "size is 2.5, expected a number of elements, or a shape"),
+        ({"size": ("2",)}, TypeError, r"size is \('2',\), expected a number of elements, or a shape"),
+        ({"dtype": "float32"}, TypeError, "dtype is 'float32', expected a torch.dtype such as torch.float32"),
+        ({"device": "meta"}, ValueError, "allocates on the CPU, not on meta"),
+    ],
+)
+def test_no_tensor_is_made_of_nonsense(group: Any, arguments: Any, error: Any, said: str) -> None:
+    # Most of it was an AttributeError from within; a negative size gave an empty tensor.
+    with pytest.raises(error, match=said):
+        group.allocate_tensor(**{"size": 3, "dtype": torch.float32, **arguments})
+
+
+def test_a_tensor_of_a_shape_is_made(group: Any) -> None:
+    for size in ((5, 2), [5, 2], torch.Size([5, 2]), (), (0, 3)):
+        tensor = group.allocate_tensor(size, dtype=torch.int64, device="cpu")
+        assert torch.equal(tensor, torch.zeros(*size, dtype=torch.int64) if size else torch.tensor(0))
+        dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda group: dist.broadcast(ONE.clone(), group_src=-1),
@@ -126,7 +150,7 @@ def test_a_message_is_not_kept_aside_on_the_default_device(group: Any) -> None:
     # Kept on a device without values, as one may set to build a large model, it was lost; and the group was broken.
     works = [group.send([ONE * tag], 0, tag) for tag in (1, 2)]
     place = torch.zeros(3)
-    receipt = Receipt(0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
+    receipt = Receipt([0], 0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
     group._mailbox._open(0)
     _, receiver = group._mailbox._receivers[0]
     receiver.expect(receipt)

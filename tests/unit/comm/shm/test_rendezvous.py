@@ -1,0 +1,38 @@
+"""Meeting in one process: who does not come, and who should not."""
+
+import logging
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.comm.shm import Members, rendezvous
+from lockstep.comm.shm.layout import Layout
+from lockstep.errors import GroupError, PeerLostError
+
+LONG = timedelta(seconds=30)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_group_is_told(rank: int) -> None:
+    # It was an IndexError from within.
+    with pytest.raises(GroupError, match=f"Rank {rank} is outside a group of 2: ranks are 0 to 1"):
+        rendezvous.meet(dist.HashStore(), rank, Layout(2), LONG)
+
+
+def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_WORD_SECONDS", 0.0)
+    store = dist.HashStore()
+    store.set("host/1", "[]")
+    with caplog.at_level(logging.WARNING, "lockstep"), pytest.raises(GroupError, match="Ranks 4, 7 of 4 did not come"):
+        rendezvous.meet(store, 0, Layout(4), timedelta(seconds=0.6), Members(names=[1, 3, 4, 7]))
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
+        "Waiting for ranks 4, 7 to make a group of ranks 1, 3, 4, 7"
+    ]
+
+
+def test_who_waits_for_a_lost_rank_is_told_at_once() -> None:
+    members = Members(names=[2, 5], find_lost=lambda: PeerLostError("Rank 5 is lost.", rank=5))
+    with pytest.raises(PeerLostError, match="Rank 5 is lost") as caught:
+        rendezvous.meet(dist.HashStore(), 0, Layout(2), LONG, members)
+    assert caught.value.rank == 5
