@@ -42,10 +42,9 @@ _FAILED = "failed"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which knows who is missing and says so."""
-_SLICE_SECONDS = 0.25
-"""How often who waits for others looks whether they are lost, and whether Ctrl-C was pressed."""
-_SHORTEST_SECONDS = 0.01
-"""The shortest wait: to a store, zero means for ever."""
+_FIRST_PAUSE_SECONDS = 0.0005
+_LAST_PAUSE_SECONDS = 0.05
+"""How often who waits for others looks whether they have come or are lost: often at first, when they are about to."""
 _WORD_SECONDS = 10.0
 """After how long who waits says for whom."""
 
@@ -147,29 +146,28 @@ def _exchange_hosts(
 def _await(store: Store, keys: Sequence[str], members: Members, timeout: timedelta) -> None:
     """Wait until all have come; after a while say who has not."""
     started = time.monotonic()
+    pause = _FIRST_PAUSE_SECONDS
     has_spoken = False
-    while True:
-        left = timeout.total_seconds() - (time.monotonic() - started)
-        try:
-            store.wait(list(keys), timedelta(seconds=max(min(left, _SLICE_SECONDS), _SHORTEST_SECONDS)))
-        except DistNetworkError:
-            raise
-        except RuntimeError as error:  # time is up; some stores have no class of their own for it
-            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
-            if missing and left <= _SLICE_SECONDS:
-                raise GroupError(_explain_missing(missing, len(keys), timeout)) from error
-        else:
-            return
+    # Not `store.wait` with a short timeout: torch prints a warning each time that one is over.
+    while not store.check(list(keys)):
+        waited = time.monotonic() - started
+        is_over = waited >= timeout.total_seconds()
         lost = members.find_lost()
         if lost is not None:
             raise lost
-        if time.monotonic() - started > _WORD_SECONDS and missing and not has_spoken:
+        if is_over or (waited > _WORD_SECONDS and not has_spoken):
             has_spoken = True
-            _LOGGER.warning(
-                "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
-                _name_ranks(missing),
-                ", ".join(map(str, members.names)),
-            )
+            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+            if missing and is_over:
+                raise GroupError(_explain_missing(missing, len(keys), timeout))
+            if missing:
+                _LOGGER.warning(
+                    "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
+                    _name_ranks(missing),
+                    ", ".join(map(str, members.names)),
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
