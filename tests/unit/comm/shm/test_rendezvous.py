@@ -36,3 +36,11 @@ def test_who_waits_for_a_lost_rank_is_told_at_once() -> None:
     with pytest.raises(PeerLostError, match="Rank 5 is lost") as caught:
         rendezvous.meet(dist.HashStore(), 0, Layout(2), LONG, members)
     assert caught.value.rank == 5
+
+
+def test_waiting_over_tcp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    # It waited in slices once, and torch printed a warning for each that was over: in every correct script.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(GroupError, match="Rank 1 of 2 did not come"):
+        rendezvous.meet(store, 0, Layout(2), timedelta(seconds=0.6))
+    assert capfd.readouterr().err == ""
