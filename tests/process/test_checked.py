@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -183,18 +182,20 @@ def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
     """Ctrl-C while rank 0 waits for rank 1 in an agreement; it goes on with the call that comes next."""
     join(way, run)
     dist.barrier()
-    if run.rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-    else:
-        time.sleep(0.6)
+    store = dist.distributed_c10d._get_default_store()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    if run.rank == 1:
+        store.wait(["interrupted"])
     told = []
     for length in (10, 11):
         try:
+            if run.rank == 0 and length == 10:
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
             dist.all_reduce(torch.ones(length))
             told.append("no error")
         except (KeyboardInterrupt, ls.GroupError) as error:
             told.append(f"{type(error).__name__}: {error}")
+            store.set("interrupted", "yes")
     return told[0], told[1]
 
 
