@@ -12,13 +12,14 @@ from lockstep.comm.broadcast import broadcast_tensors
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
-from lockstep.comm.ordered import ordered_all_reduce, ordered_hook
+from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
 from lockstep.comm.world import World, current_world, group_store
 
 register_backends()
 
 __all__ = [
+    "OrderedReductions",
     "World",
     "allocate_buffer",
     "broadcast_tensors",

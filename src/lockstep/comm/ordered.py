@@ -15,8 +15,7 @@ With one partial per rank these are the bytes of a ring, 2 (W - 1) / W times the
 read each other's partials where they lie; the order of addition is the same.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -25,20 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
+from lockstep.comm.messages import check_summable, joined_world, write_back
+from lockstep.comm.ordered_stream import FlatReduction, Layout, OrderedStream, flatten_reduction
 from lockstep.comm.ring import resolved
 from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.shm import ShmProcessGroup
-from lockstep.comm.slices import Bounds, Holding, check_holdings, check_layout, plan_rounds
+from lockstep.comm.slices import Holding, check_holdings, check_layout
 from lockstep.comm.world import World
-from lockstep.shards.tree import Node, add_in_tree_order
-
-_ROUND_BYTES = 16 << 20
-"""Most that a rank receives in the exchange of one round."""
-_MAX_IN_FLIGHT = 2
-
-Layout = Sequence[Sequence[Node]]
-"""The nodes that each rank holds, in rank order."""
+from lockstep.shards.tree import Node
 
 
 @torch.no_grad()
@@ -90,15 +83,16 @@ def ordered_all_reduce(
     layout = _agree_on_layout(inputs, world, layout)
     call = _describe_call(inputs, layout)
     if isinstance(world.group, ShmProcessGroup) and inputs.out.device.type == "cpu" and inputs.out.numel() > 0:
-        reduction = _flatten(inputs, layout, world)
-        _reduce_in_shared_memory(reduction, world.group, call)  # compares the calls in its first round
+        reduction = flatten_reduction(inputs.partials, inputs.out, inputs.num_shards, layout, world)
+        # It compares the calls in its first round.
+        _start_in_shared_memory(reduction, world.group, call, waits=True).wait()
         write_back(reduction.out, inputs.out)
         return inputs.out
     require_same_call(call, inputs.out.device, world)
     if inputs.out.numel() > 0:
-        reduction = _flatten(inputs, layout, world)
-        _exchange_and_gather(reduction)
-        write_back(reduction.out, inputs.out)
+        stream = OrderedStream(world, inputs.num_shards)
+        stream.start(inputs.partials, inputs.out, layout)
+        stream.finish()
     return inputs.out
 
 
@@ -121,6 +115,57 @@ def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
 
 
 @final
+class OrderedReductions:
+    """Ordered all-reduces that overlap with what the caller computes.
+
+    Every rank starts the same ones in the same order. Shared memory compares them; elsewhere nothing does.
+
+    Args:
+        world: The ranks; there is a group.
+        num_shards: Number of shards of the run.
+    """
+
+    def __init__(self, world: World, num_shards: int) -> None:
+        self._world = world
+        self._num_shards = num_shards
+        self._one_each = [[(rank, rank + 1)] for rank in range(world.world_size)]
+        self._stream = OrderedStream(world, num_shards)
+
+    def start(
+        self, partials: Mapping[Node, Tensor], out: Tensor, layout: Layout, *, waits: bool
+    ) -> Callable[[], object]:
+        """Start one (collective: every rank of the group calls); return what waits until it is in its place.
+
+        Args:
+            partials: What this rank holds: flat and contiguous, left alone until then; one may be `out`.
+            out: Where the sum goes, of the partials' length, dtype and device.
+            layout: The nodes that every rank holds, in rank order.
+            waits: Whether the caller waits at once.
+        """
+        group = self._world.group
+        if not isinstance(group, ShmProcessGroup) or out.device.type != "cpu":
+            self._stream.start(partials, out, layout)
+            return self._stream.finish
+        if list(layout) == self._one_each and partials[layout[self._world.rank][0]] is out:
+            # The order of this group's all-reduce is that of the tree, and it need not copy memory of its own.
+            work = dist.all_reduce(out, group=group, async_op=not waits)
+            return _do_nothing if work is None else work.wait
+        reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
+        call = describe_use("ordered_all_reduce", out, f"layout {reduction.layout}")
+        work = _start_in_shared_memory(reduction, group, call, waits=waits)
+
+        def finish() -> None:
+            work.wait()
+            write_back(reduction.out, out)
+
+        return finish
+
+
+def _do_nothing() -> None:
+    """Stand for a wait that is over."""
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
     """What the caller gave, checked as far as one rank can."""
@@ -133,36 +178,6 @@ class _Inputs:
     """Where the result goes."""
     is_one_tensor: bool
     """Whether every rank holds its own shard, so that all know who holds what."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reduction:
-    """One reduction of flat tensors."""
-
-    partials: dict[Node, Tensor]
-    """What this rank holds: 1-D, contiguous, real, one length."""
-    out: Tensor
-    """Where the result goes: likewise; may be one of the partials."""
-    layout: list[list[Node]]
-    """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
-    num_shards: int
-    """Number of shards."""
-    world: World
-    """The ranks."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """A round whose exchange is on its way."""
-
-    slices: list[Bounds]
-    """The slice of every rank."""
-    received: dict[Node, Tensor]
-    """Other ranks' partials of this rank's slice, once the messages are through."""
-    works: list[dist.Work]
-    """The messages."""
 
 
 def _check_inputs(
@@ -236,98 +251,12 @@ def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: 
         )
 
 
-def _flatten(inputs: _Inputs, layout: Layout, world: World) -> _Reduction:
-    return _Reduction(
-        partials={node: flatten(partial, world.world_size) for node, partial in inputs.partials.items()},
-        out=flatten(inputs.out, world.world_size),
-        layout=[sorted(nodes) for nodes in layout],
-        num_shards=inputs.num_shards,
-        world=world,
-    )
-
-
-def _reduce_in_shared_memory(reduction: _Reduction, group: ShmProcessGroup, call: bytes) -> None:
+def _start_in_shared_memory(reduction: FlatReduction, group: ShmProcessGroup, call: bytes, *, waits: bool) -> dist.Work:
     own = reduction.layout[reduction.world.rank]
     parts = [reduction.partials[node] for node in own]
     options = dist.AllreduceOptions()
-    options.asyncOp = False
-    group.ordered_all_reduce(parts, reduction.out, reduction.layout, reduction.num_shards, call, options).wait()
-
-
-def _exchange_and_gather(reduction: _Reduction) -> None:
-    num_partials = sum(len(nodes) for nodes in reduction.layout)
-    slice_elements = max(2, _ROUND_BYTES // (num_partials * reduction.out.element_size()))
-    rounds = plan_rounds(reduction.out.numel(), reduction.world.world_size, slice_elements)
-    landings = [_make_landings(reduction, rounds) for _ in range(min(_MAX_IN_FLIGHT, len(rounds)))]
-    in_flight: deque[_Round] = deque()
-    gathers: list[dist.Work] = []
-    for number, slices in enumerate(rounds):
-        if len(in_flight) == _MAX_IN_FLIGHT:
-            gathers += _add_and_gather(reduction, in_flight.popleft())
-        in_flight.append(_exchange(reduction, slices, landings[number % len(landings)]))
-    while in_flight:
-        gathers += _add_and_gather(reduction, in_flight.popleft())
-    wait_all(gathers)
-
-
-def _make_landings(reduction: _Reduction, rounds: list[list[Bounds]]) -> dict[Node, Tensor]:
-    """Make room for what other ranks hold, as long as the longest slice, which is the first."""
-    start, stop = rounds[0][0]
-    foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
-    return {node: reduction.out.new_empty(stop - start) for node in foreign}
-
-
-def _exchange(reduction: _Reduction, slices: list[Bounds], landings: dict[Node, Tensor]) -> _Round:
-    """Start sending the owners of slices this rank's partials, and receiving those of its own slice."""
-    world = reduction.world
-    start, stop = slices[world.rank]
-    received = {node: landing[: stop - start] for node, landing in landings.items()}
-    works = post_messages(
-        sends=[
-            (peer, reduction.partials[node][slice(*slices[peer])])
-            for peer in _peers(world)
-            for node in reduction.layout[world.rank]
-        ],
-        receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
-        world=world,
-    )
-    return _Round(slices=slices, received=received, works=works)
-
-
-def _add_and_gather(reduction: _Reduction, finished: _Round) -> list[dist.Work]:
-    """Wait for the exchange of a round, add this rank's slice, and start gathering the sums into the result.
-
-    Only now may the result be written: it may be a partial that was being sent.
-    """
-    wait_all(finished.works)
-    world, out = reduction.world, reduction.out
-    own = slice(*finished.slices[world.rank])
-    partials = {node: (landing, True) for node, landing in finished.received.items()}
-    in_out = [node for node, partial in reduction.partials.items() if partial.data_ptr() == out.data_ptr()]
-    for node, partial in reduction.partials.items():
-        # If several partials are one tensor, each sum needs it as it was.
-        partials[node] = partial[own], in_out == [node]
-    total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
-    if total.data_ptr() != out[own].data_ptr():
-        out[own].copy_(total)
-    return post_messages(
-        sends=[(peer, out[own]) for peer in _peers(world)],
-        receives=[(peer, out[slice(*finished.slices[peer])]) for peer in _peers(world)],
-        world=world,
-    )
-
-
-def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
-    """Add two sums, each with whether its memory may be written; that of the caller's partials may not."""
-    for target, is_writable in (left, right):
-        if is_writable:
-            return torch.add(left[0], right[0], out=target), True
-    return left[0] + right[0], True
-
-
-def _peers(world: World) -> list[int]:
-    """Return the other ranks, the next one first: so no two ranks begin with the same."""
-    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
+    options.asyncOp = not waits
+    return group.ordered_all_reduce(parts, reduction.out, reduction.layout, reduction.num_shards, call, options)
 
 
 def _describe(tensor: Tensor) -> str:

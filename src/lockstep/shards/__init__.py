@@ -7,15 +7,20 @@ Invariants: pure (numbers in, numbers out); every shard is run by exactly one wo
 can be and in rank order; what a shard works on does not depend on the number of workers.
 """
 
-from lockstep.shards.assignment import shard_range, slice_bounds
+from lockstep.shards.assignment import even_ranges, shard_range, slice_bounds
 from lockstep.shards.seeds import derive_seed
-from lockstep.shards.tree import add_in_tree_order, completed_nodes, partial_nodes
+from lockstep.shards.tree import Node, Turn, add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_turns
 
 __all__ = [
+    "Node",
+    "Turn",
     "add_in_tree_order",
     "completed_nodes",
     "derive_seed",
+    "even_ranges",
+    "held_nodes",
     "partial_nodes",
+    "plan_turns",
     "shard_range",
     "slice_bounds",
 ]

@@ -22,6 +22,8 @@ def slice_bounds(total: int, num_slices: int) -> list[tuple[int, int]]:
 def shard_range(rank: int, world_size: int, num_shards: int) -> range:
     """Return the shards that worker `rank` of `world_size` runs.
 
+    Where it does not divide, the later halves are the longer ones, as in the tree: so ranges are made of few subtrees.
+
     Raises:
         ValueError: A rank outside the world, or more workers than shards.
     """
@@ -32,5 +34,13 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
             f"{world_size} workers cannot share {num_shards} shards: some would have nothing to do. "
             f"Use at most {num_shards} workers, or set num_shards to {world_size} or more."
         )
-    start, stop = slice_bounds(num_shards, world_size)[rank]
-    return range(start, stop)
+    return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
+
+
+def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
+    """Return the shards of every worker, in rank order.
+
+    Raises:
+        ValueError: More workers than shards.
+    """
+    return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))

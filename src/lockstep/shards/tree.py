@@ -18,12 +18,23 @@ which shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 Node = tuple[int, int]
 """A subtree: its first shard, and the one after its last."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a worker does with one of its shards."""
+
+    shard: int
+    """Number of the shard."""
+    num_sums: int
+    """To how many partials its gradient is added: to that on top of the stack, their sum to the next, and so on."""
 
 
 def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
@@ -53,6 +64,39 @@ def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
         path.append(node)
         node = next((child for child in _children(node) if child[0] <= shard < child[1]), None)
     return [node for node in reversed(path) if node[0] >= start and node[1] == shard + 1]
+
+
+def held_nodes(shards: range, num_shards: int) -> list[Node]:
+    """Return the maximal subtrees within `shards`, the largest first.
+
+    That is the order in which a worker runs them, so that what it must keep at a time is little: with even ranges at
+    most ceil(log2 k) + 1 gradients for k shards, the one that is being computed included, but for few odd cases
+    (72 of the 366,145 ranges of up to 129 shards) in which it is one more.
+
+    Raises:
+        ValueError: The shards are not within `range(num_shards)`.
+    """
+    return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_size_then_place)
+
+
+def plan_turns(shards: range, num_shards: int) -> list[Turn]:
+    """Return the order in which a worker runs its shards, and how it adds them up on a stack of partials.
+
+    After the last turn the stack holds `held_nodes`, in that order.
+
+    Raises:
+        ValueError: The shards are not within `range(num_shards)`.
+    """
+    return [
+        Turn(shard, len(completed_nodes(shard, start, num_shards)) - 1)
+        for start, stop in held_nodes(shards, num_shards)
+        for shard in range(start, stop)
+    ]
+
+
+def _size_then_place(node: Node) -> tuple[int, int]:
+    lo, hi = node
+    return lo - hi, lo
 
 
 def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable[[T, T], T]) -> T:

@@ -1,0 +1,221 @@
+"""Ordered all-reduces by messages, several under way: exchange of partials, addition by the owner, gathering of sums.
+
+`lockstep.comm.ordered` says what is exchanged, and why so.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.messages import flatten, post_messages, wait_all, write_back
+from lockstep.comm.slices import Bounds, plan_rounds
+from lockstep.comm.world import World
+from lockstep.shards.tree import Node, add_in_tree_order
+
+_ROUND_BYTES = 16 << 20
+"""Most that a rank receives in the exchange of one round."""
+_MAX_IN_FLIGHT = 2
+_ALIGNMENT_BYTES = 64
+
+Layout = Sequence[Sequence[Node]]
+"""The nodes that each rank holds, in rank order."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatReduction:
+    """One reduction of flat tensors."""
+
+    partials: dict[Node, Tensor]
+    """What this rank holds: 1-D, contiguous, real, one length."""
+    out: Tensor
+    """Where the result goes: likewise; may be one of the partials."""
+    layout: list[list[Node]]
+    """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
+    num_shards: int
+    """Number of shards."""
+    world: World
+    """The ranks."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """A round whose exchange is on its way."""
+
+    reduction: FlatReduction
+    """Of which it is one."""
+    slices: list[Bounds]
+    """The slice of every rank."""
+    received: dict[Node, Tensor]
+    """Other ranks' partials of this rank's slice, once the messages are through."""
+    works: list[dist.Work]
+    """The messages."""
+
+
+@final
+class OrderedStream:
+    """Ordered all-reduces by messages, one after the other: the next is exchanged while one is added and gathered.
+
+    Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
+    own, beside what the caller computes.
+
+    Args:
+        world: The ranks; there is a group.
+        num_shards: Number of shards of the run.
+    """
+
+    def __init__(self, world: World, num_shards: int) -> None:
+        self._world = world
+        self._num_shards = num_shards
+        self._in_flight: deque[_Round] = deque()
+        self._gathers: list[dist.Work] = []
+        self._started: list[tuple[FlatReduction, Tensor]] = []
+        self._landing_places: list[Tensor] = []
+        self._num_rounds = 0
+        self._side: torch.Stream | None = None
+
+    @torch.no_grad()
+    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: Layout) -> None:
+        """Start a reduction (collective: every rank of the group calls).
+
+        Args:
+            partials: What this rank holds, left alone until `finish`; one may be `out`.
+            out: Where the sum goes, of the partials' shape, dtype and device.
+            layout: The nodes that every rank holds, in rank order.
+        """
+        with self._beside(out.device):
+            reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
+            self._started.append((reduction, out))
+            num_partials = sum(len(nodes) for nodes in reduction.layout)
+            slice_elements = max(2, _ROUND_BYTES // (num_partials * reduction.out.element_size()))
+            for slices in plan_rounds(reduction.out.numel(), self._world.world_size, slice_elements):
+                if len(self._in_flight) == _MAX_IN_FLIGHT:
+                    self._gathers += _add_and_gather(self._in_flight.popleft())
+                self._in_flight.append(_exchange(reduction, slices, self._make_landings(reduction, slices)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Return when all that was started is in its place; on a GPU the current stream waits for that."""
+        if not self._started:
+            return
+        device = self._started[0][1].device
+        with self._beside(device):
+            while self._in_flight:
+                self._gathers += _add_and_gather(self._in_flight.popleft())
+            wait_all(self._gathers)
+            for reduction, out in self._started:
+                write_back(reduction.out, out)
+        self._gathers = []
+        if self._side is not None:
+            torch.accelerator.current_stream(device).wait_stream(self._side)
+        # Only now: memory that is let go of while a stream reads it would be given to the next tensor.
+        self._started = []
+
+    def _make_landings(self, reduction: FlatReduction, slices: list[Bounds]) -> dict[Node, Tensor]:
+        """Return room for what other ranks hold of this rank's slice: that of the round before the last one."""
+        start, stop = slices[self._world.rank]
+        foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
+        num_bytes = (stop - start) * reduction.out.element_size()
+        room = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        place = self._landing_place(max(len(foreign) * room, 1), reduction.out.device)
+        return {
+            node: place[index * room : index * room + num_bytes].view(reduction.out.dtype)
+            for index, node in enumerate(foreign)
+        }
+
+    def _landing_place(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return memory that no round in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
+        number, self._num_rounds = self._num_rounds % _MAX_IN_FLIGHT, self._num_rounds + 1
+        if len(self._landing_places) <= number:
+            self._landing_places.append(torch.empty(0, dtype=torch.uint8, device=device))
+        place = self._landing_places[number]
+        if place.numel() < num_bytes or place.device != device:
+            place = self._landing_places[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return place
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Run on a stream of our own, after what the current one has to do by now."""
+        if device.type == "cpu":
+            yield
+            return
+        current = torch.accelerator.current_stream(device)
+        if self._side is None or self._side.device != current.device:
+            self._side = torch.Stream(device)
+        self._side.wait_stream(current)
+        with self._side:
+            yield
+
+
+def flatten_reduction(
+    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: Layout, world: World
+) -> FlatReduction:
+    """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
+    return FlatReduction(
+        partials={node: flatten(partial, world.world_size) for node, partial in partials.items()},
+        out=flatten(out, world.world_size),
+        layout=[sorted(nodes) for nodes in layout],
+        num_shards=num_shards,
+        world=world,
+    )
+
+
+def _exchange(reduction: FlatReduction, slices: list[Bounds], landings: dict[Node, Tensor]) -> _Round:
+    """Start sending the owners of slices this rank's partials, and receiving those of its own slice."""
+    world = reduction.world
+    start, stop = slices[world.rank]
+    received = {node: landing[: stop - start] for node, landing in landings.items()}
+    works = post_messages(
+        sends=[
+            (peer, reduction.partials[node][slice(*slices[peer])])
+            for peer in _peers(world)
+            for node in reduction.layout[world.rank]
+        ],
+        receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
+        world=world,
+    )
+    return _Round(reduction=reduction, slices=slices, received=received, works=works)
+
+
+def _add_and_gather(finished: _Round) -> list[dist.Work]:
+    """Wait for the exchange of a round, add this rank's slice, and start gathering the sums into the result.
+
+    Only now may the result be written: it may be a partial that was being sent.
+    """
+    wait_all(finished.works)
+    reduction = finished.reduction
+    world, out = reduction.world, reduction.out
+    own = slice(*finished.slices[world.rank])
+    partials = {node: (landing, True) for node, landing in finished.received.items()}
+    in_out = [node for node, partial in reduction.partials.items() if partial.data_ptr() == out.data_ptr()]
+    for node, partial in reduction.partials.items():
+        # If several partials are one tensor, each sum needs it as it was.
+        partials[node] = partial[own], in_out == [node]
+    total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
+    if total.data_ptr() != out[own].data_ptr():
+        out[own].copy_(total)
+    return post_messages(
+        sends=[(peer, out[own]) for peer in _peers(world)],
+        receives=[(peer, out[slice(*finished.slices[peer])]) for peer in _peers(world)],
+        world=world,
+    )
+
+
+def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
+    """Add two sums, each with whether its memory may be written; that of the caller's partials may not."""
+    for target, is_writable in (left, right):
+        if is_writable:
+            return torch.add(left[0], right[0], out=target), True
+    return left[0] + right[0], True
+
+
+def _peers(world: World) -> list[int]:
+    """Return the other ranks, the next one first: so no two ranks begin with the same."""
+    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
