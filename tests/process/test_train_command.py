@@ -233,7 +233,7 @@ def test_a_failure_in_the_users_code_shows_their_line(project: Path) -> None:
 def test_a_diverging_loss_stops_with_a_message(project: Path) -> None:
     finished = run(project, "mine.yaml", "model=mine:Diverging")
     assert finished.returncode == 1
-    assert "The loss is nan at epoch 0, step 0" in finished.stderr
+    assert "The loss of shard 0, run by rank 0, is nan at epoch 0, step 0" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 

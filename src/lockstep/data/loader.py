@@ -13,12 +13,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.comm import World, current_world
+from lockstep.data.assignment import Assignment
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
 from lockstep.processes import die_with_parent
-from lockstep.shards import derive_seed, shard_range
+from lockstep.shards import derive_seed
 
+_PREFETCH_FACTOR = 2
+"""How many slices each loading process is ahead; torch's default."""
 _Keys = Callable[[], Iterator[list[SampleKey]]]
 """Makes the keys of the samples of each slice to load, in order."""
 
@@ -60,6 +63,12 @@ class ShardedBatch:
     """Number of shards of the loader that made it."""
     slices: tuple[Slice, ...]
     """Slices of this worker's shards, in shard order; those without a sample are left out."""
+    ranges: tuple[range, ...]
+    """The shards of every worker, in rank order."""
+    source: str
+    """The loader in words: equal for loaders that make the same batches."""
+    assignment: Assignment
+    """Who runs which shards in the steps to come; may be changed."""
 
 
 @final
@@ -109,9 +118,12 @@ class ShardedLoader:
         self.num_shards = num_shards
         self._seed = seed
         self._shuffle = shuffle
-        self._shards = shard_range(world.rank, world.world_size, num_shards)
+        self._rank = world.rank
+        self._make_assignment = partial(Assignment, world.world_size, num_shards, _PREFETCH_FACTOR * num_workers + 1)
+        self._assignment = self._make_assignment()
         self._num_workers = num_workers
         self._pin_memory = pin_memory
+        self._length = partial(_length_of, dataset)
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
         self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
@@ -125,8 +137,9 @@ class ShardedLoader:
         """Yield this worker's part of each batch of an epoch, from `start_step` on.
 
         Raises:
-            ValueError: A negative epoch, or a step outside the epoch.
+            ValueError: A negative epoch, a step outside the epoch, or a data set that is longer or shorter than it was.
         """
+        self._check_length()
         if epoch < 0 or not 0 <= start_step <= len(self):
             raise ValueError(
                 f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0 and have {len(self)} steps."
@@ -136,19 +149,22 @@ class ShardedLoader:
     def _iterate(self, epoch: int, start_step: int) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
-
-        steps, shards, seed = range(start_step, len(self)), self._shards, self._seed
+        # An epoch within another looks ahead at other moments: who runs what there does not change.
+        assignment = self._make_assignment() if self._is_iterating else self._assignment
+        asked = _Asked(assignment, epoch)
+        steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
 
         def keys() -> Iterator[list[SampleKey]]:
             # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
             # to end, and waits for them in vain for 5 s.
             for step in steps:
-                for _, indices in _own(cuts(step), shards):
+                for _, indices in _own(cuts(step), asked.ranges(step)[rank]):
                     yield [(derive_seed("sample", seed, epoch, index), index) for index in indices]
 
         with self._loaded(keys) as loaded:
             for step in steps:
                 slices = cuts(step)
+                ranges = asked.ranges(step)
                 yield ShardedBatch(
                     cursor=Cursor(epoch, step),
                     num_steps=len(self),
@@ -156,9 +172,14 @@ class ShardedLoader:
                     num_shards=self.num_shards,
                     slices=tuple(
                         Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
-                        for shard, indices in _own(slices, shards)
+                        for shard, indices in _own(slices, ranges[rank])
                     ),
+                    ranges=ranges,
+                    source=self._describe(),
+                    assignment=assignment,
                 )
+                asked.forget(step)
+            self._check_length()
 
     @contextmanager
     def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
@@ -166,11 +187,14 @@ class ShardedLoader:
 
         An epoch that begins while another is under way gets processes of its own.
         """
-        if self._num_workers == 0 or self._is_iterating:
+        if self._is_iterating:
             yield iter(self._make_loader(_Plan(keys), persistent=False))
             return
         self._is_iterating = True
         try:
+            if self._num_workers == 0:
+                yield iter(self._make_loader(_Plan(keys), persistent=False))
+                return
             if self._processes is None:
                 self._processes = self._make_loader(self._plan, persistent=True)
             self._plan.keys = keys
@@ -185,6 +209,7 @@ class ShardedLoader:
             self._dataset,
             batch_sampler=plan,
             num_workers=self._num_workers,
+            prefetch_factor=_PREFETCH_FACTOR if self._num_workers else None,
             collate_fn=_as_it_is,
             pin_memory=self._pin_memory,
             persistent_workers=persistent,
@@ -192,6 +217,40 @@ class ShardedLoader:
             # Its own generator: the default would draw from the global one, once per epoch.
             generator=torch.Generator(),
         )
+
+    def _describe(self) -> str:
+        order = "in order" if not self._shuffle else "shuffled"
+        return (
+            f"{self.num_samples} samples in batches of {self.batch_size}, {self.num_shards} shards, seed {self._seed}, "
+            f"{order}"
+        )
+
+    def _check_length(self) -> None:
+        length = self._length()
+        if length != self.num_samples:
+            raise ValueError(
+                f"The data set had {self.num_samples} samples when its ShardedLoader was made, and has {length} now. "
+                "Which sample comes when is decided by their number: make a new loader when a data set has grown or "
+                "shrunk, between two epochs."
+            )
+
+
+@final
+class _Asked:
+    """The shards of every worker in the steps of an epoch, as they were when first asked for."""
+
+    def __init__(self, assignment: Assignment, epoch: int) -> None:
+        self._assignment = assignment
+        self._epoch = epoch
+        self._ranges: dict[int, tuple[range, ...]] = {}
+
+    def ranges(self, step: int) -> tuple[range, ...]:
+        if step not in self._ranges:
+            self._ranges[step] = self._assignment.ranges(Cursor(self._epoch, step))
+        return self._ranges[step]
+
+    def forget(self, step: int) -> None:
+        self._ranges.pop(step, None)
 
 
 def _own(slices: list[Sequence[int]], shards: range) -> list[tuple[int, Sequence[int]]]:
@@ -213,6 +272,10 @@ def _start_loading_process(parent_pid: int, _number: int) -> None:
     die_with_parent(parent_pid)
 
 
+def _length_of(dataset: Dataset[Any]) -> int:
+    return int(type(dataset).__len__(dataset))  # type: ignore[attr-defined]
+
+
 def _check_dataset(dataset: Dataset[Any]) -> int:
     length = getattr(type(dataset), "__len__", None)
     if isinstance(dataset, IterableDataset) or length is None or getattr(dataset, "__getitem__", None) is None:
@@ -220,7 +283,7 @@ def _check_dataset(dataset: Dataset[Any]) -> int:
             f"A ShardedLoader needs a data set with __len__ and __getitem__, but {type(dataset).__name__} is not "
             "one: which sample comes when must be known beforehand."
         )
-    num_samples = int(length(dataset))
+    num_samples = _length_of(dataset)
     if num_samples < 1:
         raise ValueError("The data set is empty; expected at least one sample.")
     return num_samples

@@ -19,6 +19,7 @@ from lockstep.reduce.notes import Notes
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
 from lockstep.reduce.reducer import Reducer
+from lockstep.reduce.shard_reducer import ShardReducer
 
 __all__ = [
     "BucketLimits",
@@ -28,6 +29,7 @@ __all__ = [
     "ParameterSpec",
     "Reducer",
     "ReducerOptions",
+    "ShardReducer",
     "TrainedModel",
     "check_same_model",
     "plan_buckets",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.model import TrainedParameter
+from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
 from lockstep.reduce.plan import BucketPlan
 
 _SMALL_ELEMENTS = 1 << 14
@@ -33,6 +34,7 @@ class Slot:
         parameter: Whose gradient.
         flat: The elements of the bucket that are its own.
         as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
+        takes_sparse: Whether a sparse gradient becomes dense, or is an error.
     """
 
     __slots__ = (
@@ -48,13 +50,17 @@ class Slot:
         "name",
         "parameter",
         "place",
+        "takes_sparse",
     )
 
-    def __init__(self, name: str, parameter: nn.Parameter, flat: Tensor, *, as_view: bool) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, flat: Tensor, *, as_view: bool, takes_sparse: bool = False
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self._flat = flat
         self._is_view = as_view
+        self.takes_sparse = takes_sparse
         self.place = _place(flat, parameter, as_view=as_view)
         self.lies_in_bucket = flat.dtype == parameter.dtype
         self.is_small = parameter.numel() < _SMALL_ELEMENTS
@@ -86,12 +92,22 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or gradient is self.place:
             return
-        if gradient.is_sparse:
-            raise _unexpected_sparse(self.name)
         self.leave_to_others()
-        self.place.copy_(gradient.detach())
+        self.place.copy_(self.as_dense(gradient.detach()))
         if self.lies_in_bucket:
             self.parameter.grad = self.place
+
+    def as_dense(self, gradient: Tensor) -> Tensor:
+        """Return a dense gradient as it is, and a sparse one as a dense one.
+
+        Raises:
+            ReductionError: It is sparse, and that was not expected.
+        """
+        if not gradient.is_sparse:
+            return gradient
+        if not self.takes_sparse:
+            raise _unexpected_sparse(self.name)
+        return gradient.to_dense()
 
     def fill_in(self) -> None:
         """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
@@ -157,6 +173,7 @@ class DenseBucket:
         buffer: Its memory.
         presence: How many ranks had each gradient: written before a reduction, read after it. [Note: presence]
         as_view: Whether `.grad` should be a view, as torch understands it.
+        takes_sparse: Whether a sparse gradient becomes dense, or is an error.
     """
 
     def __init__(
@@ -167,6 +184,7 @@ class DenseBucket:
         presence: Tensor,
         *,
         as_view: bool,
+        takes_sparse: bool = False,
     ) -> None:
         self._buffer = buffer
         self._gradients = buffer[: plan.num_gradient_elements]
@@ -175,7 +193,10 @@ class DenseBucket:
         for slot in plan.slots:
             trained = parameters[slot.parameter]
             flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
-            self.slots.append(Slot(trained.spec.name, trained.parameter, flat, as_view=as_view))
+            self.slots.append(
+                Slot(trained.spec.name, trained.parameter, flat, as_view=as_view, takes_sparse=takes_sparse)
+            )
+        self._offsets = [slot.offset for slot in plan.slots]
         self._parameters = [slot.parameter for slot in self.slots]
         self.num_pending = len(self.slots)
 
@@ -200,6 +221,22 @@ class DenseBucket:
             self._gradients.mul_(scale)
         elif unscaled:
             torch._foreach_mul_(unscaled, scale)
+
+    def add(self, partials: Partials) -> list[Tensor]:
+        """Add to the message what its gradients are to be added to; return other messages with what stays apart.
+
+        For a bucket whose ranks run several shards each; called after `prepare`.
+        """
+        for index, slot in enumerate(self.slots):
+            if not slot.has_arrived and partials.have(slot.parameter):
+                self.presence[index] = 1
+        with torch.no_grad():
+            for merged in partials.merged:
+                found = [slot for slot in self.slots if slot.parameter in merged]
+                alone = [slot.place for slot in self.slots if slot.parameter not in merged]
+                add_each([slot.place for slot in found], [merged.pop(slot.parameter) for slot in found])
+                add_zero(alone)
+        return [self._pack(gradients) for gradients in partials.kept]
 
     def take(self, result: Tensor) -> None:
         """Let `result`, which a hook made, be the reduced gradients."""
@@ -226,6 +263,20 @@ class DenseBucket:
         for slot in self.slots:
             slot.reset()
 
+    def _pack(self, gradients: Gradients) -> Tensor:
+        """Take from `gradients` what belongs here, laid out as the message is."""
+        packed = torch.zeros_like(self._buffer)
+        places, found = [], []
+        for slot, offset in zip(self.slots, self._offsets, strict=True):
+            gradient = gradients.pop(slot.parameter, None)
+            if gradient is not None:
+                flat = packed[offset : offset + gradient.numel()]
+                places.append(_place(flat, slot.parameter, as_view=True))
+                found.append(gradient)
+        if found:
+            torch._foreach_copy_(places, found)
+        return packed
+
     def _adopt_small(self) -> None:
         places, gradients = [], []
         found = list(map(_GRADIENT, self._parameters))
@@ -234,10 +285,8 @@ class DenseBucket:
                 continue
             if getrefcount(slot.place) > _REFERENCES_WHEN_OURS:
                 slot.leave_to_others()
-            if gradient.is_sparse:
-                raise _unexpected_sparse(slot.name)
             places.append(slot.place)
-            gradients.append(gradient)
+            gradients.append(slot.as_dense(gradient))
             if slot.lies_in_bucket:
                 slot.parameter.grad = slot.place
         if places:

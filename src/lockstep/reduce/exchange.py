@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import World, runs_in_callers_thread
+from lockstep.comm import OrderedReductions, World, runs_in_callers_thread
 from lockstep.reduce.bucket import read_numbers
 from lockstep.reduce.hook import CommHook, GradBucket, result_of
 from lockstep.reduce.layout import Bucket, Layout
 from lockstep.reduce.notes import Note, Notes, read_notes, write_note
+from lockstep.reduce.partials import Partials
 from lockstep.reduce.times import StepTimes
+from lockstep.shards import Node
 
 _NUM_NAMES = 3
 """So many parameters of a bucket are named."""
@@ -37,6 +39,7 @@ class Exchange:
         world: The workers.
         layout: The buckets.
         skips_unused: Whether buckets of which nothing arrived are not sent.
+        num_shards: Add in the order of the tree over so many shards; None for the group's order.
 
     Attributes:
         layout: The buckets; may be replaced between two backwards.
@@ -44,15 +47,23 @@ class Exchange:
         scale: By what gradients are multiplied before they are added, unless a hook does it.
         num_buckets_sent: How many buckets of the last backward were sent.
         times: When the parts of the last step began and ended.
+        on_end_of_backward: Called when the last gradient has arrived.
+        partials: What this rank's shards have given before the backward whose gradients are sent.
+        nodes: The subtrees whose sums each rank will have then, in rank order: its partials that are kept, then the sum
+            in the bucket.
     """
 
-    def __init__(self, world: World, layout: Layout, *, skips_unused: bool) -> None:
+    def __init__(self, world: World, layout: Layout, *, skips_unused: bool, num_shards: int | None = None) -> None:
         assert world.group is not None
         self.layout = layout
         self.hook: CommHook | None = None
         self.scale = 1.0
         self.num_buckets_sent = 0
         self.times = StepTimes()
+        self.on_end_of_backward: Callable[[], None] = _do_nothing
+        self.partials = Partials()
+        self.nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
+        self._ordered = None if num_shards is None else OrderedReductions(world, num_shards)
         self._world = world
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = runs_in_callers_thread(world.group)
@@ -85,6 +96,7 @@ class Exchange:
     def complete(self, note: Note) -> Notes | None:
         """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
         self.times.end_backward()
+        self.on_end_of_backward()
         self._waiting_since, self._waiting_for = time.monotonic(), 0
         numbers = write_note(note, self._world.rank, self._world.world_size)
         buckets, last_message = self.layout.buckets, self.layout.last_message
@@ -94,12 +106,17 @@ class Exchange:
         if last_message is not None and len(self._finishes) == len(buckets):
             self._finish_hook()
             _write(numbers, self.layout.notes)
-            self._all_reduce(last_message, is_last=True)
+            self._all_reduce(last_message, [], is_last=True)
         self._wait()
         while self._awaited:
             self._awaited.pop().wait()
         self.times.end()
         return self._read_notes(now=note.has_changed)
+
+    def expect_nothing(self) -> None:
+        """Let this rank's part of what is still to be sent be empty."""
+        self.partials = Partials()
+        self.partials.kept = [{} for _ in self.nodes[self._world.rank][1:]]
 
     def wait_at_end(self, futures: "Sequence[torch.futures.Future[object]]") -> None:
         """Let the next backward wait for these at its end."""
@@ -151,23 +168,26 @@ class Exchange:
         if note:
             _write(note, self.layout.notes)
         if self.hook is None:
-            self._all_reduce(bucket.message, is_last=bool(note))
+            kept = bucket.add(self.partials) if self._ordered is not None else []
+            self._all_reduce(bucket.message, kept, is_last=bool(note))
             return
         self._finish_hook()
         is_last = index == len(self.layout.buckets) - 1
         future = self.hook.start(GradBucket(bucket, index, is_last=is_last))
         self._finishes.append(lambda: bucket.take(result_of(future)))
 
-    def _all_reduce(self, message: Tensor, *, is_last: bool) -> None:
-        if is_last and self._group_uses_this_thread:
+    def _all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, is_last: bool) -> None:
+        waits = is_last and self._group_uses_this_thread
+        if waits:
             self._wait()  # the group's calls run one after the other; so it is known which one is waited for
             self._waiting_for = len(self._finishes)
-            dist.all_reduce(message, group=self._group)
-            self._finishes.append(_do_nothing)
+        if self._ordered is not None:
+            mine = self.nodes[self._world.rank]
+            partials = dict(zip(mine, [*kept, message], strict=True))
+            self._finishes.append(self._ordered.start(partials, message, self.nodes, waits=waits))
             return
-        work = dist.all_reduce(message, group=self._group, async_op=True)
-        assert work is not None
-        self._finishes.append(work.wait)
+        work = dist.all_reduce(message, group=self._group, async_op=not waits)
+        self._finishes.append(_do_nothing if work is None else work.wait)
 
     def _wait(self) -> None:
         for number, finish in enumerate(self._finishes):

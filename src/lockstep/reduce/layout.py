@@ -34,7 +34,9 @@ def empty_layout() -> Layout:
     return Layout(buckets=(), notes=torch.zeros(0), last_message=None)
 
 
-def lay_out(plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool) -> Layout:
+def lay_out(
+    plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool, takes_sparse: bool = False
+) -> Layout:
     """Allocate the buckets of a plan (local).
 
     Args:
@@ -42,6 +44,7 @@ def lay_out(plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup
         trained: The parameters that it was made for.
         group: The group that will reduce them, which may have memory of its own for that.
         as_view: Whether `.grad` should be a view, as torch understands it.
+        takes_sparse: Whether a sparse gradient that arrives in a dense bucket becomes dense, or is an error.
     """
     num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
     extra = None
@@ -64,7 +67,7 @@ def lay_out(plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup
             buckets.append(SparseBucket(only.spec.name, only.parameter, presence))
         else:
             assert buffer is not None
-            buckets.append(DenseBucket(bucket, trained, buffer, presence, as_view=as_view))
+            buckets.append(DenseBucket(bucket, trained, buffer, presence, as_view=as_view, takes_sparse=takes_sparse))
     if extra is not None:
         return Layout(buckets=tuple(buckets), notes=extra[num_slots:], last_message=extra)
     assert buffer is not None

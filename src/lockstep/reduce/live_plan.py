@@ -185,6 +185,8 @@ class LivePlan:
     def _make(self) -> Plan:
         dtype = self._options.dtype
         specs = [each.spec if dtype is None else replace(each.spec, dtype=dtype) for each in self._model.trained]
+        if self._options.num_shards is not None:
+            specs = [replace(spec, is_sparse=False) for spec in specs]
         return plan_buckets(
             specs,
             self._options.limits,
@@ -195,4 +197,10 @@ class LivePlan:
         )
 
     def _lay_out(self) -> Layout:
-        return lay_out(self._plan, self._model.trained, self._group, as_view=self._options.as_view)
+        return lay_out(
+            self._plan,
+            self._model.trained,
+            self._group,
+            as_view=self._options.as_view,
+            takes_sparse=self._options.num_shards is not None,
+        )

@@ -23,5 +23,8 @@ class ReducerOptions:
     """Reduce in this dtype; None for that of each parameter."""
     follows_arrival: bool = True
     """Whether to plan anew in the order of arrival. [Note: order of arrival]"""
+    num_shards: int | None = None
+    """Add in the order of the tree over so many shards, of which each rank runs several; None for the group's order.
+    With it gradients are dense, and what is accumulated without synchronising is left to `Partials`."""
     skips_unused: bool = False
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""

@@ -72,8 +72,7 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     add_each([left[parameter] for parameter in both], [right[parameter] for parameter in both])
     alone = [gradient for parameter, gradient in left.items() if parameter not in right]
     alone += [gradient for parameter, gradient in right.items() if parameter not in left]
-    for gradient in alone:
-        gradient.add_(0.0)
+    add_zero(alone)
     return {**right, **left}
 
 
@@ -81,3 +80,9 @@ def add_each(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     """Add each of `right` to its counterpart, in place."""
     if left:
         torch._foreach_add_(list(left), list(right))
+
+
+def add_zero(gradients: Sequence[Tensor]) -> None:
+    """Add 0.0 to each, in place. [Note: an absent gradient]."""
+    if gradients:
+        torch._foreach_add_(list(gradients), 0.0)

@@ -51,9 +51,11 @@ from lockstep.reduce.live_plan import LivePlan
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.notes import Note, Notes
 from lockstep.reduce.options import ReducerOptions
+from lockstep.reduce.partials import Partials
 from lockstep.reduce.stall import StallWatch, where
 from lockstep.reduce.times import StepTimes
 from lockstep.settings import read_stall_seconds
+from lockstep.shards import Node
 
 _NO_TASK = -1
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
@@ -104,7 +106,10 @@ class Reducer:
         self._handles: list[RemovableHandle] = []
         # Weakly, as everywhere here: reference counts alone must free a reducer's buckets.
         self._plan = LivePlan(model, world, options, partial(_let_go, weakref.ref(self)))
-        self._exchange = Exchange(world, self._plan.layout, skips_unused=options.skips_unused)
+        self._exchange = Exchange(
+            world, self._plan.layout, skips_unused=options.skips_unused, num_shards=options.num_shards
+        )
+        self._accumulates_apart = options.num_shards is not None
         self._exchange.scale = 1 / world.world_size if options.average else 1.0
         self._on_notes: Callable[[Notes], None] = _ignore_notes
         self._phase = _Phase.IDLE
@@ -162,6 +167,10 @@ class Reducer:
         """Call `call` with what all ranks said, after each reduction."""
         self._on_notes = call
 
+    def on_end_of_backward(self, call: Callable[[], None]) -> None:
+        """Call `call` when a backward has brought its last gradient, before the wait for others."""
+        self._exchange.on_end_of_backward = call
+
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
         """Let a wait within, which is not the reducer's own, be watched as well."""
         return self._exchange.waiting_for(what)
@@ -187,6 +196,26 @@ class Reducer:
         self._prepare()
         self._phase = _Phase.COLLECTING
         self._complete()
+
+    def expect_last(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
+        """Let the next reduction be that of all shards: of what it brings and of this rank's partials (local).
+
+        Args:
+            partials: What this rank's other shards gave; what is merged is added to as gradients arrive.
+            nodes: The subtrees whose sums each rank will have, in rank order: those it keeps, then that with the
+                gradients to come.
+        """
+        self._exchange.partials, self._exchange.nodes = partials, nodes
+
+    def fail(self) -> None:
+        """Take part in a reduction to which this rank has nothing to give, so that all get an error (collective)."""
+        if self._phase is not _Phase.COLLECTING:
+            self._prepare()
+        self._exchange.expect_nothing()
+        try:
+            self._exchange.complete(Note(has_failed=True))
+        finally:
+            self._reset()
 
     def reduce_nothing(self) -> None:
         """Take part in a reduction with zeros; `.grad` stays as it is (collective)."""
@@ -260,8 +289,9 @@ class Reducer:
         if not slot.fits:
             return  # [Note: a changed model]
         if self._phase is _Phase.ACCUMULATING:
-            slot.adopt()
-            slot.is_unsynced = True
+            if not self._accumulates_apart:
+                slot.adopt()
+                slot.is_unsynced = True
             return
         if slot.has_arrived:
             self._take_again(slot, bucket)
@@ -364,6 +394,11 @@ class Reducer:
             raise ReductionError(
                 f"The backward of {notes.num_failed} of {self._world.world_size} ranks ended in an exception, so these "
                 "gradients are not whole. The log of those ranks says why."
+            )
+        if notes.num_changed > 0 and self._accumulates_apart:
+            raise ReductionError(
+                f"The parameters of the model were changed during a step on {notes.num_changed} of "
+                f"{self._world.world_size} ranks, so these gradients are not whole. Change a model between steps only."
             )
         if notes.num_changed > 0:
             self._plan.follow(notes, self._exchange.scale)

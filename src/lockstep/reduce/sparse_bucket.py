@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
+from lockstep.reduce.partials import Partials
 
 
 @final
@@ -68,6 +69,10 @@ class SparseBucket:
         self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
         slot.is_unsynced = slot.is_unsynced and gradient is not None
         self.presence.fill_(int(slot.has_arrived or slot.is_unsynced))
+
+    def add(self, _partials: Partials) -> list[Tensor]:
+        """Add nothing: where ranks run several shards each, gradients are dense."""
+        return []
 
     def take(self, result: Tensor) -> None:
         """Let `result`, which a hook made, be the reduced gradient."""

@@ -15,10 +15,11 @@ from lockstep.data import ShardedLoader
 from lockstep.errors import ConfigError
 from lockstep.shards import derive_seed
 from lockstep.train.config import Config
+from lockstep.train.evaluation import MetricValues
 from lockstep.train.importing import call_object, import_object
 from lockstep.train.metrics import accuracy, has_classes
 from lockstep.train.reproducibility import seed_generators, set_deterministic
-from lockstep.train.trainer import Loss, Metric, MetricValues, Scheduler, Trainer
+from lockstep.train.trainer import Loss, Metric, Scheduler, Trainer
 
 Criterion = Callable[[Any, Any], Tensor]
 """A loss as a config names it: of (output, target)."""

@@ -1,20 +1,23 @@
 """`Trainer`: the step of data-parallel training over shards, and evaluation.
 
-cursor -> batch of the loader -> for each shard of this worker, in order:
+cursor -> batch of the loader -> for each shard of this worker, largest subtree first:
                                      seed from (seed, epoch, step, shard)
-                                     forward -> loss * weight -> backward     gradients add up in the buckets
+                                     forward -> loss * weight -> backward     gradients add up in tree order
           last shard's backward -> reduction over the workers                 (overlaps with that backward)
+          losses and weights of all shards, told to all                       a loss that is not finite stops all alike
           gradients / summed weight -> clip -> optimizer.step -> cursor + 1
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,18 +25,31 @@ from lockstep.checkpoint import state_digest
 from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices import to_device
-from lockstep.errors import CheckpointError, LossError
-from lockstep.reduce import BucketLimits, Reducer, ReducerOptions, TrainedModel, check_same_model
-from lockstep.shards import derive_seed, shard_range
+from lockstep.errors import (
+    CheckpointError,
+    GroupError,
+    LockstepError,
+    LossError,
+    ParameterMismatchError,
+    ReductionError,
+)
+from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
+from lockstep.shards import Turn, derive_seed, shard_range
+from lockstep.train.balance import Balancer, Stopwatch
 from lockstep.train.buffers import BuffersOfShard0
-from lockstep.train.metrics import Mean, add_means
+from lockstep.train.checks import check_batchnorm, check_fingerprints, check_model, check_optimizer
+from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
+from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.reproducibility import seed_generators, set_deterministic
+from lockstep.train.step_table import StepSums, StepTable
 
-MetricValues = tuple[float | Tensor, float] | Mapping[str, tuple[float | Tensor, float]]
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 """`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
 Metric = Callable[[nn.Module, Any], MetricValues]
 """`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
+
+_OF_THE_REDUCTION = (GroupError, ReductionError, ParameterMismatchError)
+"""Errors that every worker has, or that there is nobody left to tell of."""
 
 
 class Scheduler(Protocol):
@@ -54,16 +70,22 @@ class StepResult:
     """What one step did; the same on every worker."""
 
     loss: float
-    """Weighted mean loss of the global batch."""
+    """Weighted mean loss of the global batch, in the order of the tree: the same bits on any number of workers."""
     weight: float
     """Summed weight of the global batch: samples, unless the loss says otherwise."""
     cursor: Cursor
     """The step that was taken."""
+    is_skipped: bool = False
+    """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
 
 
 @final
 class Trainer:
     """Train a model on sharded batches, with every worker of a group or alone.
+
+    For a fixed seed, data, number of shards and number of threads per worker, parameters and buffers have the same bits
+    after every step on any number of workers: gradients are added in the order of a tree over shards ([Note: reduction
+    order] in `lockstep.shards.tree`), and all that is random follows from (seed, epoch, step, shard).
 
     Constructing is collective: each worker must, with the same model and arguments. Rank 0's parameters and buffers
     become everybody's.
@@ -71,12 +93,19 @@ class Trainer:
     Args:
         model: On the device where it is to train. Not wrapped in DistributedDataParallel.
         optimizer: Over the model's parameters.
-        loss: `loss(model, batch)`, called for each shard with the collated slice on the model's device.
+        loss: `loss(model, batch)`, called for each shard with the collated slice on the model's device. Returns the
+            slice's mean loss, or a pair of a mean and its weight, say over tokens; mixed precision goes in there:
+            `with torch.autocast("cuda", torch.bfloat16): ...`.
         num_shards: Number of shards of the run, at least the number of workers; the loader's must be the same.
         seed: Of every random state in a step.
         scheduler: Learning-rate scheduler; stepped once per step. For one that steps per epoch, leave it out and
             step it in the loop.
+        scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
+        nonfinite: What becomes of a step whose loss is not finite: "stop" raises an error; "skip" leaves parameters,
+            buffers and optimizer as they were, on all workers alike, and goes on.
+        balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
+            workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: Deterministic operators; see `set_deterministic`. It holds for the whole process.
         bucket_limits: Sizes of the gradient buckets.
         world: The workers; None for the default group, or alone.
@@ -84,7 +113,8 @@ class Trainer:
     Raises:
         ParameterMismatchError: Workers have different models.
         TypeError: The model is wrapped already.
-        ValueError: More workers than shards, nothing to train, or an optimizer of parameters that are not the model's.
+        ValueError: More workers than shards, nothing to train, an optimizer of parameters that are not the model's, or
+            a SyncBatchNorm where workers run several shards.
     """
 
     def __init__(
@@ -96,109 +126,149 @@ class Trainer:
         num_shards: int,
         seed: int = 0,
         scheduler: Scheduler | LRScheduler | None = None,
+        scaler: GradScaler | None = None,
         max_grad_norm: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop",
+        balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
         world: World | None = None,
     ) -> None:
-        parameters = _check_model(model)
-        _check_optimizer(optimizer, model)
+        parameters = check_model(model)
+        check_optimizer(optimizer, model)
+        _check_choice("nonfinite", nonfinite, ("stop", "skip"))
+        _check_choice("balance", balance, ("even", "speed"))
         self.world = current_world() if world is None else world
         shard_range(self.world.rank, self.world.world_size, num_shards)
+        check_batchnorm(model, self.world, num_shards)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.scaler = scaler
         self.num_shards = num_shards
         self.seed = seed
         self.cursor = Cursor()
         self.global_step = 0
         self._loss = loss
         self._max_grad_norm = max_grad_norm
+        self._skips_nonfinite = nonfinite == "skip"
         self._device = parameters[0][1].device
+        self._source: str | None = None
+        self._is_restored = False
+        self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
+        self._stopwatch = Stopwatch(self._device)
         set_deterministic(deterministic)
-        self._reducer: Reducer | None = None
+        check_fingerprints(self.fingerprint(), self.world)
+        self._trained = TrainedModel(model)
         if self.world.group is not None:
-            trained = TrainedModel(model)
-            check_same_model(trained, self.world)
-            broadcast_tensors(trained.tensors(), self.world.group)
-            options = ReducerOptions(limits=bucket_limits or BucketLimits(), average=False)
-            self._reducer = Reducer(trained, self.world, options)
+            check_same_model(self._trained, self.world)
+            broadcast_tensors(self._trained.tensors(), self.world.group)
+        self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
+        self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
 
         The model stays in the mode in which it is, training mode unless you changed it. The global generators of
-        Python, NumPy and torch are seeded anew for each shard.
+        Python, NumPy and torch are seeded anew for each shard. An error on one worker is an error on all; no parameter
+        was changed then.
 
         Raises:
             LossError: The loss is not a scalar or not finite, or the summed weight is not positive.
-            ValueError: The batch was cut into another number of shards, or its slices are not this worker's.
+            ReductionError: Another worker has raised an error in this step.
+            ValueError: The batch was cut into another number of shards, is of another loader or another step than the
+                other workers', or is not where a restored run stands; or the model was changed between steps.
         """
-        self._check_batch(batch)
-        self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
-        total, weight = self._backward(batch)
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if weight != batch.num_samples:
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            torch._foreach_div_(gradients, weight / batch.num_samples)
-        if self._max_grad_norm is not None:
-            self._clip(trained, self._max_grad_norm, batch)
-        self.optimizer.step()
+        before = self._copy_buffers() if self._skips_nonfinite else {}
+        table = StepTable(self.world, self.num_shards, self._device)
+        try:
+            self._check_batch(batch)
+            self._check_model()
+            self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
+            self._run_shards(batch, table)
+        except _OF_THE_REDUCTION:
+            raise
+        except Exception:
+            with suppress(LockstepError):  # what the others say to that is not the cause
+                self._gradients.fail()
+            raise
+        self._share_buffers()
+        sums = table.share(batch, self._stopwatch.seconds_per_shard())
+        self._check_places(sums)
+        problem = self._find_problem(batch, sums) or self._update(batch, sums)
+        if problem:
+            if not self._skips_nonfinite:
+                raise LossError(f"{problem} No parameter was changed.")
+            warnings.warn(f"{problem} The step is skipped on every worker.", stacklevel=2)
+            self._restore_buffers(before)
         if self.scheduler is not None:
             self.scheduler.step()
+        if self._balancer is not None:
+            self._balancer.note(batch, sums.seconds)
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
-        return StepResult(loss=total / weight, weight=weight, cursor=batch.cursor)
+        self._source, self._is_restored = batch.source, False
+        loss = sums.loss / sums.weight if sums.weight else math.nan
+        return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
 
     @torch.no_grad()
-    def evaluate(self, loader: ShardedLoader, metric: Metric) -> dict[str, Mean]:
+    def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
         """Sum `metric` over a data set, each sample counted once (collective).
 
         Sums are kept per shard and added in shard order, so the result has the same bits on any number of workers.
         The model is in evaluation mode meanwhile.
 
+        Args:
+            loader: The data; its batches are pairs (input, target) if the metric is of torchmetrics.
+            metric: `metric(model, batch)`, which returns a sum over a slice and its weight, or several by name; or a
+                Metric or MetricCollection of torchmetrics, which sees all predictions in the order of the data.
+
         Returns:
-            The means by name; a metric that returns a bare pair is called `"metric"`.
+            The means by name, each a `Mean`; a metric that returns a bare pair is called `"metric"`. With torchmetrics
+            what its `compute` returns, on the CPU.
         """
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        sums: dict[int, dict[str, Mean]] = {}
-        try:
-            for batch in loader.epoch(0):
-                for part in batch.slices:
-                    self._seed("evaluate", batch, part)
-                    values = metric(self.model, to_device(part.data, self._device))
-                    _add_values(sums.setdefault(part.shard, {}), values)
-        finally:
-            # Each its own: a model that is fine-tuned may have parts in evaluation mode.
-            for module, training in modes.items():
-                module.training = training
-        by_shard: dict[int, dict[str, Mean]] = {}
-        for gathered in self.world.gather_objects(sums):
-            by_shard.update(gathered)
-        ordered = [by_shard[shard] for shard in sorted(by_shard)]
-        names = list(dict.fromkeys(name for shard in ordered for name in shard))
-        return {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
+        batches = loader.epoch(0)
+        with evaluation_mode(self.model):
+            if is_torchmetrics(metric):
+                return update_in_order(metric, batches, self._predict, self.world)
+            slices = ((batch, part) for batch in batches for part in batch.slices)
+            return sum_by_shard(slices, lambda batch, part: self._measure(metric, batch, part), self.world)
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
         return state_digest(_tensors(self.model))
 
+    def fingerprint(self) -> Fingerprint:
+        """Return what the digest depends on besides code and data, as this process is set now (local)."""
+        return take_fingerprint(self._device, num_shards=self.num_shards, seed=self.seed)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the run needs to go on, on any number of workers (local)."""
+        """Return all that the run needs to go on, on any number of workers (local).
+
+        To go on, load it into a trainer that was made in the same way, and begin where it stands:
+
+            for epoch in range(trainer.cursor.epoch, num_epochs):
+                for batch in loader.epoch(epoch, trainer.cursor.step):
+                    trainer.step(batch)
+        """
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "epoch": self.cursor.epoch,
             "step": self.cursor.step,
             "global_step": self.global_step,
             "num_shards": self.num_shards,
             "seed": self.seed,
+            "loader": self._source,
+            "fingerprint": self.fingerprint().to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
+
+        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
 
         Raises:
             CheckpointError: The state belongs to another model, another number of shards or another seed.
@@ -216,8 +286,23 @@ class Trainer:
             raise CheckpointError(f"The state does not fit this model and optimizer. {error}") from error
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
+        self._source, self._is_restored = state.get("loader"), True
+        self._compare_fingerprint(state.get("fingerprint"))
+
+    # -- Before a step -------------------------------------------------------------------------------------------------
+
+    def _compare_fingerprint(self, saved: Mapping[str, Any] | None) -> None:
+        differences = [] if saved is None else Fingerprint.from_dict(saved).differences(self.fingerprint())
+        if differences:
+            warnings.warn(
+                f"The run goes on under other conditions than it began: {'; '.join(differences)}. It will not have the "
+                "digest that it would have had.",
+                stacklevel=3,
+            )
 
     def _check_batch(self, batch: ShardedBatch) -> None:
         if batch.num_shards != self.num_shards:
@@ -225,39 +310,75 @@ class Trainer:
                 f"The batch is cut into {batch.num_shards} shards and the trainer has {self.num_shards}: give the "
                 "loader and the trainer the same num_shards."
             )
-        mine = shard_range(self.world.rank, self.world.world_size, self.num_shards)
-        for part in batch.slices:
-            if part.shard not in mine:
-                raise ValueError(
-                    f"The batch holds shard {part.shard}, which is not one of rank {self.world.rank}'s: make the "
-                    "loader in the worker that uses it, after the process group."
-                )
+        mine = batch.ranges[self.world.rank] if self.world.rank < len(batch.ranges) else range(0)
+        if len(batch.ranges) != self.world.world_size or any(part.shard not in mine for part in batch.slices):
+            raise ValueError(
+                f"The batch is rank {self.world.rank}'s of {len(batch.ranges)} workers, and the trainer has "
+                f"{self.world.world_size}: make the loader in the worker that uses it, after the process group."
+            )
+        if self._source is not None and batch.source != self._source:
+            raise ValueError(
+                f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
+                "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
+                "trainer of its own."
+            )
+        if self._is_restored and batch.cursor != self.cursor:
+            raise ValueError(
+                f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
+                f"that of {_place(batch)}: samples would be seen twice, or never. Begin with "
+                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
+            )
 
-    def _backward(self, batch: ShardedBatch) -> tuple[float, float]:
-        """Run forward and backward of this worker's shards and reduce; return the global loss sum and weight.
+    def _check_model(self) -> None:
+        if not self._trained.has_changed():
+            return
+        current = TrainedModel(self.model)
+        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
+        now = {each.spec.name: str(each.spec) for each in current.trained}
+        changes = [f"{name} is no longer trained" for name in before if name not in now]
+        changes += [f"{name} is new or newly trained" for name in now if name not in before]
+        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
+        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
+        raise ValueError(
+            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
+            "optimizer of its parameters, on every worker alike."
+        )
+
+    # -- During a step -------------------------------------------------------------------------------------------------
+
+    def _run_shards(self, batch: ShardedBatch, table: StepTable) -> None:
+        """Run forward and backward of this worker's shards, and reduce (collective)."""
+        slices = {part.shard: part for part in batch.slices}
+        turns = self._gradients.begin(batch.ranges)
+        buffers = BuffersOfShard0(self.model, num_slices=len(turns))
+        self._stopwatch.start()
+        for number, turn in enumerate(turns, start=1):
+            is_last = number == len(turns)
+            if turn.shard in slices:
+                self._run_shard(batch, slices[turn.shard], turn, table)
+            self._gradients.end(turn)
+            buffers.after(turn.shard, is_last=is_last)
+            if not is_last:  # the end of the last one waits for others
+                self._stopwatch.lap(number)
+
+    def _run_shard(self, batch: ShardedBatch, part: Slice, turn: Turn, table: StepTable) -> None:
+        """Run one shard's forward and backward.
 
         Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
         precision does not overflow.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        has_reduced = self._reducer is None
-        buffers = BuffersOfShard0(self.model, num_slices=len(batch.slices))
-        for position, part in enumerate(batch.slices):
-            is_last = position == len(batch.slices) - 1
-            loss, weight = self._forward(batch, part)
-            if weight > 0:  # else there is nothing to learn from, and the mean of nothing may be NaN
-                sums += torch.stack([loss.detach().double() * weight, torch.full_like(sums[0], weight)])
-                if self._reducer is not None:
-                    self._reducer.synchronizes = is_last
-                    self._reducer.mark(loss)
-                    has_reduced = is_last
-                (loss * (weight / batch.num_samples)).backward()
-            buffers.after(part.shard, is_last=is_last)
-        if self._reducer is not None and not has_reduced:
-            self._reducer.synchronizes = True
-            self._reducer.reduce_without_backward()
-        self._share_buffers()
-        return self._sum_over_workers(sums, batch)
+        loss, weight = self._forward(batch, part)
+        if not weight > 0:  # nothing to learn from, and the mean of nothing may be NaN
+            if weight < 0 or math.isnan(weight):
+                raise LossError(f"The loss of shard {part.shard} has weight {weight}, expected zero or more.")
+            return
+        table.note_loss(part.shard, loss, weight)
+        scaled = loss * (weight / batch.num_samples)
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        self._gradients.mark(scaled, turn)
+        scaled.backward()
 
     def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
         self._seed("shard", batch, part)
@@ -279,65 +400,97 @@ class Trainer:
         if self.world.group is not None and buffers:
             broadcast_tensors(buffers, self.world.group)
 
-    def _clip(self, parameters: list[nn.Parameter], max_norm: float, batch: ShardedBatch) -> None:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-        if not math.isfinite(norm):
-            raise LossError(
-                f"The gradient's norm is {norm.item()} at {_place(batch)}, although the loss is finite. "
-                "No parameter was changed."
-            )
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-    def _sum_over_workers(self, sums: Tensor, batch: ShardedBatch) -> tuple[float, float]:
-        if self.world.group is not None:
-            dist.all_reduce(sums, group=self.world.group)
-        total, weight = sums.tolist()
-        if not math.isfinite(total):
+    def _restore_buffers(self, before: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():
+            if name in before:
+                buffer.data.copy_(before[name])
+
+    # -- After the reduction -------------------------------------------------------------------------------------------
+
+    def _check_places(self, sums: StepSums) -> None:
+        odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
+        if odd is None:
+            return
+        (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
+        if (epoch, step) == (other_epoch, other_step):
+            what = f"of another loader (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does rank {odd})"
+        else:
+            what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
+        raise ValueError(
+            f"The workers train on different batches: rank {odd}'s is {what}. Make the loader with the same arguments "
+            "on every rank, and skip no batch on one of them alone. No parameter was changed."
+        )
+
+    def _find_problem(self, batch: ShardedBatch, sums: StepSums) -> str:
+        """Return what is wrong with the losses of a step, in words; empty if nothing is."""
+        for shard, (loss, weight) in enumerate(zip(sums.losses, sums.weights, strict=True)):
+            if not (math.isfinite(loss) and math.isfinite(weight)):
+                rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
+                return (
+                    f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
+                    f"{_place(batch)}: the model has diverged, or a sample is not finite. Try a smaller learning rate, "
+                    'or max_grad_norm; nonfinite="skip" leaves such steps out.'
+                )
+        if not sums.weight > 0:
             raise LossError(
-                f"The loss is {total} at {_place(batch)}: the model has diverged. Try a smaller learning rate, or "
-                "max_grad_norm. No parameter was changed."
+                f"The summed weight of the losses is {sums.weight} at {_place(batch)}, expected more than zero: no "
+                "shard had anything to learn from."
             )
-        if not weight > 0:
-            raise LossError(f"The summed weight of the losses is {weight} at {_place(batch)}, expected more than zero.")
-        return total, weight
+        return ""
+
+    def _update(self, batch: ShardedBatch, sums: StepSums) -> str:
+        """Divide, clip and update; return what is wrong with the gradients instead, in words."""
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if sums.weight != batch.num_samples:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            torch._foreach_div_(gradients, sums.weight / batch.num_samples)
+        if self.scaler is not None and self._max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self._max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(trained, self._max_grad_norm)
+            if self.scaler is None and not math.isfinite(norm):
+                return (
+                    f"The gradient's norm is {norm.item()} at {_place(batch)}, although the loss is finite. Try a "
+                    "smaller learning rate."
+                )
+        if self.scaler is None:
+            self.optimizer.step()
+        else:  # it leaves the step out where a gradient is not finite, and lowers its scale
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return ""
+
+    # -- Evaluation ----------------------------------------------------------------------------------------------------
+
+    def _measure(self, metric: Metric, batch: ShardedBatch, part: Slice) -> MetricValues:
+        self._seed("evaluate", batch, part)
+        return metric(self.model, to_device(part.data, self._device))
+
+    def _predict(self, batch: ShardedBatch, part: Slice) -> tuple[Any, Any]:
+        self._seed("evaluate", batch, part)
+        data = to_device(part.data, self._device)
+        if not (isinstance(data, tuple | list) and len(data) == 2):  # noqa: PLR2004
+            raise TypeError(
+                f"The loader's batches are of type {type(data).__name__}, and an object of torchmetrics needs pairs "
+                "(input, target). For others give a function metric(model, batch)."
+            )
+        return self.model(data[0]), data[1]
 
 
 def _place(batch: ShardedBatch) -> str:
     return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
 
 
-def _check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"The model is {_describe(model)}, expected a torch.nn.Module.")
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ == "DistributedDataParallel":
-        raise TypeError("The model is wrapped already. Give the trainer the module itself: it reduces by itself.")
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
-    return parameters
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in known for parameter in held)
-    if strangers:
-        raise ValueError(
-            f"The optimizer holds {strangers} parameters that are not the model's: their gradients would not be "
-            "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
-            "parameters of its own belongs into the model."
-        )
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _add_values(sums: dict[str, Mean], values: MetricValues) -> None:
-    named = values if isinstance(values, Mapping) else {"metric": values}
-    for name, (total, weight) in named.items():
-        new = Mean(total=float(total), weight=float(weight))
-        sums[name] = add_means([sums[name], new]) if name in sums else new
 
 
 def _describe(value: object) -> str:

@@ -1,0 +1,109 @@
+"""The gradients of a step: of all shards of all workers, added in the order of the tree, into `.grad`.
+
+    worker with shards 0 1 2 of 5          partials, a stack
+    -----------------------------          -----------------
+    begin                                  turns: (0), (1, adds to 1 partial), (2)
+    shard 0: backward, `end`               [0]
+    shard 1: backward, `end`               [0 + 1]
+    shard 2: backward                      kept [0 + 1]; as gradients of shard 2 arrive, buckets leave with both
+    `end`                                  `.grad` is ((0 + 1) + (2 + (3 + 4))), on every worker
+
+A worker that is alone has the whole tree in its stack, and sends nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from lockstep.comm import World
+from lockstep.reduce.model import TrainedModel
+from lockstep.reduce.options import ReducerOptions
+from lockstep.reduce.partials import Partials, take_gradients
+from lockstep.reduce.plan import BucketLimits
+from lockstep.reduce.reducer import Reducer
+from lockstep.shards import Turn, held_nodes, plan_turns
+
+
+@final
+class ShardReducer:
+    """Adds up the gradients of a run's shards, step by step.
+
+    Args:
+        model: Its trainable parameters, the same on every rank.
+        world: The workers.
+        num_shards: Number of shards of the run.
+        limits: Sizes of the gradient buckets.
+    """
+
+    def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
+        self._parameters = [each.parameter for each in model.trained]
+        self._world = world
+        self._num_shards = num_shards
+        self._partials = Partials()
+        self._last = Turn(-1, 0)
+        self._num_reductions = 0
+        self._on_last_gradient: Callable[[], None] = _do_nothing
+        self._reducer: Reducer | None = None
+        if world.group is not None and world.world_size > 1:
+            self._reducer = Reducer(model, world, ReducerOptions(limits=limits, average=False, num_shards=num_shards))
+
+    def on_last_gradient(self, call: Callable[[], None]) -> None:
+        """Call `call` when the gradients of a worker's last shard are computed, before the wait for others (local)."""
+        self._on_last_gradient = call
+        if self._reducer is not None:
+            self._reducer.on_end_of_backward(call)
+
+    def begin(self, ranges: Sequence[range]) -> list[Turn]:
+        """Begin with a step, for which no parameter has a gradient; return this worker's turns (local).
+
+        Args:
+            ranges: The shards of every worker, in rank order.
+        """
+        turns = plan_turns(ranges[self._world.rank], self._num_shards)
+        self._last = turns[-1]
+        self._partials = Partials()
+        if self._reducer is not None:
+            self._reducer.synchronizes = False
+            self._num_reductions = self._reducer.num_reductions
+            self._reducer.expect_last(self._partials, [held_nodes(shards, self._num_shards) for shards in ranges])
+        return turns
+
+    def mark(self, loss: Tensor, turn: Turn) -> None:
+        """Mark where the backward of a turn begins (local)."""
+        if self._reducer is None:
+            return
+        if turn == self._last:
+            self._partials.expect(turn.num_sums)
+            self._reducer.synchronizes = True
+        self._reducer.mark(loss)
+
+    def end(self, turn: Turn) -> None:
+        """End a turn, whether or not it had a backward; after the last one gradients are whole (then collective)."""
+        if self._reducer is None or turn != self._last:
+            self._partials.push(take_gradients(self._parameters), turn.num_sums)
+            if turn == self._last:
+                self._on_last_gradient()
+                for parameter, gradient in self._partials.kept.pop().items():
+                    parameter.grad = gradient
+            return
+        if self._reducer.num_reductions == self._num_reductions:  # no backward, or one without gradients
+            if not self._reducer.synchronizes:
+                self._partials.expect(turn.num_sums)
+                self._reducer.synchronizes = True
+            self._reducer.reduce_without_backward()
+        self._partials.clear()
+
+    def fail(self) -> None:
+        """Let all workers have an error for this step, which this one cannot complete (collective)."""
+        if self._reducer is not None:
+            self._reducer.fail()
+
+    def close(self) -> None:
+        """Reduce no more (local)."""
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def _do_nothing() -> None:
+    """Stand for somebody who does not want to know."""

@@ -1,0 +1,86 @@
+"""What a trainer refuses or warns of before its first step."""
+
+import warnings
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm import World
+from lockstep.train.fingerprint import Fingerprint
+
+
+def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the named trainable parameters of a model.
+
+    Raises:
+        TypeError: Not a module, or one that is wrapped for data parallelism.
+        ValueError: Nothing to train, or on several devices.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if isinstance(model, wrappers) or type(model).__name__ == "DistributedDataParallel":
+        raise TypeError(
+            "The model is wrapped already. Give the trainer the module itself: it reduces by itself, and a "
+            "communication hook, which may compress, would give other weights on another number of workers."
+        )
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    return parameters
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer's parameters are the model's.
+
+    Raises:
+        ValueError: Some are not.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise ValueError(
+            f"The optimizer holds {strangers} parameters that are not the model's: their gradients would not be "
+            "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
+            "parameters of its own belongs into the model."
+        )
+
+
+def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
+    """Refuse layers whose result depends on the number of workers.
+
+    Raises:
+        ValueError: A SyncBatchNorm where workers run several shards.
+    """
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if not found:
+        return
+    named = f"{found[0]} and {len(found) - 1} more layers are" if len(found) > 1 else f"{found[0] or 'The model'} is"
+    cause = f"{named} SyncBatchNorm, whose statistics are those of what all workers compute at the same moment"
+    if world.world_size != num_shards:
+        raise ValueError(
+            f"{cause}: with {num_shards} shards on {world.world_size} workers the weights would depend on the number "
+            "of workers. Use BatchNorm, whose statistics are those of a shard, or GroupNorm; or as many shards as "
+            "workers."
+        )
+    if world.world_size > 1:
+        warnings.warn(
+            f"{cause}. This run has as many shards as workers, {num_shards}; on any other number of workers it will "
+            "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number.",
+            stacklevel=4,
+        )
+
+
+def check_fingerprints(mine: Fingerprint, world: World) -> None:
+    """Warn where workers differ in what bits depend on (collective)."""
+    found: list[Fingerprint] = world.gather_objects(mine)
+    for rank, other in enumerate(found):
+        differences = found[0].differences(other)
+        if differences and world.rank in {0, rank}:
+            warnings.warn(
+                f"Ranks 0 and {rank} differ in what the last bits of the weights depend on: {'; '.join(differences)}. "
+                "The digest will depend on which worker runs which shard. Start all workers alike; for threads see "
+                "threads_per_worker and torch.set_num_threads.",
+                stacklevel=4,
+            )

@@ -1,0 +1,91 @@
+"""What the bits of a run depend on, besides its code, its data and the number of shards."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a digest depends on: two runs whose fingerprints are equal have equal digests, on any number of workers."""
+
+    torch: str
+    """Version of torch."""
+    device: str
+    """Type of device, and its name: kernels differ between models of GPU, and between CPUs."""
+    threads: int
+    """CPU threads per worker of torch's operators; they change the last bits on the CPU."""
+    num_shards: int
+    """Number of shards of the run."""
+    seed: int
+    """Seed of the run."""
+    deterministic: bool
+    """Whether operators must be deterministic."""
+    matmul_precision: str
+    """torch.get_float32_matmul_precision(): "highest" unless TensorFloat-32 or bfloat16 is allowed."""
+
+    def __str__(self) -> str:
+        """Show it in one line."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        shards = "1 shard" if self.num_shards == 1 else f"{self.num_shards} shards"
+        how = "deterministic" if self.deterministic else "not deterministic"
+        return f"torch {self.torch}, {self.device}, {threads}, {shards}, seed {self.seed}, {how}" + (
+            "" if self.matmul_precision == "highest" else f", matmul precision {self.matmul_precision}"
+        )
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """Return in words how `other` differs; empty if it does not."""
+        return [
+            f"{field.name} is {getattr(self, field.name)!r} and {getattr(other, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
+        """Return what `to_dict` was called on.
+
+        Raises:
+            TypeError: Keys are missing or unknown.
+        """
+        return cls(**values)
+
+
+def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fingerprint:
+    """Return what the bits of a run on `device` depend on, as this process is set now (local)."""
+    return Fingerprint(
+        torch=torch.__version__,
+        device=_describe_device(device),
+        threads=torch.get_num_threads(),
+        num_shards=num_shards,
+        seed=seed,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        matmul_precision=torch.get_float32_matmul_precision(),
+    )
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return device.type
+    return f"cpu {_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPU_FACTS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

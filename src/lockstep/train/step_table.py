@@ -1,0 +1,94 @@
+"""What the workers tell each other once per step besides gradients: losses, and where each of them stands.
+
+    row s < num_shards       loss * weight of shard s, its weight
+    row num_shards + r       of worker r: epoch, step, a number for its loader; seconds per shard
+
+A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
+conclusions from the same numbers.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import World
+from lockstep.data import ShardedBatch
+from lockstep.shards import add_in_tree_order
+
+_NUM_COLUMNS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """What all workers' shards came to."""
+
+    losses: tuple[float, ...]
+    """Of every shard, loss times weight; 0 for one without samples."""
+    weights: tuple[float, ...]
+    """Of every shard."""
+    places: tuple[tuple[float, ...], ...]
+    """Of every worker: what tells its batch from another."""
+    seconds: tuple[float, ...]
+    """Of every worker: how long a shard takes there; 0 where it was not measured."""
+
+    @property
+    def loss(self) -> float:
+        """Sum of the losses, in the order of the tree."""
+        return _add(self.losses)
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights, in the order of the tree."""
+        return _add(self.weights)
+
+
+@final
+class StepTable:
+    """The table of one step, as one worker fills it.
+
+    Args:
+        world: The workers.
+        num_shards: Number of shards of the run.
+        device: Where the losses are; filling does not wait for it.
+    """
+
+    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
+        self._world = world
+        self._num_shards = num_shards
+        self._rows = torch.zeros((num_shards + world.world_size, _NUM_COLUMNS), dtype=torch.float64, device=device)
+
+    def note_loss(self, shard: int, loss: Tensor, weight: float) -> None:
+        """Note the mean loss of a shard and its weight, which is more than zero."""
+        self._rows[shard, 0] = loss.detach().double() * weight
+        self._rows[shard, 1] = weight
+
+    def share(self, batch: ShardedBatch, seconds: float) -> StepSums:
+        """Return what all workers noted (collective).
+
+        Args:
+            batch: The batch of this worker.
+            seconds: How long a shard took here; 0 where it was not measured.
+        """
+        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
+        mine = torch.tensor([*place, seconds], dtype=torch.float64)
+        self._rows[self._num_shards + self._world.rank] = mine.to(self._rows.device)
+        if self._world.group is not None:
+            dist.all_reduce(self._rows, group=self._world.group)
+        rows: list[list[float]] = self._rows.tolist()
+        shards, workers = rows[: self._num_shards], rows[self._num_shards :]
+        return StepSums(
+            losses=tuple(row[0] for row in shards),
+            weights=tuple(row[1] for row in shards),
+            places=tuple(tuple(row[:-1]) for row in workers),
+            seconds=tuple(row[-1] for row in workers),
+        )
+
+
+def _add(values: Sequence[float]) -> float:
+    leaves = {(shard, shard + 1): value for shard, value in enumerate(values)}
+    return add_in_tree_order(leaves, len(values), lambda left, right: left + right)
