@@ -44,6 +44,12 @@ class Manifest:
     """Scheduler state, likewise; None without one."""
     model_extra: Any = None
     """What the model's state holds beside tensors (`get_extra_state`), encoded likewise; None without."""
+    scaler: Any = None
+    """Gradient scaler's state, likewise; None without one."""
+    loader: str | None = None
+    """The loader in words; None before the first step."""
+    fingerprint: Mapping[str, Any] | None = None
+    """What the digest depends on besides code and data; None in files of earlier versions."""
     config: Mapping[str, Any] | None
     """The resolved config of `lockstep train`; None for a run without one."""
     versions: Mapping[str, str] = field(default_factory=dict)

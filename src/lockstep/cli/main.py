@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.train import train
+from lockstep.cli.verify import verify
 
 app = typer.Typer(
     name="lockstep",
@@ -17,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(name="train")(train)
+app.command(name="verify")(verify)
 
 
 def _show_version(wanted: bool) -> None:

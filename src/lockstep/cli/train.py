@@ -127,4 +127,5 @@ def _show_result(result: FitResult, run_dir: Path) -> None:
     elif "loss" in result.test:
         typer.echo(f"test loss {result.test['loss']:.4f}")
     typer.echo(f"run directory {run_dir}")
+    typer.echo(f"fingerprint {result.fingerprint}")
     typer.echo(f"digest {result.digest}")

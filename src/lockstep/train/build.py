@@ -2,7 +2,9 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from lockstep.train.trainer import Loss, Metric, Scheduler, Trainer
 
 Criterion = Callable[[Any, Any], Tensor]
 """A loss as a config names it: of (output, target)."""
+Autocast = Callable[[], AbstractContextManager[object]]
+"""Makes the context in which model and loss are computed."""
 Counter = Callable[[Any, Any], tuple[float, float]]
 """A metric as a config names it: of (output, target), returns a sum and a count."""
 
@@ -58,20 +62,24 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     optimizer = _build_optimizer(config, model)
     scheduler = _build_scheduler(config, optimizer)
     criterion = _build_criterion(config, device)
+    autocast = _build_autocast(config, device)
     trainer = Trainer(
         model,
         optimizer,
-        loss=_as_loss(criterion),
+        loss=_as_loss(criterion, autocast),
         num_shards=config.num_shards,
         seed=config.seed,
         scheduler=scheduler if config.scheduler_interval == "step" else None,
+        scaler=torch.amp.GradScaler(device.type) if config.precision == "float16" else None,
         max_grad_norm=config.max_grad_norm,
+        nonfinite=config.nonfinite,
+        balance=config.balance,
         deterministic=config.deterministic,
     )
     return RunParts(
         trainer=trainer,
         scheduler=scheduler,
-        metric=_as_metric(criterion, _build_metric(config)),
+        metric=_as_metric(criterion, _build_metric(config), autocast),
         train=_build_loader(config, train_set, device, shuffle=True),
         test=None if test_set is None else _build_loader(config, test_set, device, shuffle=False),
     )
@@ -190,22 +198,28 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
         ) from error
 
 
-def _as_loss(criterion: Criterion) -> Loss:
+def _build_autocast(config: Config, device: torch.device) -> Autocast:
+    dtype = getattr(torch, config.precision)
+    return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def _as_loss(criterion: Criterion, autocast: Autocast) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, target = _input_and_target(batch)
-        return criterion(model(inputs), target)
+        with autocast():
+            return criterion(model(inputs), target)
 
     return loss
 
 
-def _as_metric(criterion: Criterion, metric: Counter | None) -> Metric:
+def _as_metric(criterion: Criterion, metric: Counter | None, autocast: Autocast) -> Metric:
     def evaluate(model: nn.Module, batch: Any) -> MetricValues:
         inputs, target = _input_and_target(batch)
-        output = model(inputs)
+        with autocast():
+            output = model(inputs)
+            loss = criterion(output, target)
         num_samples = _count_samples(target)
-        values: dict[str, tuple[float | Tensor, float]] = {
-            "loss": (criterion(output, target).double() * num_samples, num_samples)
-        }
+        values: dict[str, tuple[float | Tensor, float]] = {"loss": (loss.double() * num_samples, num_samples)}
         if metric is not None:
             values[getattr(metric, "__name__", "metric")] = metric(output, target)
         elif has_classes(output, target):

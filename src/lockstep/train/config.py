@@ -52,6 +52,12 @@ class Config(BaseModel):
     """Passes over the training set."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Clip the gradient's 2-norm to this."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """In what the model and the loss are computed where that is safe (torch.autocast); weights stay as they are."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What becomes of a step whose loss is not finite: the run stops, or the step is left out."""
+    balance: Literal["even", "speed"] = "even"
+    """Whether shards move from slow workers to fast ones; it changes no result."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of everything that is random."""
     deterministic: bool = True

@@ -13,6 +13,7 @@ from lockstep.errors import LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import Config
+from lockstep.train.fingerprint import Fingerprint
 from lockstep.train.importing import call_object, import_object
 from lockstep.train.run_directory import restore_trainer, save_trainer
 from lockstep.train.trainer import Trainer
@@ -24,6 +25,8 @@ class FitResult:
 
     digest: str
     """Digest of the parameters and buffers; the same on every worker."""
+    fingerprint: Fingerprint
+    """What the digest depends on besides code and data."""
     test: Mapping[str, float]
     """Mean of each metric over the test set."""
     num_test_samples: float
@@ -76,6 +79,7 @@ def fit(
     counted = test.get("accuracy", test.get("loss"))
     return FitResult(
         digest=trainer.digest(),
+        fingerprint=trainer.fingerprint(),
         test={name: mean.value for name, mean in test.items()},
         num_test_samples=counted.weight if counted is not None else 0,
         num_right=test["accuracy"].total if "accuracy" in test else None,

@@ -30,7 +30,10 @@ CURVES_NAME = "curves.png"
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _RUNS = Path("runs")
 _MAY_CHANGE = frozenset(
-    {"device_ids", "epochs", "finish", "finish_args", "keep", "loader_workers", "metric", "run_dir", "workers"}
+    {
+        *("balance", "device_ids", "epochs", "finish", "finish_args"),
+        *("keep", "loader_workers", "metric", "run_dir", "workers"),
+    }
 )
 """Config keys that may differ when a run is resumed: they do not change what is computed, only where or how long."""
 
@@ -141,6 +144,9 @@ def save_trainer(
         num_shards=state["num_shards"],
         seed=state["seed"],
         digest=trainer.digest(),
+        loader=state["loader"],
+        fingerprint=state["fingerprint"],
+        scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
         optimizer=optimizer,
         scheduler=made,
         model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
@@ -169,6 +175,9 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
             "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, checkpoint.optimizer)},
             "optimizer": decode_state(manifest.optimizer, checkpoint.optimizer),
             "scheduler": None,
+            "scaler": decode_state(manifest.scaler, checkpoint.optimizer),
+            "loader": manifest.loader,
+            "fingerprint": manifest.fingerprint,
             "epoch": manifest.epoch,
             "step": manifest.step,
             "global_step": manifest.global_step,

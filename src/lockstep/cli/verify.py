@@ -1,0 +1,154 @@
+"""`lockstep verify CONFIG --workers 1,2,3`: the same weights, bit for bit, on every number of workers?"""
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.devices import DeviceRequest, choose_devices, count_gpus
+from lockstep.errors import UsageError
+from lockstep.launch import Run, launch
+from lockstep.train.config import Config, read_config
+from lockstep.train.verify import ShortRun, find_odd_rank, run_steps
+
+_SHOWN_DIGITS = 16
+
+
+def verify(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, e.g. examples/digits.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
+    ] = None,
+    workers: Annotated[
+        str, typer.Option("--workers", help="Numbers of workers to compare; one number is run twice.")
+    ] = "1,2",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train on each.")] = 20,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+) -> None:
+    """Train a few steps on several numbers of workers and compare the digests of the weights.
+
+    Exit code 0 if they are equal after every step, 1 if not.
+    """
+    with failures_shown(debug=debug):
+        config = read_config(config_path, overrides or [])
+        counts = _read_counts(workers)
+        for count in counts:
+            config.check_workers(count)
+        sys.path.insert(0, str(config_path.resolve().parent))
+        if not _compare(config, counts, steps):
+            raise typer.Exit(FAILURE_EXIT)
+
+
+def verify_worker(run: Run, config: Config, num_steps: int, reference: Path, is_first: bool) -> ShortRun:
+    """Train a few steps in one worker."""
+    return run_steps(config, run.device, num_steps, reference, is_first=is_first)
+
+
+def _compare(config: Config, counts: Sequence[int], num_steps: int) -> bool:
+    runs: dict[str, ShortRun] = {}
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as reference:
+        for number, count in enumerate(counts):
+            label = _count_words(count) + (", again" if count in counts[:number] else "")
+            typer.echo(f"{label}: {num_steps} steps ...", err=True)
+            runs[label] = _run(config, count, num_steps, Path(reference), is_first=number == 0)
+        _show_table(runs)
+        odd = next((label for label, run in runs.items() if run.difference is not None), None)
+        if odd is None:
+            first = next(iter(runs.values()))
+            typer.echo(f"fingerprint {first.fingerprint}")
+            typer.echo(f"equal after each of {num_steps} steps: {'; '.join(runs)}")
+            typer.echo(f"digest {first.digests[-1]}")
+            return True
+        again = None
+        if not any("again" in label for label in runs):
+            typer.echo(f"{_count_words(counts[0])}, again, to see whether it can be repeated ...", err=True)
+            again = _run(config, counts[0], num_steps, Path(reference), is_first=False)
+    _explain(runs, odd, again)
+    return False
+
+
+def _run(config: Config, count: int, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
+    runs = launch(
+        verify_worker,
+        config,
+        num_steps,
+        reference,
+        is_first,
+        devices=_request(config, count),
+        threads_per_worker=config.threads_per_worker,
+    )
+    odd = find_odd_rank(runs)
+    if odd is not None:
+        typer.echo(
+            f"NOT equal: on {count} workers rank {odd[0]} has other weights than rank 0 after step {odd[1]}. Something "
+            "in the model or the loss changes parameters by itself, outside the optimizer."
+        )
+        raise typer.Exit(FAILURE_EXIT)
+    first: ShortRun = runs[0]
+    return first
+
+
+def _request(config: Config, count: int) -> DeviceRequest:
+    ids = config.device_ids
+    if isinstance(ids, list):
+        if len(ids) < count:
+            raise UsageError(f"device_ids names {len(ids)} devices, too few for {count} workers. Name more, or cpu.")
+        return ids[:count]
+    if ids.startswith("cpu"):
+        return f"cpu:{count}"
+    placement = choose_devices("auto", workers=count, num_gpus=count_gpus(), max_workers=config.num_shards)
+    if placement[0] == "cpu":
+        return f"cpu:{count}"
+    return [int(device.partition(":")[2]) for device in placement]
+
+
+def _read_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise UsageError(f"--workers is {text!r}, expected numbers of workers such as 1,2,3.")
+    return counts * 2 if len(counts) == 1 else counts
+
+
+def _count_words(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _show_table(runs: Mapping[str, ShortRun]) -> None:
+    table = Table("after step")
+    for label in runs:
+        table.add_column(label)
+    for step, digests in enumerate(zip(*(run.digests for run in runs.values()), strict=True), start=1):
+        cells = [digest[:_SHOWN_DIGITS] + ("" if digest == digests[0] else " !") for digest in digests]
+        table.add_row(str(step), *cells)
+    Console().print(table)
+
+
+def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> None:
+    reference, first = next(iter(runs.items()))
+    other = runs[odd]
+    differences = first.fingerprint.differences(other.fingerprint)
+    if differences:
+        typer.echo(
+            f"{reference} and {odd} were run under other conditions, on which the last bits depend: "
+            f"{'; '.join(differences)}."
+        )
+    typer.echo(f"NOT equal: {odd} against {reference}: {other.difference}.")
+    if again is None:
+        return
+    if again.difference is None:
+        typer.echo(f"{reference} twice gives the same bits: the difference comes with the number of workers.")
+    else:
+        typer.echo(
+            f"{reference} twice differs as well; {again.difference}. So the run cannot be repeated, whatever the "
+            "number of workers: look for an operator without a deterministic form (deterministic: true refuses those), "
+            "for random numbers of a generator that is not seeded per step, for time, or for threads."
+        )
