@@ -1,87 +1,259 @@
-"""The trainer on several workers, against one worker and against itself."""
+"""The trainer's promise: the same weights, bit for bit, on any number of workers, over any transport."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, final
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.process.training_cases import CASES, NUM_EPOCHS, Case, image_net, mean_loss
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint import state_digest
+from lockstep.comm import current_world
 
 Answer = dict[str, Any]
+PAUSE = 3
+"""Steps after which a run is saved, in the middle of its first epoch."""
+WORKERS = (3, 1, 2, 5)
+"""Three first: from where they stop, the others go on."""
 
 
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(37, 1, 6, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, inputs.mean((1, 2, 3)).gt(0).long())
+def train_case(case: Case, *, save_to: Path | None = None) -> Answer:
+    trainer, loader, metric = case
+    losses, digests, counts, scales = [], [], [], []
+    for epoch in range(trainer.cursor.epoch, NUM_EPOCHS):
+        for batch in loader.epoch(epoch, trainer.cursor.step):
+            losses.append(trainer.step(batch).loss.hex())
+            digests.append(trainer.digest())
+            counts.append([len(shards) for shards in batch.ranges])
+            scales.append(1.0 if trainer.scaler is None else trainer.scaler.get_scale())
+            if save_to is not None and trainer.global_step == PAUSE:
+                torch.save(trainer.state_dict(), save_to)
+    test = trainer.evaluate(loader, metric)["metric"]
+    test_bits = (test.total.hex(), test.weight)
+    return {"losses": losses, "digests": digests, "scales": scales, "test": test_bits, "counts": counts}
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 2)
-    ).double()
+def go_on(case: Case, path: Path) -> Answer:
+    case.trainer.load_state_dict(torch.load(path, weights_only=True))
+    return train_case(case)
 
 
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def metric(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
-    value = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-    return {"loss": (value, len(batch[1])), "count": (torch.tensor(float(len(batch[1]))), 1)}
-
-
-def train(run: ls.Run, num_shards: int) -> Answer:
-    model = build_model()
-    trainer = ls.Trainer(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01), loss=loss, num_shards=num_shards, seed=4
-    )
-    # Batches of 12: the last has one sample, so that some workers have nothing to do in it.
-    loader = ls.ShardedLoader(dataset(), batch_size=12, num_shards=num_shards, seed=4)
-    losses = [trainer.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
-    means = trainer.evaluate(loader, metric)
-    return {
-        "digest": trainer.digest(),
-        "losses": losses,
-        "test": means["loss"].value,
-        "counted": means["count"].total,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+def train_all(run: ls.Run, folder: Path) -> dict[str, dict[str, Answer]]:
+    """Train every case over shared memory and over Gloo, and from where three workers stopped."""
+    paths = {name: folder / f"{name}.pt" for name in CASES}
+    saves = run.world_size == WORKERS[0] and run.rank == 0
+    found = {
+        "shm": {name: train_case(make(None), save_to=paths[name] if saves else None) for name, make in CASES.items()}
     }
+    if run.world_size in {2, 3}:
+        world = current_world(dist.new_group(backend="gloo"))
+        found["gloo"] = {name: train_case(make(world)) for name, make in CASES.items()}
+    if run.world_size != WORKERS[0]:
+        found["gone on"] = {name: go_on(make(None), paths[name]) for name, make in CASES.items()}
+    return found
+
+
+@final
+class Runs:
+    """What the workers answered, by their number; launched when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[int, list[dict[str, dict[str, Answer]]]] = {}
+
+    def __getitem__(self, workers: int) -> list[dict[str, dict[str, Answer]]]:
+        if workers not in self._found:
+            if workers != WORKERS[0]:
+                self[WORKERS[0]]
+            self._found[workers] = ls.launch(train_all, self._folder, devices=f"cpu:{workers}")
+        return self._found[workers]
 
 
 @pytest.fixture(scope="module")
-def one_worker() -> Answer:
-    [answer] = ls.launch(train, 4, devices="cpu")
-    return answer
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_more_workers_train_the_same_model(workers: int, one_worker: Answer) -> None:
-    answers = ls.launch(train, 4, devices=f"cpu:{workers}")
-    assert len({answer["digest"] for answer in answers}) == 1
-    assert answers[0]["losses"] == pytest.approx(one_worker["losses"], rel=1e-9)
-    assert answers[0]["test"] == pytest.approx(one_worker["test"], rel=1e-9)
-    assert {answer["counted"] for answer in answers} == {37.0}
-    for name, value in answers[0]["weights"].items():
-        torch.testing.assert_close(value, one_worker["weights"][name], rtol=1e-8, atol=1e-10)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_weights_losses_and_metrics_have_the_same_bits_on_any_number_of_workers(runs: Runs, workers: int) -> None:
+    alone = runs[1][0]["shm"]
+    for answer in runs[workers]:
+        for transport in answer.keys() & {"shm", "gloo"}:
+            for name in CASES:
+                for what in ("digests", "losses", "scales", "test"):
+                    assert answer[transport][name][what] == alone[name][what], (transport, name, what)
 
 
-def test_the_same_run_has_the_same_digest_twice(one_worker: Answer) -> None:
-    first, second = (ls.launch(train, 2, devices="cpu:2") for _ in range(2))
-    assert first[0]["digest"] == second[0]["digest"]
-    assert first[0]["digest"] == state_digest(first[1]["weights"])
-    assert first[0]["digest"] != one_worker["digest"]  # another number of shards is another run
+@pytest.mark.parametrize("workers", WORKERS[1:])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_any_number_of_workers(runs: Runs, workers: int) -> None:
+    undisturbed = runs[1][0]["shm"]
+    for answer in runs[workers]:
+        for name, found in answer["gone on"].items():
+            assert found["digests"] == undisturbed[name]["digests"][PAUSE:], name
+            assert found["test"] == undisturbed[name]["test"], name
+
+
+def test_the_runs_do_something(runs: Runs) -> None:
+    # Or the tests above could not fail: weights change, some steps overflow, shards move, and all is counted.
+    alone = runs[1][0]["shm"]
+    assert all(len(set(answer["digests"])) > PAUSE + 1 for answer in alone.values())
+    first, *_, last = alone["scaled"]["scales"]
+    assert first < 2.0**20  # an overflow
+    assert last > min(alone["scaled"]["scales"])  # and updates since
+    assert alone["transformer"]["test"][1] == 43.0
+    moved = runs[2][0]["shm"]["sparse_embedding"]["counts"]
+    assert moved[0] == [2, 3]
+    assert moved[-1] == [1, 4]
 
 
 def test_a_model_that_is_left_different_on_a_rank_becomes_rank_0s() -> None:
-    def build(run: ls.Run) -> str:
+    def build(run: ls.Run) -> tuple[str, str]:
         torch.manual_seed(run.rank)
-        model = build_model()
-        trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, num_shards=2)
-        return trainer.digest()
+        model = nn.Linear(3, 2)
+        trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_loss, num_shards=2)
+        return trainer.digest(), state_digest(model.state_dict())
 
     first, second = ls.launch(build, devices="cpu:2")
     assert first == second
+
+
+# -- What goes wrong, on one rank or on all ---------------------------------------------------------------------------
+
+
+class Mistakes:
+    """A run of 2 workers and 4 shards in which something goes wrong at will."""
+
+    def __init__(self, **options: Any) -> None:
+        self.spoil: Any = lambda loss, batch: loss
+        model = image_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.trainer = ls.Trainer(model, optimizer, loss=self.loss, num_shards=4, **options)
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(24, 1, 6, 6, generator=generator)
+        self.data = torch.utils.data.TensorDataset(inputs, torch.arange(24) % 2)
+        self.loader = ls.ShardedLoader(self.data, batch_size=8, num_shards=4)
+        self.batches = list(self.loader.epoch(0))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = self.spoil(mean_loss(model, batch), batch)
+        return loss
+
+    def try_step(self, number: int) -> str:
+        before = self.trainer.digest()
+        try:
+            result = self.trainer.step(self.batches[number])
+        except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+            return f"{type(error).__name__}: {error}"
+        changed = "changed" if self.trainer.digest() != before else "unchanged"
+        return f"{changed}{' skipped' if result.is_skipped else ''}"
+
+
+def make_mistakes(run: ls.Run) -> Answer:
+    found: Answer = {}
+    on_1 = run.rank == 1
+
+    def infinite(loss: Tensor, _batch: Any) -> Tensor:
+        return loss * float("inf") if on_1 else loss
+
+    def fail(loss: Tensor, _batch: Any) -> Tensor:
+        if on_1:
+            raise KeyError("no such image")
+        return loss
+
+    stop = Mistakes()
+    stop.spoil = infinite
+    found["infinite"] = stop.try_step(0)
+    stop.spoil = fail
+    found["exception"] = stop.try_step(0)
+    stop.spoil = lambda loss, _batch: loss.detach() if on_1 else loss
+    found["no graph"] = stop.try_step(0)
+    stop.spoil = lambda loss, _batch: loss
+    found["other step"] = stop.try_step(1 if on_1 else 0)
+    found["goes on"] = stop.try_step(0)
+    with torch.no_grad():
+        stop.trainer.model[0].bias.requires_grad_(not on_1)
+    found["frozen"] = stop.try_step(1)
+    stop.trainer.model[0].bias.requires_grad_(True)
+    found["unfrozen"] = stop.try_step(1)
+
+    skip = Mistakes(nonfinite="skip")
+    skip.spoil = infinite
+    found["skipped"] = skip.try_step(0)
+    found["place"] = (skip.trainer.cursor.step, skip.trainer.global_step)
+    skip.spoil = lambda loss, _batch: loss
+    found["after skipping"] = skip.try_step(1)
+    found["digests"] = stop.trainer.digest(), skip.trainer.digest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> list[Answer]:
+    return ls.launch(make_mistakes, devices="cpu:2")
+
+
+def test_a_loss_that_is_not_finite_stops_all_workers_and_is_named(mistakes: list[Answer]) -> None:
+    first, second = (answer["infinite"] for answer in mistakes)
+    assert first == second
+    assert first.startswith("LossError: The loss of shard 2, run by rank 1, is inf at epoch 0, step 0")
+    assert "No parameter was changed" in first
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("exception", "KeyError: 'no such image'"), ("no graph", "LossError: The")]
+)
+def test_an_error_on_one_worker_is_one_on_all(mistakes: list[Answer], what: str, error: str) -> None:
+    first, second = (answer[what] for answer in mistakes)
+    assert second.startswith(error)
+    assert first.startswith("ReductionError: The backward of 1 of 2 ranks ended in an exception")
+
+
+def test_workers_on_different_batches_are_told(mistakes: list[Answer]) -> None:
+    first, second = (answer["other step"] for answer in mistakes)
+    assert first == second
+    assert "rank 1's is epoch 0, step 1, and rank 0's epoch 0, step 0" in first
+
+
+def test_a_model_that_changes_on_one_worker_is_named(mistakes: list[Answer]) -> None:
+    assert "ReductionError" in mistakes[0]["frozen"]
+    assert "0.bias is no longer trained" in mistakes[1]["frozen"]
+
+
+def test_training_goes_on_after_errors(mistakes: list[Answer]) -> None:
+    for answer in mistakes:
+        assert answer["goes on"] == answer["unfrozen"] == answer["after skipping"] == "changed"
+    assert mistakes[0]["digests"] == mistakes[1]["digests"]
+
+
+def test_a_step_is_skipped_on_all_workers_alike(mistakes: list[Answer]) -> None:
+    for answer in mistakes:
+        # Unchanged: BatchNorm's statistics as well, which the forwards of that step have written.
+        assert answer["skipped"] == "unchanged skipped"
+        assert answer["place"] == (1, 1)
+
+
+def test_what_cannot_have_the_same_bits_is_said_before_the_first_step() -> None:
+    def build(run: ls.Run) -> list[str]:
+        import warnings
+
+        said = []
+        torch.set_num_threads(1 + run.rank)
+        for num_shards in (4, 2):
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(image_net())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    ls.Trainer(model, torch.optim.SGD(model.parameters()), loss=mean_loss, num_shards=num_shards)
+                except ValueError as error:
+                    said.append(str(error))
+                said += [str(warning.message) for warning in caught]
+        return said
+
+    for said in ls.launch(build, devices="cpu:2"):
+        assert "1 is SyncBatchNorm" in said[0]
+        assert "4 shards on 2 workers" in said[0]
+        assert "as many shards as workers" in said[1]
+        assert "Ranks 0 and 1 differ" in said[2]
+        assert "threads is 1 and 2" in said[2]

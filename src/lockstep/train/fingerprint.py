@@ -64,7 +64,7 @@ class Fingerprint:
 def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fingerprint:
     """Return what the bits of a run on `device` depend on, as this process is set now (local)."""
     return Fingerprint(
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # it is of a class of its own
         device=_describe_device(device),
         threads=torch.get_num_threads(),
         num_shards=num_shards,
