@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.process.training_cases import CASES, NUM_EPOCHS, Case, image_net, mean_loss
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep as ls
 from lockstep.checkpoint import state_digest
@@ -186,6 +187,9 @@ def make_mistakes(run: ls.Run) -> Answer:
     skip.spoil = lambda loss, _batch: loss
     found["after skipping"] = skip.try_step(1)
     found["digests"] = stop.trainer.digest(), skip.trainer.digest()
+    theirs = stop.trainer.evaluate(stop.loader, MulticlassAccuracy(num_classes=2, average="micro"))
+    ours = stop.trainer.evaluate(stop.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
+    found["accuracy"] = float(theirs), ours["metric"].value
     return found
 
 
@@ -225,6 +229,11 @@ def test_training_goes_on_after_errors(mistakes: list[Answer]) -> None:
     for answer in mistakes:
         assert answer["goes on"] == answer["unfrozen"] == answer["after skipping"] == "changed"
     assert mistakes[0]["digests"] == mistakes[1]["digests"]
+
+
+def test_an_object_of_torchmetrics_counts_every_sample_once(mistakes: list[Answer]) -> None:
+    for theirs, ours in (answer["accuracy"] for answer in mistakes):
+        assert theirs == pytest.approx(ours, abs=1e-6)
 
 
 def test_a_step_is_skipped_on_all_workers_alike(mistakes: list[Answer]) -> None:

@@ -142,13 +142,11 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> 
             f"{'; '.join(differences)}."
         )
     typer.echo(f"NOT equal: {odd} against {reference}: {other.difference}.")
-    if again is None:
-        return
-    if again.difference is None:
+    if again is not None and again.difference is None:
         typer.echo(f"{reference} twice gives the same bits: the difference comes with the number of workers.")
-    else:
+    elif again is not None or reference in odd:
         typer.echo(
-            f"{reference} twice differs as well; {again.difference}. So the run cannot be repeated, whatever the "
-            "number of workers: look for an operator without a deterministic form (deterministic: true refuses those), "
+            f"{reference} twice differs{'' if again is None else f' as well; {again.difference}'}. So the run cannot be "
+            "repeated, whatever the number of workers: look for an operator without a deterministic form (deterministic: true refuses those), "
             "for random numbers of a generator that is not seeded per step, for time, or for threads."
         )

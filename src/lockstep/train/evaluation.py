@@ -85,6 +85,7 @@ def update_in_order(
         world: The workers.
     """
     metric.reset()
+    device = next(part.device for part in _singles(metric))
     for batch in batches:
         mine = [(part.shard, update_of(batch, part)) for part in batch.slices]
         if world.rank == 0 and world.group is None:
@@ -93,7 +94,7 @@ def update_in_order(
             found = world.gather_objects(tree_map_only(Tensor, Tensor.cpu, mine))
         if world.rank == 0:
             for _, (prediction, target) in sorted(itertools.chain(*found), key=itemgetter(0)):
-                metric.update(*tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), (prediction, target)))
+                metric.update(*tree_map_only(Tensor, lambda tensor: tensor.to(device), (prediction, target)))
     if world.rank == 0:
         with _alone(metric):
             value = metric.compute()
@@ -103,8 +104,7 @@ def update_in_order(
 @contextmanager
 def _alone(metric: Any) -> Iterator[None]:
     """Let a metric and those within it take this process for the only one."""
-    single = sys.modules["torchmetrics"].Metric
-    parts = [part for part in metric.modules() if isinstance(part, single)]
+    parts = _singles(metric)
     before = [part.distributed_available_fn for part in parts]
     try:
         for part in parts:
@@ -113,6 +113,12 @@ def _alone(metric: Any) -> Iterator[None]:
     finally:
         for part, function in zip(parts, before, strict=True):
             part.distributed_available_fn = function
+
+
+def _singles(metric: Any) -> list[Any]:
+    """Return a metric and those within it, or those of a collection."""
+    single = sys.modules["torchmetrics"].Metric
+    return [part for part in metric.modules() if isinstance(part, single)]
 
 
 def _nobody_else() -> bool:

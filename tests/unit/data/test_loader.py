@@ -189,3 +189,18 @@ def test_a_stream_is_refused() -> None:
 def test_a_step_outside_the_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match="have 3 steps"):
         loader().epoch(0, start_step=4)
+
+
+def test_a_data_set_that_grows_or_shrinks_is_refused() -> None:
+    data = Noisy(23)
+    batches = ShardedLoader(data, batch_size=8, num_shards=4)
+    assert len(list(batches.epoch(0))) == 3
+    data.length = 25
+    with pytest.raises(ValueError, match=r"had 23 samples .* and has 25 now"):
+        batches.epoch(1)
+    data.length = 23
+    epoch = batches.epoch(1)
+    assert [next(epoch).cursor.step for _ in range(3)] == [0, 1, 2]
+    data.length = 22
+    with pytest.raises(ValueError, match="has 22 now"):
+        next(epoch)

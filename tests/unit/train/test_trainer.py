@@ -1,5 +1,7 @@
 """The trainer with one worker, against plain PyTorch."""
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -303,3 +305,89 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
         Trainer(3, optimizer, loss=mean_loss, num_shards=1)
     with pytest.raises(TypeError, match="wrapped already"):
         Trainer(nn.DataParallel(model()), optimizer, loss=mean_loss, num_shards=1)
+    with pytest.raises(ValueError, match="nonfinite is 'ignore', expected 'stop' or 'skip'"):
+        trainer(model(), nonfinite="ignore")
+    with pytest.raises(ValueError, match="balance is 'fast', expected 'even' or 'speed'"):
+        trainer(model(), balance="fast")
+
+
+def test_a_batch_of_another_loader_is_refused() -> None:
+    training = trainer(model())
+    training.step(next(loader().epoch(0)))
+    with pytest.raises(ValueError, match=r"is of a loader of 21 samples .* trains on one of 22 samples"):
+        training.step(next(loader(length=21).epoch(0)))
+
+
+def test_a_restored_run_begins_where_it_stood() -> None:
+    # The loop of a fresh run would train on the first batches of the epoch a second time.
+    first, second = trainer(model()), trainer(model())
+    first.step(next(loader().epoch(0)))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"stands before epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
+        second.step(next(loader().epoch(0)))
+    second.step(next(loader().epoch(0, second.cursor.step)))
+
+
+def test_other_conditions_than_those_of_the_state_are_warned_of() -> None:
+    state = trainer(model()).state_dict()
+    state["fingerprint"]["threads"] += 1
+    with pytest.warns(UserWarning, match="other conditions than it began: threads is"):
+        trainer(model()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda net: net.append(nn.Linear(1, 1)), "4.weight is new or newly trained; 4.bias is new"),
+        (lambda net: net[0].bias.requires_grad_(False), "0.bias is no longer trained"),
+        (lambda net: net.float(), r"0.weight \(5x6, torch.float64.* is 0.weight \(5x6, torch.float32"),
+        (lambda net: net.__setitem__(0, nn.Linear(FEATURES, 5, dtype=torch.float64)), "another of the same name"),
+    ],
+)
+def test_a_model_that_changes_between_steps_is_refused(change: Any, said: str) -> None:
+    net = model()
+    training = trainer(net)
+    training.step(next(loader().epoch(0)))
+    change(net)
+    with pytest.raises(ValueError, match=said):
+        training.step(next(loader().epoch(0, 1)))
+
+
+def test_a_step_that_is_not_finite_can_be_left_out() -> None:
+    norm: Any = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1)).double()
+    spoilt = [1.0, float("nan"), 1.0]
+    training = trainer(norm, num_shards=1, loss=lambda m, b: mean_loss(m, b) * spoilt[0], nonfinite="skip")
+    batches = list(loader(num_shards=1).epoch(0))
+    for batch, factor in zip(batches, (1.0, float("nan"), 1.0), strict=True):
+        before, spoilt[0] = training.digest(), factor
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = training.step(batch)
+        assert result.is_skipped == (factor != 1.0) == (training.digest() == before) == bool(caught)
+    assert (training.cursor.epoch, training.cursor.step, training.global_step) == (1, 0, 3)
+
+
+def test_a_loss_with_a_negative_weight_is_refused() -> None:
+    training = trainer(model(), loss=lambda model, batch: (mean_loss(model, batch), -1))
+    with pytest.raises(LossError, match="shard 0 has weight -1"):
+        training.step(next(loader().epoch(0)))
+
+
+def test_the_gradient_is_held_in_few_copies() -> None:
+    # 8 shards: three partials and the gradient that is being computed, and no more.
+    net = nn.Linear(500, 2, bias=False)
+    data_set = TensorDataset(torch.ones(8, 500), torch.ones(8, 2))
+    training = trainer(net, num_shards=8)
+    most = 0
+
+    def count(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal most
+        loss = mean_loss(model, batch)
+        gc.collect()
+        held = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == net.weight.shape]
+        most = max(most, len(held))
+        return loss
+
+    training._loss = count
+    training.step(next(ShardedLoader(data_set, batch_size=8, num_shards=8).epoch(0)))
+    assert most == 3  # while the eighth is to come

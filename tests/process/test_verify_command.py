@@ -1,0 +1,96 @@
+"""`lockstep verify` as a user runs it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [str(Path(sys.executable).with_name("lockstep")), "verify"]
+
+MODULE = """
+import random, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+class Clock(Net):
+    noise = torch.Generator().manual_seed(time.time_ns() % 2**31)
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs + torch.rand(outputs.shape, generator=self.noise)
+
+class Counting(Net):
+    def forward(self, inputs): return super().forward(inputs) * dist.get_world_size()
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(54, 6, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+"""
+CONFIG = """
+model: mine:Net
+data: mine:data
+loss: torch.nn.functional:mse_loss
+optimizer: torch.optim:SGD
+optimizer_args: {lr: 0.1}
+batch_size: 16
+num_shards: 3
+device_ids: cpu
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "mine.yaml", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def test_equal_runs_are_shown_and_pass(project: Path) -> None:
+    # 6 steps are an epoch and a half: 54 samples in batches of 16.
+    finished = verify(project, "--workers", "1,3", "--steps", "6")
+    assert finished.returncode == 0, finished.stderr
+    rows = re.findall(r"│ (\d+) +│ (\w{16}) +│ (\w{16}) +│", finished.stdout)
+    assert [row[0] for row in rows] == list("123456")
+    assert all(left == right for _, left, right in rows)
+    assert len({left for _, left, _ in rows}) == 6
+    assert re.search(r"^digest [0-9a-f]{64}$", finished.stdout, re.MULTILINE)
+    assert "1 thread, 3 shards, seed 0, deterministic" in finished.stdout
+    assert not list(project.glob("runs*"))
+
+
+def test_a_run_that_cannot_be_repeated_is_told_where(project: Path) -> None:
+    # One number is run twice.
+    finished = verify(project, "model=mine:Clock", "--workers", "1", "--steps", "2")
+    assert finished.returncode == 1
+    said = " ".join(finished.stdout.split())
+    assert "NOT equal: 1 worker, again against 1 worker: the first difference is after step 1, in 0.weight (and" in said
+    assert "cannot be repeated, whatever the number of workers" in said
+
+
+def test_a_run_that_depends_on_the_number_of_workers_is_told_so(project: Path) -> None:
+    finished = verify(project, "model=mine:Counting", "--workers", "1,2", "--steps", "2")
+    assert finished.returncode == 1
+    assert "1 worker twice gives the same bits" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"), [("1,x", "expected numbers of workers such as 1,2,3"), ("1,4", "4 workers cannot share")]
+)
+def test_numbers_that_cannot_be_are_refused(project: Path, workers: str, said: str) -> None:
+    finished = verify(project, "--workers", workers)
+    assert finished.returncode == 2
+    assert said in finished.stderr
