@@ -145,8 +145,9 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> 
     if again is not None and again.difference is None:
         typer.echo(f"{reference} twice gives the same bits: the difference comes with the number of workers.")
     elif again is not None or reference in odd:
+        where = "" if again is None else f" as well; {again.difference}"
         typer.echo(
-            f"{reference} twice differs{'' if again is None else f' as well; {again.difference}'}. So the run cannot be "
-            "repeated, whatever the number of workers: look for an operator without a deterministic form (deterministic: true refuses those), "
-            "for random numbers of a generator that is not seeded per step, for time, or for threads."
+            f"{reference} twice differs{where}. So the run cannot be repeated, whatever the number of workers: look for "
+            "an operator without a deterministic form (deterministic: true refuses those), for random numbers of a "
+            "generator that is not seeded per step, for time, or for threads."
         )
