@@ -5,7 +5,7 @@ VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint bench-ddp bench-comm clean
+.PHONY: train test lint bench-ddp bench-comm bench-bits clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -20,6 +20,9 @@ lint: $(STAMP)
 
 bench-ddp: $(STAMP)
 	$(VENV)/bin/python benchmarks/ddp.py
+
+bench-bits: $(STAMP)
+	$(VENV)/bin/python benchmarks/bits.py
 
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py

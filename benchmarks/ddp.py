@@ -29,13 +29,11 @@ first step on; shown is the highest figure less that before the model was made, 
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,12 +44,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tables import NOISY_SPREAD, load_average, mark, print_row, tell
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training_models import MODELS, Model
+from turns import attempt, own_bytes, play_round, return_large_blocks
 
 import lockstep as ls
-
-Batch = tuple[Tensor, Tensor]
 
 ALONE = "alone"
 TORCH_GLOO = "torch-gloo"
@@ -78,8 +77,6 @@ TOLERANCE = 1e-4
 LEAST_ROUNDS = 5
 CASE_SECONDS = 30.0
 """A model gets fewer rounds than asked for, though not fewer than `LEAST_ROUNDS`, where they would take longer."""
-NOISY_SPREAD = 0.5
-"""A time whose quartiles are further apart, in units of the median, is marked."""
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for one that has failed."""
 MEMORY_STEPS = 4
@@ -91,83 +88,6 @@ ERROR_LENGTH = 60
 """So much of an error goes into a cell; all of it goes to stderr."""
 
 
-# -- Models ------------------------------------------------------------------------------------------------------------
-
-
-def mlp() -> nn.Module:
-    """Little computation: bound by communication."""
-    layers = [nn.Linear(784, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1536, 10))
-
-
-class Transformer(nn.Module):
-    """Six layers, as of a small language model."""
-
-    WORDS, LENGTH, WIDTH = 512, 32, 384
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(self.WORDS, self.WIDTH)
-        self.places = nn.Parameter(torch.zeros(self.LENGTH, self.WIDTH))
-        layer = nn.TransformerEncoderLayer(self.WIDTH, 6, 4 * self.WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, num_layers=6)
-        self.head = nn.Linear(self.WIDTH, self.WORDS)
-
-    def forward(self, words: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.layers(self.words(words) + self.places))
-        return scores
-
-
-def conv_net() -> nn.Module:
-    """With BatchNorm, whose buffers travel too: bound by computation."""
-    layers: list[nn.Module] = []
-    for inputs, outputs, has_pool in (
-        *((3, 64, True), (64, 128, True), (128, 256, False), (256, 256, True)),
-        *((256, 512, False), (512, 512, True)),
-    ):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        layers += [nn.MaxPool2d(2)] * has_pool
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512 * 4, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
-def many_tiny() -> nn.Module:
-    """400 parameters of 16 to 256 numbers: bound by overhead."""
-    linears = [nn.Linear(16, 16) for _ in range(200)]
-    for linear in linears:
-        nn.init.orthogonal_(linear.weight)  # else gradients vanish on their way through 200 layers, and denormals crawl
-    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
-
-
-def images(num_samples: int, *shape: int, num_classes: int = 10) -> Batch:
-    return torch.randn(num_samples, *shape), torch.randint(0, num_classes, (num_samples,))
-
-
-def text() -> Batch:
-    words = torch.randint(0, Transformer.WORDS, (2, Transformer.LENGTH + 1))
-    return words[:, :-1], words[:, 1:]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What is trained."""
-
-    title: str
-    build: Callable[[], nn.Module]
-    make_batch: Callable[[], Batch]
-    optimizers: tuple[str, ...]
-    """Which of those that were asked for it is timed with."""
-    steps: int
-    """How many steps a turn has."""
-
-
-MODELS = {
-    "mlp": Model(title="MLP", build=mlp, make_batch=lambda: images(32, 784), optimizers=("sgd", "adamw"), steps=6),
-    "transformer": Model(title="transformer", build=Transformer, make_batch=text, optimizers=("sgd", "adamw"), steps=2),
-    "conv": Model(
-        title="conv net", build=conv_net, make_batch=lambda: images(4, 3, 32, 32), optimizers=("sgd",), steps=3
-    ),
-    "tiny": Model(title="tiny", build=many_tiny, make_batch=lambda: images(8, 16), optimizers=("sgd",), steps=15),
-}
 MEMORY_MODELS = ("mlp", "transformer")
 
 
@@ -226,22 +146,6 @@ class Contender:
         if self._group is not None:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(self._group)
-
-
-def attempt(call: Callable[[], float]) -> tuple[float, str]:
-    """Return the highest of what `call` returns on all ranks, and what went wrong first in time where something did.
-
-    Collective over the default group, in which nothing else happens.
-    """
-    figure, error = 0.0, ""
-    try:
-        figure = call()
-    except Exception as raised:  # noqa: BLE001 - whatever a side does, the others go on
-        error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
-    outcomes = [(figure, time.monotonic(), error)] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcomes[0])
-    errors = [(when, error) for _, when, error in outcomes if error]
-    return max(figure for figure, _, _ in outcomes), min(errors)[1] if errors else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,20 +222,6 @@ def time_case(run: ls.Run, name: str, optimizer: str, sides: Sequence[str], roun
     )
 
 
-def play_round(
-    sides: Sequence[str], take_turn: Callable[[str], float], seconds: dict[str, list[float]], errors: dict[str, str]
-) -> None:
-    """Let each side that has not failed yet have its turn (collective)."""
-    for side in filter(seconds.__contains__, sides):
-        dist.barrier()
-        spent, error = attempt(partial(take_turn, side))
-        if error:
-            errors[side] = error
-            del seconds[side]
-        else:
-            seconds[side].append(spent)
-
-
 def mean_gradients(model: Model, rank: int) -> list[Tensor]:
     """Return the mean over all ranks of the plain module's gradients (collective)."""
     plain = Contender(ALONE, model, "sgd", rank)
@@ -377,26 +267,7 @@ def measure_memory(run: ls.Run, name: str, side: str) -> float:
     return float(highest - before)
 
 
-def return_large_blocks() -> None:
-    """Let malloc give every large block back to the system when it is freed, so that figures can be repeated.
-
-    By default it begins to keep them, and then resident memory tells of its holes as well.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
-
-
-def own_bytes() -> int:
-    """Return this process's share of the memory that is not a file's."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
-
-
 # -- In the launcher ---------------------------------------------------------------------------------------------------
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def launch_world(
@@ -432,18 +303,6 @@ def launch_memory(name: str, sides: Sequence[str]) -> tuple[dict[str, float], di
     return found, errors
 
 
-def spread(samples: Sequence[float]) -> float:
-    """Return the distance between the quartiles, in units of the median."""
-    if len(samples) < 2:  # noqa: PLR2004 - there are no quartiles
-        return 0.0
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return (high - low) / abs(middle) if middle else float("inf")
-
-
-def mark(*samples: Sequence[float]) -> str:
-    return "~" if any(spread(each) > NOISY_SPREAD for each in samples) else ""
-
-
 def show_time(times: Times, side: str) -> str:
     if side in times.errors:
         return show_error(times.errors[side])
@@ -475,10 +334,6 @@ def show_share(times: Times) -> str:
     return f"{mark(ours, theirs)}{statistics.median(ours) / statistics.median(theirs):.2f}"
 
 
-def print_row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
-
-
 def print_times(all_times: Iterable[Times], sides: Sequence[str]) -> None:
     """Print the first table, row by row."""
     ratios = ("Lockstep on shm / torch on Gloo", "Lockstep on Gloo / torch on Gloo", "added: Lockstep shm / torch Gloo")
@@ -505,10 +360,6 @@ def print_memory(names: Iterable[str], sides: Sequence[str]) -> None:
         has_both = found.keys() >= {LOCKSTEP_SHM, TORCH_GLOO}
         ratio = f"{found[LOCKSTEP_SHM] / found[TORCH_GLOO]:.2f}" if has_both else "-"
         print_row(MODELS[name].title, *figures, ratio)
-
-
-def load_average() -> str:
-    return " ".join(f"{value:.2f}" for value in os.getloadavg())
 
 
 def parse_options() -> argparse.Namespace:
