@@ -1,13 +1,15 @@
 """`SyncBatchNorm` on real ranks against BatchNorm on the whole batch.
 
-One launch per backend plays every scene; each rank compares for itself, since all ranks know all batches by their seed.
+One launch plays every scene in every group. Each rank compares for itself: all ranks know all batches by their seed.
 """
 
 import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,15 @@ PARTS = {"even": (4, 4, 4), "uneven": (5, 2, 1), "first empty": (0, 3, 4), "one 
 """Samples per rank."""
 EXACT = 1e-10
 SINGLE = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a scene is played."""
+
+    number: int
+    size: int
+
 
 # --- what every rank computes ---------------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ def message_of(call: Any) -> str:
 # --- scenes ---------------------------------------------------------------------------------------------------------
 
 
-def parity(rank: Rank, answers: Answers) -> None:
+def parity(rank: Place, answers: Answers) -> None:
     tails: list[tuple[int, ...]] = [(), (5,), (4, 3), (2, 3, 2)]
     for name, sizes in PARTS.items():
         for tail in tails:
@@ -146,7 +157,7 @@ def parity(rank: Rank, answers: Answers) -> None:
 
 
 @torch.no_grad()
-def large_means(rank: Rank, answers: Answers) -> None:
+def large_means(rank: Place, answers: Answers) -> None:
     # Channels innermost: there torch's kernel has a mean that is wrong by half a deviation and more.
     for name, tail, layout in (("2-D", (), None), ("4-D", (40, 50), torch.channels_last)):
         size = 20 if tail else 40_000
@@ -161,7 +172,7 @@ def large_means(rank: Rank, answers: Answers) -> None:
         answers[f"var {name}"] = float((layer.running_var / truth.running_var - 1).abs().max())
 
 
-def low_precision(rank: Rank, answers: Answers) -> None:
+def low_precision(rank: Place, answers: Answers) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         parts = batches(PARTS["uneven"][: rank.size], (4, 3), dtype)
         ours, truth = randomized(SyncBatchNorm(CHANNELS)), randomized(Whole(CHANNELS))
@@ -182,7 +193,7 @@ def low_precision(rank: Rank, answers: Answers) -> None:
         answers[f"{dtype} all cast"] = cast(parts[rank.number]).dtype == dtype
 
 
-def state(rank: Rank, answers: Answers) -> None:
+def state(rank: Place, answers: Answers) -> None:
     parts = batches(PARTS["uneven"][: rank.size], (7, 5), torch.float32)
     layer = SyncBatchNorm(CHANNELS)
     with torch.no_grad():
@@ -200,7 +211,7 @@ def state(rank: Rank, answers: Answers) -> None:
         answers["eval bits"] = torch.equal(alone(parts[0]), plain(parts[0]))
 
 
-def numbers_of_calls(rank: Rank, answers: Answers) -> None:
+def numbers_of_calls(rank: Place, answers: Answers) -> None:
     calls: list[str] = []
     originals = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
 
@@ -221,7 +232,7 @@ def numbers_of_calls(rank: Rank, answers: Answers) -> None:
     answers["calls"] = calls
 
 
-def too_few_values(rank: Rank, answers: Answers) -> None:
+def too_few_values(rank: Place, answers: Answers) -> None:
     layer = SyncBatchNorm(CHANNELS)
     answers["all empty"] = message_of(lambda: layer(torch.zeros(0, CHANNELS, 4)))
     answers["one in the world"] = message_of(lambda: layer(torch.zeros(int(rank.number == 0), CHANNELS)))
@@ -229,7 +240,7 @@ def too_few_values(rank: Rank, answers: Answers) -> None:
     answers["one each"] = message_of(lambda: layer(torch.zeros(1, CHANNELS)))
 
 
-def unequal_needs(rank: Rank, answers: Answers) -> None:
+def unequal_needs(rank: Place, answers: Answers) -> None:
     parts = batches(PARTS["even"][: rank.size], ())
     layer = randomized(SyncBatchNorm(CHANNELS, dtype=torch.float64))
     leaf = parts[rank.number].clone().requires_grad_(rank.number == 0)
@@ -250,13 +261,36 @@ def unequal_needs(rank: Rank, answers: Answers) -> None:
             answers["no_grad elsewhere"] = str(error)
 
 
-def differentiated_twice(rank: Rank, answers: Answers) -> None:
-    leaf = torch.randn(4, CHANNELS, requires_grad=True)
-    output = SyncBatchNorm(CHANNELS)(leaf)
-    answers["create_graph"] = message_of(lambda: torch.autograd.grad(output.sum(), leaf, create_graph=True))
+def differentiated_twice(rank: Place, answers: Answers) -> None:
+    parts = batches(PARTS["even"][: rank.size], ())
+    layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+    leaf = parts[rank.number].requires_grad_()
+    sources = (leaf, layer.weight, layer.bias)
+    # The gradient of the sum needs no gradient itself, and yet its gradients depend on the inputs.
+    outputs = [layer(leaf).sum() + layer(leaf).square().sum() for _ in range(2)]
+    once = torch.autograd.grad(outputs[0], sources, create_graph=True)
+    truth = torch.autograd.grad(outputs[1], sources)
+    answers["graph of gradients"] = max(distance(found, expected) for found, expected in zip(once, truth, strict=True))
+    for name, gradient in zip(("input", "weight", "bias"), once, strict=True):
+        answers[f"twice, {name}"] = message_of(gradient.sum().backward)
 
 
-def checkpointed(rank: Rank, answers: Answers) -> None:
+def replicated(rank: Place, answers: Answers) -> None:
+    net = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), SyncBatchNorm(CHANNELS))
+    inputs = torch.randn(4, CHANNELS)
+    answers["replicated"] = message_of(lambda: ls.DataParallel(net, ["cpu", "cpu"])(inputs))
+    answers["one part of a replicated"] = message_of(lambda: ls.DataParallel(net, ["cpu", "cpu"])(inputs[:1]))
+    answers["replicated criterion"] = message_of(
+        lambda: ls.DataParallelCriterion(nn.Sequential(net))(list(inputs.chunk(2)))
+    )
+    for name, ready in {
+        "one replica": ls.DataParallel(net, ["cpu"]),
+        "evaluating": ls.DataParallel(net.eval(), ["cpu", "cpu"]),
+    }.items():
+        answers[name] = message_of(partial(ready.train(name == "one replica"), inputs))
+
+
+def checkpointed(rank: Place, answers: Answers) -> None:
     parts = batches(PARTS["uneven"][: rank.size], (4,))
 
     def gradient(reentrant: bool | None) -> Tensor:
@@ -274,7 +308,7 @@ def checkpointed(rank: Rank, answers: Answers) -> None:
         answers[f"checkpoint, reentrant={reentrant}"] = distance(gradient(reentrant), truth)
 
 
-def wrapped(rank: Rank, answers: Answers) -> None:
+def wrapped(rank: Place, answers: Answers) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6, 2))
     net = net.double()
@@ -291,7 +325,7 @@ def wrapped(rank: Rank, answers: Answers) -> None:
         answers[f"ddp {name}"] = distance(found.grad, expected.grad)
 
 
-def groups(rank: Rank, answers: Answers) -> None:
+def groups(rank: Place, answers: Answers) -> None:
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([number]) for number in range(rank.size)][rank.number]
     parts = [random(number, 4, CHANNELS).float() for number in range(rank.size)]
@@ -315,7 +349,7 @@ def groups(rank: Rank, answers: Answers) -> None:
     answers["shared group"] = copy.deepcopy(nn.Sequential(layer, layer))[1].process_group is pair
 
 
-def mistakes(rank: Rank, answers: Answers) -> None:
+def mistakes(rank: Place, answers: Answers) -> None:
     layer = SyncBatchNorm(CHANNELS)
     answers["other channels"] = message_of(lambda: layer(torch.zeros(4, 5)))
     answers["one dimension"] = message_of(lambda: layer(torch.zeros(4)))
@@ -334,34 +368,52 @@ SCENES = (
     unequal_needs,
     differentiated_twice,
     checkpointed,
+    replicated,
     wrapped,
     groups,
     mistakes,
 )
 
 
-def every_scene(rank: Rank, backend: str) -> Answers:
-    warnings.simplefilter("error")
+def every_scene(place: Place, backend: str, store: dist.Store) -> Answers:
     early = SyncBatchNorm(CHANNELS)  # before there is a group
-    dist.init_process_group(backend, store=rank.store(), rank=rank.number, world_size=rank.size)
+    dist.init_process_group(backend, store=store, rank=place.number, world_size=place.size)
     answers: Answers = {}
-    inputs = torch.full((1, CHANNELS), float(rank.number))
+    inputs = torch.full((1, CHANNELS), float(place.number))
     for name, layer in {"early": early, "pickled": pickle.loads(pickle.dumps(early))}.items():
         answers[f"built {name}"] = layer(inputs).sum().item()
     for scene in SCENES:
-        scene(rank, answers)
+        scene(place, answers)
     dist.barrier()
+    dist.destroy_process_group()
     return answers
+
+
+def every_group(rank: Rank) -> list[Answers]:
+    """Return the answers of each group; none for a group that this rank is not in."""
+    warnings.simplefilter("error")
+    store = rank.store()
+    return [
+        every_scene(Place(rank.number, size), backend, dist.PrefixStore(f"{backend} {size}", store))
+        for backend, size in BACKENDS
+        if rank.number < size
+    ]
 
 
 # --- what is expected -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=BACKENDS, ids=lambda param: f"{param[0]}-{param[1]}")
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Answers]]:
-    backend, world_size = request.param
-    with Ranks(tmp_path_factory.mktemp("ranks"), world_size, every_scene, backend) as ranks:
-        yield ranks.results()
+@pytest.fixture(scope="module")
+def answers_of_groups(tmp_path_factory: pytest.TempPathFactory) -> list[list[Answers]]:
+    """What each rank found in each group: one launch, for what takes long is what each rank has to load."""
+    with Ranks(tmp_path_factory.mktemp("ranks"), max(size for _, size in BACKENDS), every_group) as ranks:
+        found = [iter(answers) for answers in ranks.results()]
+    return [[next(answers) for answers in found[:size]] for _, size in BACKENDS]
+
+
+@pytest.fixture(params=range(len(BACKENDS)), ids=lambda index: "-".join(map(str, BACKENDS[index])))
+def answers(request: pytest.FixtureRequest, answers_of_groups: list[list[Answers]]) -> list[Answers]:
+    return answers_of_groups[request.param]
 
 
 def above(answers: list[Answers], prefix: str, limit: float) -> dict[str, float]:
@@ -429,9 +481,47 @@ def test_a_rank_without_backward_is_named(answers: list[Answers]) -> None:
     assert said in answers[0]["no_grad elsewhere"]
 
 
-def test_a_second_derivative_is_an_error(answers: list[Answers]) -> None:
+def test_a_graph_of_gradients_may_be_made_and_not_be_used(answers: list[Answers]) -> None:
+    # create_graph=True alone was an error once, and a wrapper or an optimizer may set it without need.
+    assert above(answers, "graph of gradients", EXACT) == {}
     for answer in answers:
-        assert answer["create_graph"].startswith("RuntimeError: SyncBatchNorm cannot be differentiated twice.")
+        for name in ("input", "weight", "bias"):
+            assert answer[f"twice, {name}"].startswith("RuntimeError: SyncBatchNorm cannot be differentiated twice.")
+
+
+def test_replicas_of_one_process_do_not_synchronise(answers: list[Answers]) -> None:
+    # Replicas called the other ranks in any order, and each had the statistics of whichever it met.
+    for rank, answer in enumerate(answers):
+        said = f"ValueError: Rank {rank} of {len(answers)} replicates a module with a SyncBatchNorm that is training."
+        assert answer["replicated"].startswith(said)
+        assert answer["one part of a replicated"].startswith(said)
+        assert answer["replicated criterion"].startswith(said)
+        assert answer["one replica"] == answer["evaluating"] == "no error"
+
+
+def abandoned(rank: Rank) -> list[str]:
+    rank.join()
+    net = SyncBatchNorm.convert_sync_batchnorm(nn.ModuleDict({"norm": nn.BatchNorm1d(CHANNELS)}))
+    output = net["norm"](torch.randn(4, CHANNELS))
+    if rank.number == 1:
+        return []
+    alone = SyncBatchNorm(CHANNELS)
+    return [notes_of(output.sum().backward), notes_of(partial(alone, torch.randn(4, CHANNELS)))]
+
+
+def notes_of(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return "".join(getattr(error, "__notes__", []))
+    return "no error"
+
+
+def test_who_waits_in_vain_is_told_for_which_layer(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, abandoned) as ranks:
+        backward, forward = ranks.result(0)
+    assert backward.startswith("This was the backward of SyncBatchNorm 'norm' on rank 0.")
+    assert forward.startswith("This was the forward of a SyncBatchNorm of 3 channels on rank 0.")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

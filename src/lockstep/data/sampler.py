@@ -31,8 +31,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         DataLoader(test_set, batch_size=64, sampler=ls.DistributedSampler(test_set, shuffle=False, pad=False))
 
     A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, in training: not with
-    `shuffle=False`, with `pad=False`, or under `torch.no_grad()`. A data set that has become longer or shorter is
-    followed in the next epoch.
+    `shuffle=False`, with `pad=False`, or under `torch.no_grad()`, which must be on when the epoch begins: around the
+    loop over the loader, not within it. Epochs that a `break` cuts short are never warned of, for they may be a glance
+    at a batch. A data set that has become longer or shorter is followed in the next epoch.
 
     Args:
         dataset: Anything with a length.

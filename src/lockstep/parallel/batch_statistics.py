@@ -5,6 +5,8 @@ mean is large beside the deviation, the difference of those sums is nothing but 
 same rows in the same way, so that running statistics stay equal on all of them, bit for bit.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.parallel.batch_norm_kernels import local_moments
+
+_BEGINNING = "This was the"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +33,24 @@ class BatchStatistics:
     """One number per rank: 1 where autograd records the forward, else 0."""
 
 
+@contextmanager
+def naming_the_layer(called: str, phase: str, world: World) -> Iterator[None]:
+    """Add to an error of a collective call whose it was: a wait that ends by timeout, or with a rank that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        # A group that has failed raises the same error in every call: what was said of another call is no longer true.
+        error.__notes__ = [note for note in getattr(error, "__notes__", []) if not note.startswith(_BEGINNING)]
+        error.add_note(
+            f"{_BEGINNING} {phase} of {called} on rank {world.rank}. It is collective while training: all "
+            f"{world.world_size} ranks of its group must run the layer's forward, and the backward that follows, "
+            "equally often and in the same order. Look for a branch or a loop that differs between ranks."
+        )
+        raise
+
+
 @torch.no_grad()
-def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: bool) -> BatchStatistics:
+def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: bool, called: str) -> BatchStatistics:
     """Return the statistics of every rank's `inputs` together (collective).
 
     Args:
@@ -38,6 +58,7 @@ def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: 
         eps: Of the layer.
         world: The ranks; more than one.
         is_recorded: Whether autograd records this rank's forward.
+        called: What messages call the layer.
 
     Raises:
         ValueError: All ranks together have at most one value per channel; on every one of them.
@@ -47,7 +68,8 @@ def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: 
     row = torch.cat([mean, deviation, mean.new_tensor([count, is_recorded])])
     # A list of rows: the call for one tensor has one name up to torch 2.12 and another from 2.13 on.
     rows = row.new_empty(world.world_size, row.numel())
-    dist.all_gather(list(rows.unbind()), row, group=world.group)
+    with naming_the_layer(called, "forward", world):
+        dist.all_gather(list(rows.unbind()), row, group=world.group)
     statistics = combine(rows)
     # Where there is at most one value on all ranks there is at most one here. So whoever has more need not look at the
     # sum, for which it would have to wait for its GPU.

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.nn.parallel.data_parallel import _check_balance
 
+from lockstep.parallel.compiled import not_compiled
 from lockstep.parallel.copies import Copies
 from lockstep.parallel.replica_devices import DeviceId, as_device, as_id, as_ids, visible_ids
 from lockstep.parallel.replica_threads import ReplicaThreads
-from lockstep.parallel.replicas import Replicas, check_home, replicate
+from lockstep.parallel.replicas import Replicas, check_home, check_not_synchronized, replicate
 from lockstep.parallel.scatter import join_outputs, scatter_arguments
 
 
@@ -35,12 +36,19 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
       writes in place is in torch's too. Other attributes that forward sets are lost, in both.
     - Tensors that fall into different numbers of parts are an error; torch drops samples. Inputs without any tensor go
       to the first replica only; torch's runs every replica on them.
-    - Replicas take over autocast's dtype and inference mode; `module.compile()` has no effect on them.
+    - Replicas take over autocast's dtype and inference mode. They run uncompiled: `torch.compile` and
+      `module.compile()`, on the module or a part of it, have no effect on them, nor has compiling what holds this.
+    - A forward that is set on the module itself, as a method or a `functools.partial` of one, runs on the replica. A
+      function that refers to the module by name cannot be told, and runs on the module.
+    - In a process group a SyncBatchNorm that is training is an error: its calls from several replicas would mix.
     - An exception is the replica's own, with a note that says which one it was.
 
-    Random numbers: replicas on GPUs draw from their device's generator, so a run repeats after `torch.manual_seed`.
-    Replicas on the CPU share one generator, from which threads draw in an order that is not repeatable: two runs with
-    dropout differ. Forward may be called from several threads.
+    Random numbers: replicas of one device, the CPU included, take turns, so a run repeats after `torch.manual_seed`.
+    Only in eval mode without gradients do they run at the same time. What replicas on GPUs draw from the CPU's
+    generator does not repeat. Forward may be called from several threads.
+
+    Replicas run as in their caller's thread: its grad mode, autocast, inference mode, default device, number of threads
+    and context variables. Hooks for saved tensors reach only the replicas of the first device.
 
     Args:
         module: Any module whose parameters and buffers are on the first device.
@@ -84,18 +92,20 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         if len(self.device_ids) == 1:
             module.to(home)
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Cut the inputs, run a replica on each part, and join their outputs.
 
         Raises:
             RuntimeError: A parameter or buffer is not on the first device, or outputs do not fit together.
-            ValueError: Inputs do not fit together.
+            ValueError: Inputs do not fit together, or a SyncBatchNorm is training in a process group.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if len(self.device_ids) <= 1:
                 output = self._run_module(inputs, kwargs)
                 return output if self.gather_output else [output]
             check_home(self.module, self.src_device_obj)
+            check_not_synchronized(self.module)
             parts, named_parts = self.scatter(inputs, kwargs, self.device_ids)
             replicas = self.replicate(self.module, self.device_ids[: len(parts)])
             outputs = self.parallel_apply(replicas, parts, named_parts)
@@ -119,10 +129,12 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         return scatter_arguments(inputs, kwargs or {}, [as_device(device_id) for device_id in device_ids], self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call each replica with its arguments, all at the same time, on the devices of `device_ids`."""
+        """Call each replica with its arguments, all devices of `device_ids` at the same time."""
         devices = [as_device(device_id) for device_id in self.device_ids[: len(replicas)]]
         calls = [partial(call, *part, **named) for call, part, named in zip(replicas, inputs, kwargs, strict=True)]
-        return self._threads.run(calls, devices)
+        # Layers that draw do so in training; with gradients there may be checkpoints, whatever the mode.
+        take_turns = torch.is_grad_enabled() or any(module.training for module in self.modules())
+        return self._threads.run(calls, devices, take_turns=take_turns)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         """Join the replicas' outputs on one device."""

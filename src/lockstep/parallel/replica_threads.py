@@ -1,9 +1,20 @@
 """Threads in which replicas run, kept between forwards.
 
-Each forward borrows a crew, one thread for each replica but the first, which runs in the caller's thread. Forwards that
-run at the same time have crews of their own: replicas may wait for each other, so all of a forward must run at once.
+Each forward borrows a crew, one thread for each lane but the first, which runs in the caller's thread. Forwards that
+run at the same time have crews of their own: replicas may wait for each other, so all lanes of a forward must run at
+once.
+
+    devices    cpu  gpu0  cpu      take_turns=True: replicas of one device share a lane, one after the other
+    lane 0     0          2        in the caller's thread
+    lane 1          1              in a thread of the crew
+
+[Note: turns] A device has one random generator. A checkpoint notes its state when a replica's forward begins and
+computes again from there; if another replica draws meanwhile, dropout computes a gradient that is not that of the
+forward. So replicas of one device take turns wherever a gradient may be wanted. It also makes what they draw
+repeatable, and costs little: operations have threads of their own.
 """
 
+import contextvars
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +24,8 @@ from functools import partial
 from typing import Any, final
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.utils._device import DeviceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +37,18 @@ class CallerState:
     autocast: tuple[tuple[str, torch.dtype], ...]
     """Device types for which autocast is on, and to what."""
     autocast_cache: bool
+    num_threads: int
+    """How many threads an operation on the CPU may use; a kept thread does not hear when it is changed."""
+    default_device: torch.device | None
+    """As given to `with torch.device(...)` or `torch.set_default_device`: without a number it is the replica's own."""
 
     @staticmethod
     def of_this_thread() -> "CallerState":
-        """Return the calling thread's."""
+        """Return the calling thread's.
+
+        Hooks for saved tensors are left out: a checkpoint around DataParallel counts the tensors in the order in which
+        they are saved, which threads would make another one each time.
+        """
         accelerator = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         return CallerState(
@@ -35,12 +56,18 @@ class CallerState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            num_threads=torch.get_num_threads(),
+            default_device=next((mode.device for mode in _modes() if isinstance(mode, DeviceContext)), None),
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Hold it in the calling thread."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
             stack.enter_context(torch.inference_mode(mode=self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
@@ -50,7 +77,7 @@ class CallerState:
 
 @final
 class ReplicaThreads:
-    """Runs one call per replica, all at the same time. Threads end when this object is gone, at the latest at exit.
+    """Runs one call per replica. Threads end when this object is gone, at the latest at exit.
 
     Safe to use from several threads. A copy of it, or one that was pickled, begins without threads.
     """
@@ -58,19 +85,33 @@ class ReplicaThreads:
     def __init__(self) -> None:
         self._idle: list[_Crew] = []
 
-    def run(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    def run(
+        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, take_turns: bool
+    ) -> list[Any]:
         """Return what the calls returned, the first run in this thread, each with its device as the current one.
 
+        Args:
+            calls: One per replica.
+            devices: Likewise.
+            take_turns: Whether those on one device run one after the other, else all run at the same time;
+                [Note: turns].
+
         Raises:
-            Exception: What a call raised, the first in time if there are several, with a note that names the replica.
+            BaseException: What a call raised, the first in time if there are several, with a note that names the
+                replica.
         """
-        crew = self._borrow(len(calls) - 1)
-        turn = _Turn(devices)
-        others = [crew.submit(partial(turn.run_beside, number, calls[number])) for number in range(1, len(calls))]
-        turn.run(0, calls[0])
-        for other in others:
-            other.result()
-        # After an interrupt this line is not reached: a crew that may still be busy is not lent again.
+        mine, *others = _lanes(devices, take_turns=take_turns)
+        crew = self._borrow(len(others))
+        turn = _Turn(calls, devices)
+        contexts = [contextvars.copy_context() for _ in others]  # a context is entered by one thread at a time
+        running = [
+            crew.submit(partial(context.run, turn.run_beside, lane))
+            for context, lane in zip(contexts, others, strict=True)
+        ]
+        turn.run(mine)
+        for other in running:
+            other.result()  # which raises nothing: what was raised is in `turn`
+        # After an interrupt of this thread this line is not reached: a crew that may still be busy is not lent again.
         self._idle.append(crew)
         return turn.results()
 
@@ -109,31 +150,49 @@ class _Crew:
         return self._executor.submit(call)
 
 
+def _lanes(devices: Sequence[torch.device], *, take_turns: bool) -> list[list[int]]:
+    """Return the numbers of the replicas that run in each thread, that of replica 0 first."""
+    if not take_turns:
+        return [[number] for number in range(len(devices))]
+    lanes: dict[torch.device, list[int]] = {}
+    for number, device in enumerate(devices):
+        lanes.setdefault(device, []).append(number)
+    return list(lanes.values())
+
+
 @final
 class _Turn:
     """One call per replica, and what came of them."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> None:
+        self._calls = calls
         self._devices = devices
         self._state = CallerState.of_this_thread()
         self._streams = [
             None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices
         ]
         self._results: dict[int, Any] = {}
-        self._failures: list[tuple[int, Exception]] = []
+        self._failures: list[tuple[int, BaseException]] = []
 
-    def run(self, number: int, call: Callable[[], Any]) -> None:
-        """Run a replica's call in this thread."""
-        try:
-            with self._on_device(number):
-                self._results[number] = call()
-        except Exception as error:  # noqa: BLE001  whatever it is, `results` raises it
-            self._failures.append((number, error))
+    def run(self, lane: Sequence[int], caught: type[BaseException] = Exception) -> None:
+        """Run the calls of some replicas in this thread, one after the other, until one raises.
 
-    def run_beside(self, number: int, call: Callable[[], Any]) -> None:
-        """Run a replica's call in a thread that must first be made like the caller's."""
+        Args:
+            lane: Numbers of the replicas.
+            caught: What `results` raises; anything else leaves here, and at once.
+        """
+        for number in lane:
+            try:
+                with self._on_device(number):
+                    self._results[number] = self._calls[number]()
+            except caught as error:
+                self._failures.append((number, error))
+                return
+
+    def run_beside(self, lane: Sequence[int]) -> None:
+        """Run the calls of some replicas in a thread that must first be made like the caller's."""
         with self._state.applied():
-            self.run(number, call)
+            self.run(lane, BaseException)  # a future that held an interrupt would keep itself, and its thread, alive
 
     def results(self) -> list[Any]:
         """Return what the calls returned, or raise the first failure."""

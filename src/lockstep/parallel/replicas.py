@@ -7,17 +7,23 @@ is gone afterwards. What is costly, the memory behind it, is kept (`copies.py`).
 module, so that buffers which it updates are updated there.
 
 A module's parts are read where they are kept, `_parameters` and its like: torch offers no other way to tell what a
-module holds from what it inherits or computes.
+module holds from what it inherits or computes. Replicas are new in every forward, and would be compiled anew each time:
+so a compiled module counts as the module that was compiled (`compiled.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.comm.messages import joined_world
+from lockstep.parallel.compiled import uncompiled
 from lockstep.parallel.copies import Copies
 
 
@@ -69,6 +75,26 @@ def check_home(module: nn.Module, home: torch.device) -> None:
             )
 
 
+def check_not_synchronized(module: nn.Module) -> None:
+    """Check that no layer of a module that is to be replicated waits for other ranks.
+
+    Raises:
+        ValueError: There is a SyncBatchNorm that is training, in a group of more than one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for layer in _submodules(module):
+        if not (isinstance(layer, nn.SyncBatchNorm) and layer.training):
+            continue
+        world = joined_world(layer.process_group)
+        if world.world_size > 1:
+            raise ValueError(
+                f"Rank {world.rank} of {world.world_size} replicates a module with a SyncBatchNorm that is training. "
+                "Each replica would call the other ranks by itself, in no certain order, and statistics would be those "
+                "of whichever replicas met. Use one device per process, or BatchNorm."
+            )
+
+
 def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies) -> Replicas:
     """Return one replica of `module` per device; gradients of theirs are summed into the module's if grad mode is on.
 
@@ -80,6 +106,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies
     Raises:
         RuntimeError: A ScriptModule holds Python modules.
     """
+    module = uncompiled(module)
     modules = list(_submodules(module))
     _check_scripted(modules)
     tensors = list(_tensors(modules))
@@ -90,6 +117,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies
             copy_of |= _buffers_themselves(modules)
         shells = {id(original): _shell(original) for original in modules}
         for original in modules:
+            _rebind(shells[id(original)], shells)
             _furnish(shells[id(original)], original, shells, copy_of)
         if number == 0:
             lent = [_lend(original, shells[id(original)]) for original in modules if original._buffers]
@@ -98,13 +126,15 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies
 
 
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield each module of the tree once, parents first; `Module.modules()` takes a multiple of the time."""
-    seen = {id(module)}
-    waiting = [module]
+    """Yield each module of the tree once, uncompiled, parents first; `modules()` takes a multiple of the time."""
+    top = uncompiled(module)
+    seen = {id(top)}
+    waiting = [top]
     while waiting:
         current = waiting.pop()
         yield current
-        for child in reversed(current._modules.values()):
+        for named in reversed(current._modules.values()):
+            child = None if named is None else uncompiled(named)
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
@@ -143,9 +173,35 @@ def _check_scripted(modules: Sequence[nn.Module]) -> None:
 def _shell(module: nn.Module) -> Any:
     """Return a shallow copy, in the way in which its class wants it made."""
     shell: Any = module._replicate_for_data_parallel()
-    shell._former_parameters = {}  # libraries look for a replica's parameters there
+    # Not by setting attributes, for which a class may have a way of its own that leads to the module.
+    vars(shell)["_former_parameters"] = {}  # libraries look for a replica's parameters there
     vars(shell).pop("_compiled_call_impl", None)  # what `module.compile()` left there runs the module, not the replica
     return shell
+
+
+_BINDING = (MethodType, partial)
+
+
+def _rebind(shell: nn.Module, shells: Mapping[int, nn.Module]) -> None:
+    """Have methods that were set on the module itself, as `module.forward = ...` does, run on the replica."""
+    for name, value in list(vars(shell).items()):
+        if isinstance(value, _BINDING):
+            vars(shell)[name] = _rebound(value, shells)
+
+
+def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
+    """Return a method of the replica for one of the module; likewise within what `functools.partial` made."""
+    if isinstance(value, nn.Module):
+        return shells.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebound(value.__self__, shells))
+    if type(value) is partial:
+        arguments = [_rebound(argument, shells) for argument in value.args]
+        keywords = {name: _rebound(argument, shells) for name, argument in value.keywords.items()}
+        rebound = partial(_rebound(value.func, shells), *arguments, **keywords)
+        vars(rebound).update(vars(value))
+        return rebound
+    return value
 
 
 _SETATTR: Any = nn.Module.__setattr__
@@ -160,9 +216,9 @@ def _furnish(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: d
     ordinary = type(shell).__setattr__ is _SETATTR and not isinstance(shell, torch.jit.ScriptModule)
     for name, child in original._modules.items():
         if child is None or ordinary:
-            shell._modules[name] = None if child is None else shells[id(child)]
+            shell._modules[name] = None if child is None else shells[id(uncompiled(child))]
         else:
-            setattr(shell, name, shells[id(child)])
+            setattr(shell, name, shells[id(uncompiled(child))])
     set_tensor = object.__setattr__ if ordinary else setattr
     for name, parameter in original._parameters.items():
         if parameter is None:

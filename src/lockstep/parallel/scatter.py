@@ -5,14 +5,18 @@ chunks drops the last ones there, and a `None` from replica 0 drops what the oth
 """
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
+
+_Taker = Callable[[int], Any]
+"""Returns the part of one value that the replica of this number gets."""
 
 
 def scatter_arguments(
@@ -20,50 +24,105 @@ def scatter_arguments(
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Cut every tensor in `inputs` and `kwargs` along `dim`; return positional and named arguments per replica.
 
-    Tensors are cut as `torch.chunk` cuts, so a short batch has fewer parts than there are devices. Other objects go
-    to each replica by reference. Without any tensor there is nothing to divide: one part, for the first device.
+    Tensors in tuples, lists and mappings are cut as `torch.chunk` cuts, so a short batch has fewer parts than there are
+    devices. A mapping of which no other can be made from a dict, and all other objects, go to each replica by
+    reference. Without any tensor there is nothing to divide: one part, for the first device. For one device nothing is
+    cut, only moved.
 
     Raises:
         TypeError: A packed sequence, which cannot be cut along samples.
         ValueError: A tensor without `dim`, or tensors that fall into different numbers of parts.
     """
-    chunks: dict[int, tuple[Tensor, ...]] = {}
-
-    def cut(tensor: Tensor) -> Tensor:
-        chunks[id(tensor)] = _cut(tensor, len(devices), dim)
-        return tensor
-
-    map_tensors(cut, (inputs, kwargs))
-    counts = {len(parts): parts for parts in chunks.values()}
-    if len(counts) > 1:
-        sizes = " and ".join(str(sum(part.size(dim) for part in parts)) for parts in counts.values())
-        raise ValueError(
-            f"Tensors of sizes {sizes} along dim {dim} fall into {' and '.join(map(str, counts))} parts for "
-            f"{len(devices)} replicas, so samples would be lost. Give all tensors the same size along dim {dim}; "
-            "expand one that all samples share, or keep it as a buffer of the module."
-        )
-    count = next(iter(counts), 1)
-    parts = [_take(chunks, number, device, (inputs, kwargs)) for number, device in enumerate(devices[:count])]
+    cutter = _Cutter(devices, dim)
+    take = _taker((inputs, kwargs), cutter)
+    parts = [take(number) for number in range(cutter.num_parts())]
     return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with `change` applied to every tensor in nested tuples, named tuples, lists and mappings."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
-        return change(value)
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    """Cuts tensors, each once however often it comes."""
+
+    devices: Sequence[torch.device]
+    dim: int
+    cut_already: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    """By `id`, which is that of no other tensor as long as the tensor is kept here."""
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensor's parts, each on its device."""
+        if id(tensor) not in self.cut_already:
+            self.cut_already[id(tensor)] = (tensor, self._cut(tensor))
+        return self.cut_already[id(tensor)][1]
+
+    def num_parts(self) -> int:
+        """Return into how many parts all tensors fell.
+
+        Raises:
+            ValueError: They fell into different numbers.
+        """
+        counts = {len(parts): tensor for tensor, parts in self.cut_already.values()}
+        if len(counts) > 1:
+            sizes = " and ".join(str(tensor.size(self.dim)) for tensor in counts.values())
+            raise ValueError(
+                f"Tensors of sizes {sizes} along dim {self.dim} fall into {' and '.join(map(str, counts))} parts for "
+                f"{len(self.devices)} replicas, so samples would be lost. Give all tensors the same size along dim "
+                f"{self.dim}; expand one that all samples share, or keep it as a buffer of the module."
+            )
+        return next(iter(counts), 1)
+
+    def _cut(self, tensor: Tensor) -> list[Tensor]:
+        if len(self.devices) == 1:
+            return [_move(tensor, self.devices[0])]
+        if tensor.dim() == 0 or not -tensor.dim() <= self.dim < tensor.dim():
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} among the inputs has no dim {self.dim} along which to cut "
+                "the batch. Pass a number instead of a tensor without samples, or choose another dim."
+            )
+        chunks = tensor.chunk(len(self.devices), self.dim)
+        return [_part(part, device) for part, device in zip(chunks, self.devices[: len(chunks)], strict=True)]
+
+
+def _part(part: Tensor, device: torch.device) -> Tensor:
+    # All parts of a tensor have one version counter: a replica that writes into its own in place, as ReLU(inplace=True)
+    # does, would make those of the others unusable for backward.
+    return part.clone() if part.device == device and torch.is_grad_enabled() else _move(part, device)
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    # To the CPU, a copy that does not block may be read before it is there.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _taker(value: Any, cutter: _Cutter) -> _Taker:
+    """Cut the tensors in a value; it is gone through once, for a mapping may make its values when it is asked."""
+    if isinstance(value, Tensor):
+        return cutter.cut(value).__getitem__
     if isinstance(value, PackedSequence):
         raise TypeError(
             "A PackedSequence cannot be cut into one part per replica. Pass the padded tensor and the lengths, "
             "and pack within the module's forward."
         )
-    if isinstance(value, tuple):
-        build = getattr(type(value), "_make", tuple)  # a named tuple is built by its own _make
-        return build(map_tensors(change, item) for item in value)
-    if isinstance(value, list):
-        return [map_tensors(change, item) for item in value]
-    if isinstance(value, MutableMapping):
-        return _rebuild(value, {key: map_tensors(change, item) for key, item in value.items()})
-    return value
+    if isinstance(value, tuple | list):
+        takers = [_taker(item, cutter) for item in value]
+        # A named tuple is built by its own _make.
+        build: Any = list if isinstance(value, list) else getattr(type(value), "_make", tuple)
+        return lambda number: build(take(number) for take in takers)
+    if isinstance(value, Mapping):
+        items = dict(value.items())
+        if _rebuilt(value, items) is not None:
+            takers_by_key = {key: _taker(item, cutter) for key, item in items.items()}
+            return lambda number: _rebuilt(value, {key: take(number) for key, take in takers_by_key.items()})
+    return lambda _number: value
 
 
 def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: str = "output") -> Any:
@@ -95,12 +154,13 @@ def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: s
         if any(output.keys() != first.keys() for output in outputs):
             raise ValueError(f"All dicts must have the same number of keys, and the same ones, at {path}.")
         items = {key: join_outputs([o[key] for o in outputs], device, dim, f"{path}[{key!r}]") for key in first}
-        return _rebuild(first, items)
+        if (joined := _rebuilt(first, items)) is not None:
+            return joined
     if isinstance(first, tuple | list):
         if any(len(output) != len(first) for output in outputs):
             raise ValueError(f"Replicas returned {[len(o) for o in outputs]} values at {path}, expected equally many.")
-        joined = [join_outputs(o, device, dim, f"{path}[{i}]") for i, o in enumerate(zip(*outputs, strict=True))]
-        return getattr(type(first), "_make", type(first))(joined)
+        values = [join_outputs(o, device, dim, f"{path}[{i}]") for i, o in enumerate(zip(*outputs, strict=True))]
+        return getattr(type(first), "_make", type(first))(values)
     raise TypeError(
         f"A replica returned {type(first).__name__} at {path}, which cannot be joined. Return tensors, None, or "
         "tuples, lists and dicts of such; or set gather_output=False and take one output per replica."
@@ -132,32 +192,21 @@ class _Concatenate(Function):
 _move_and_concatenate: Any = _Concatenate.apply
 
 
-def _cut(tensor: Tensor, num_parts: int, dim: int) -> tuple[Tensor, ...]:
-    if tensor.dim() == 0 or not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"A tensor of shape {tuple(tensor.shape)} among the inputs has no dim {dim} along which to cut the batch. "
-            "Pass a number instead of a tensor without samples, or choose another dim."
-        )
-    return tensor.chunk(num_parts, dim)
-
-
-def _take(chunks: dict[int, tuple[Tensor, ...]], number: int, device: torch.device, arguments: Any) -> Any:
-    # To the CPU, a copy that does not block may be read before it is there.
-    return map_tensors(
-        lambda tensor: chunks[id(tensor)][number].to(device, non_blocking=device.type != "cpu"), arguments
-    )
-
-
-def _rebuild(like: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the kind of `like` with other values."""
+def _rebuilt(like: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping of the kind of `like` with other values; None if none can be made, which no dict answers."""
     if isinstance(like, defaultdict):
         return type(like)(like.default_factory, items)
     if isinstance(like, dict):
         return type(like)(items)
-    rebuilt: Any = copy.copy(like)
-    for key, item in items.items():
-        rebuilt[key] = item
-    return rebuilt
+    if isinstance(like, UserDict):
+        rebuilt: Any = copy.copy(like)  # with what else it holds; it copies its dict too, which not every mapping does
+        rebuilt.data = items
+        return rebuilt
+    try:
+        rebuilt = type(like)(items)
+        return rebuilt if rebuilt.keys() == items.keys() else None
+    except Exception:  # noqa: BLE001  a constructor that was not made for this may raise anything
+        return None
 
 
 def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int, path: str) -> Tensor:

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from lockstep.comm import World
 from lockstep.comm.messages import joined_world
@@ -34,7 +35,8 @@ from lockstep.parallel.batch_norm_kernels import (
     inverse_deviation,
     normalize,
 )
-from lockstep.parallel.batch_statistics import BatchStatistics, gather_statistics
+from lockstep.parallel.batch_statistics import BatchStatistics, gather_statistics, naming_the_layer
+from lockstep.parallel.compiled import is_compiled
 
 
 @final
@@ -48,7 +50,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     In eval mode, without a process group and in a group of one rank this is BatchNorm, bit for bit. Otherwise forward
     and backward are collective, and a step that runs backward on one rank must on all. If only some ranks use some
     parameters, give these layers a group of their own (`torch.distributed.new_group()`): their calls and those for
-    gradients may then come in different orders on different ranks. Gradients of gradients are an error.
+    gradients may then come in different orders on different ranks. Gradients of gradients are an error, which
+    `create_graph=True` alone is not.
+
+    A rank that does not call the layer leaves the others waiting until the group's timeout; their error then says in
+    which layer.
 
     Args:
         num_features: Number of channels: C of an input (N, C, ...).
@@ -61,6 +67,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         dtype: Likewise.
         bias: False for a weight without a bias.
     """
+
+    _name = ""
+    """Where the layer was in the module that was converted."""
 
     def __init__(
         self,
@@ -95,9 +104,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_num_channels(input)
         sources = (in_kernel_layout(input), self.weight, self.bias)
         is_recorded = torch.is_grad_enabled() and any(source is not None and source.requires_grad for source in sources)
-        statistics = gather_statistics(sources[0], self.eps, world, is_recorded=is_recorded)
+        called = f"SyncBatchNorm {self._name!r}" if self._name else f"a SyncBatchNorm of {self.num_features} channels"
+        statistics = gather_statistics(sources[0], self.eps, world, is_recorded=is_recorded, called=called)
         self._update_running(statistics)
-        normalized: Tensor = _Normalize.apply(*sources, statistics, self.eps, world)  # type: ignore[no-untyped-call]
+        normalized: Tensor = _Normalize.apply(*sources, statistics, self.eps, world, called)  # type: ignore[no-untyped-call]
         return normalized
 
     @classmethod
@@ -111,13 +121,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             `module`; if it is a BatchNorm itself, the new layer.
 
         Raises:
-            ValueError: A layer is lazy and has seen no input yet, or is of a class with a forward of its own, which
-                would be lost. Nothing was replaced.
+            ValueError: A layer is lazy and has seen no input yet, or has something that would be lost: a forward of its
+                own, parametrizations, or `torch.compile` around it. Nothing was replaced.
         """
-        for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm):
-                _check_convertible(name, layer)
-        return cls._convert(module, process_group, {})
+        layers = {layer: name for name, layer in module.named_modules()}
+        for layer, name in layers.items():
+            _check_convertible(name, layer)
+        converted: dict[nn.Module, nn.Module] = {}
+        result = cls._convert(module, process_group, converted)
+        for layer, taken in converted.items():
+            if isinstance(taken, cls):
+                taken._name = layers[layer]  # noqa: SLF001 - one of this class
+        return result
 
     @classmethod
     def _convert(
@@ -136,7 +151,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _take_over(cls, layer: _BatchNorm, group: ProcessGroup | None) -> Self:
         taken = cls.__new__(cls)
         # As unpickling does, but from another class.
-        taken.__setstate__(dict(layer.__dict__))  # type: ignore[no-untyped-call]
+        state = dict(layer.__dict__)
+        state.pop("_compiled_call_impl", None)  # what `layer.compile()` left there would run the old layer
+        taken.__setstate__(state)  # type: ignore[no-untyped-call]
         for registry in ("_parameters", "_buffers", "_modules"):
             taken.__dict__[registry] = dict(layer.__dict__[registry])
         taken.process_group = group
@@ -189,34 +206,57 @@ class _Normalize(Function):
         statistics: BatchStatistics,
         eps: float,
         world: World,
+        called: str,
     ) -> Tensor:
         invstd = inverse_deviation(statistics.var, eps)
         ctx.save_for_backward(inputs, weight, bias, statistics.mean, invstd, statistics.count, statistics.records)
-        ctx.world = world
+        ctx.world, ctx.called = world, called
         return normalize(inputs, weight, bias, statistics.mean, statistics.var, eps)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients (collective: [Note: every rank's backward])."""
+        with torch.no_grad():
+            gradients = _gradients(ctx, *grad_outputs)
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "SyncBatchNorm cannot be differentiated twice. Leave out create_graph=True, or use BatchNorm where "
-                "gradients of gradients are needed."
-            )
-        inputs, weight, bias, mean, invstd, count, records = ctx.saved_tensors
-        _check_all_recorded(records, ctx.world)
-        [grad_output] = grad_outputs
-        sum_dy, sum_dy_xmu = gradient_sums(grad_output, inputs, mean, invstd)
-        sums = torch.cat([sum_dy, sum_dy_xmu])
+            # Whatever needs a gradient here: they depend on inputs and weight too, and would pass for constants.
+            gradients = [None if each is None else _refuse(each.requires_grad_()) for each in gradients]
+        return *gradients, *[None] * 4  # statistics, eps, world, called
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
+    """Return those of inputs, weight and bias."""
+    inputs, weight, bias, mean, invstd, count, records = ctx.saved_tensors
+    _check_all_recorded(records, ctx.world)
+    sum_dy, sum_dy_xmu = gradient_sums(grad_output, inputs, mean, invstd)
+    sums = torch.cat([sum_dy, sum_dy_xmu])
+    with naming_the_layer(ctx.called, "backward", ctx.world):
         dist.all_reduce(sums, group=ctx.world.group)
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        global_sums = (*sums.chunk(2), count)
-        return (
-            input_gradient(grad_output, inputs, weight, mean, invstd, global_sums) if needs_input else None,
-            (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None,
-            sum_dy.to(bias.dtype) if needs_bias else None,
-            *[None] * 3,  # statistics, eps, world
+    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    global_sums = (*sums.chunk(2), count)
+    return [
+        input_gradient(grad_output, inputs, weight, mean, invstd, global_sums) if needs_input else None,
+        (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None,
+        sum_dy.to(bias.dtype) if needs_bias else None,
+    ]
+
+
+class _Refuse(Function):
+    """Stands in the graph where a gradient of a gradient would begin."""
+
+    @staticmethod
+    def forward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Any) -> Any:
+        raise RuntimeError(
+            "SyncBatchNorm cannot be differentiated twice. Leave out create_graph=True, or use BatchNorm where "
+            "gradients of gradients are needed."
         )
+
+
+_refuse: Any = _Refuse.apply
 
 
 def _check_all_recorded(records: Tensor, world: World) -> None:
@@ -230,13 +270,26 @@ def _check_all_recorded(records: Tensor, world: World) -> None:
         )
 
 
-def _check_convertible(name: str, layer: _BatchNorm) -> None:
+def _check_convertible(name: str, layer: nn.Module) -> None:
+    if is_compiled(layer) and isinstance(layer._modules["_orig_mod"], _BatchNorm):  # noqa: SLF001
+        raise ValueError(
+            f"{name or 'The module'} is what torch.compile made of a BatchNorm, and would go on running that one. "
+            "Convert before compiling."
+        )
+    if not isinstance(layer, _BatchNorm):
+        return
     called = f"{name or 'The module'} is a {type(layer).__name__}"
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(  # noqa: TRY004 - the class is right, the time is not
             f"{called} that has seen no input yet. Run a forward with a sample before converting it."
         )
-    if type(layer).forward not in {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}:
+    if parametrize.is_parametrized(layer):
+        raise ValueError(
+            f"{called} with parametrizations, which would be lost in a SyncBatchNorm. Convert it first, and register "
+            "them on the new layer."
+        )
+    known = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
+    if "forward" in vars(layer) or type(layer).forward not in known:
         raise ValueError(
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "
             "followed by a module for what it does beyond that."

@@ -174,6 +174,18 @@ def test_a_glance_at_the_first_batch_is_no_epoch(batch_size: int) -> None:
     assert len(warnings_of(lambda: list(loader))) == 1
 
 
+def test_epochs_that_are_cut_short_are_never_warned_of() -> None:
+    loader = DataLoader(dataset(100), 10, sampler=sampler_of_100())
+
+    def train() -> None:
+        for _ in range(3):
+            for step, _ in enumerate(loader):
+                if step == 3:
+                    break
+
+    assert warnings_of(train) == []
+
+
 def test_two_iterators_of_one_epoch_are_one_epoch() -> None:
     sampler = sampler_of_100()
 

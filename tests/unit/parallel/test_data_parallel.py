@@ -12,31 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.parallel.replicated import CPU, THREE, TWO
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lockstep.errors import DeviceError
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
 
-CPU = torch.device("cpu")
-TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_core_per_replica():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else threads of replicas and threads within operations wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _double_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 class Tied(nn.Module):
@@ -265,6 +248,21 @@ def test_checkpointed_replicas() -> None:
             module(x).pow(2).sum().backward()  # a second forward, before the first recomputes
             first.pow(3).sum().backward()
         torch.testing.assert_close(gradients(parallel), gradients(plain))
+
+
+def test_within_what_is_compiled_it_runs_as_without() -> None:
+    # The compiler traced into the forward, and failed in the copying of weights.
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(6, 4)
+    expected = plain(x)
+    compiled = torch.compile(DataParallel(plain, TWO), backend="eager")
+    around = torch.compile(nn.Sequential(DataParallel(plain[:2], TWO), plain[2]), backend="eager")
+    for module in (compiled, around):
+        plain.zero_grad()
+        output = module(x)
+        output.sum().backward()
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(plain[2].bias.grad, torch.full((2,), 6.0))
 
 
 def test_scripted_module_is_replicated_and_a_mixed_one_refused() -> None:

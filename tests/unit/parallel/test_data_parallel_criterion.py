@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,21 +15,7 @@ from lockstep.parallel.data_parallel_criterion import DataParallelCriterion
 NUM_CLASSES = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_core_per_replica():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else threads of replicas and threads within operations wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _double_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def classes(num_samples: int) -> Tensor:
@@ -66,7 +53,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor]]] = {
     "each": (lambda: nn.MSELoss(reduction="none"), values),
     "mse": (nn.MSELoss, values),
     "batchmean": (lambda: nn.KLDivLoss(reduction="batchmean"), values),
-    "function": (lambda: nn.functional.cross_entropy, classes),
+    "function": (lambda: nn.functional.cross_entropy, mostly_ignored),
+    "partial": (lambda: partial(nn.functional.cross_entropy, weight=WEIGHT, label_smoothing=0.1), mostly_ignored),
+    "partial sum": (lambda: partial(nn.functional.mse_loss, reduction="sum"), values),
+    "nll function": (lambda: partial(nn.functional.nll_loss, ignore_index=1), lambda n: classes(n).clamp(max=2)),
 }
 
 
@@ -87,6 +77,50 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
         loss.sum().backward()
     torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
     assert getattr(loss_of, "reduction", None) == getattr(criterion(), "reduction", None)
+
+
+@pytest.mark.parametrize("case", ["class weights", "partial"])
+def test_a_target_may_be_given_by_name(case: str) -> None:
+    # It was overlooked then, and the parts were weighted by samples: another loss, without a word.
+    criterion = CASES[case][0]()
+    outputs, target = torch.randn(9, NUM_CLASSES), mostly_ignored(9)
+    found = DataParallelCriterion(criterion)(list(outputs.chunk(2)), target=target)
+    torch.testing.assert_close(found, criterion(outputs, target=target))
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": WEIGHT}, {"ignore_index": 2}, {"reduction": "sum"}, {"reduction": "none"}], ids=str
+)
+def test_options_of_a_loss_function_are_not_cut(options: dict[str, Any]) -> None:
+    outputs, target = torch.randn(9, NUM_CLASSES), classes(9).clamp(max=2)
+    loss_of = nn.functional.cross_entropy
+    found = DataParallelCriterion(loss_of)(list(outputs.chunk(2)), target, **options)
+    torch.testing.assert_close(found, loss_of(outputs, target, **options))
+
+
+def test_a_classification_loss_with_a_forward_of_its_own_says_its_weight() -> None:
+    class OfLogits(nn.CrossEntropyLoss):
+        def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+            return super().forward(outputs * 2, target)
+
+    patched = nn.CrossEntropyLoss()
+    patched.forward = nn.functional.cross_entropy  # type: ignore[method-assign]
+    outputs, target = torch.randn(4, NUM_CLASSES), classes(4)
+    for criterion in (OfLogits(), patched):
+        with pytest.raises(TypeError, match=r"a forward of its own.*Return \(loss, weight\)"):
+            DataParallelCriterion(criterion)(list(outputs.chunk(2)), target)
+    summed = DataParallelCriterion(OfLogits(reduction="sum"))(list(outputs.chunk(2)), target)
+    torch.testing.assert_close(summed, OfLogits(reduction="sum")(outputs, target))
+
+
+def test_a_compiled_loss_is_the_loss_that_was_compiled() -> None:
+    outputs, target = torch.randn(9, NUM_CLASSES), mostly_ignored(9)
+    compiled = torch.compile(nn.CrossEntropyLoss(), backend="eager")
+    found = DataParallelCriterion(compiled)(list(outputs.chunk(2)), target)
+    torch.testing.assert_close(found, nn.CrossEntropyLoss()(outputs, target))
+    function = torch.compile(nn.functional.cross_entropy, backend="eager")
+    with pytest.raises(TypeError, match=r"what torch.compile made of cross_entropy.*CrossEntropyLoss\(\) instead"):
+        DataParallelCriterion(function)(list(outputs.chunk(2)), target)
 
 
 def test_a_criterion_that_knows_its_weight() -> None:
@@ -120,6 +154,8 @@ def test_a_criterion_that_learns() -> None:
     assert isinstance(parallel.criterion, Scaled)
     torch.testing.assert_close(parallel.criterion.scale.grad, plain.scale.grad)
     assert parallel.criterion.calls == 1
+    compiled = torch.compile(parallel, backend="eager")  # which leaves it alone
+    torch.testing.assert_close(compiled(list(outputs.chunk(3)), targets), plain(outputs, targets))
 
 
 def test_half_precision_keeps_its_kind_and_does_not_overflow() -> None:

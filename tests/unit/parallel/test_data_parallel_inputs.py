@@ -1,47 +1,24 @@
 """What `DataParallel` does with nested inputs and outputs, and what it refuses because torch would lose samples."""
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.parallel.replicated import CPU, parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.scatter import _move_and_concatenate, join_outputs, scatter_arguments
 
-CPU = torch.device("cpu")
-
 
 class Pair(NamedTuple):
     left: Any
     right: Any
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_core_per_replica():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else threads of replicas and threads within operations wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
-class Call(nn.Module):
-    """A module that is a function."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def parallel(function: Any, num_replicas: int = 2, **options: Any) -> DataParallel:
-    return DataParallel(Call(function), ["cpu"] * num_replicas, **options)
 
 
 @given(num_samples=st.integers(0, 20), num_replicas=st.integers(2, 5), dim=st.sampled_from([0, 1, -1]))
@@ -81,6 +58,90 @@ def test_nested_inputs_keep_their_kinds() -> None:
     assert second["empty"] == [(), [], {}]
     assert second["marker"] is marker
     assert value["user"]["c"] is x
+
+
+class Batch(MutableMapping[str, Any]):
+    """A mapping of a kind of its own, which makes its values when it is asked for them."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values_by_name = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_by_name[name] * 1
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values_by_name[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+class Indexed(Batch):
+    """One that cannot be made from a dict alone."""
+
+    def __init__(self, values: dict[str, Any], index: int) -> None:
+        super().__init__(values)
+        self.index = index
+
+
+def test_mappings_of_other_kinds_are_cut_and_joined() -> None:
+    # Their copies had one dict in common: a replica's part was written into the user's batch, and into the others'.
+    x = torch.arange(4.0)
+    batch = Batch({"x": x, "y": x + 10})
+    joined = parallel(lambda batch: Batch({"sum": batch["x"] + batch["y"]}))(batch)
+    assert joined["sum"].tolist() == [10, 12, 14, 16]
+    assert isinstance(joined, Batch)
+    assert batch.values_by_name["x"] is x
+
+
+def test_a_mapping_that_cannot_be_made_anew_goes_to_each_replica_as_it_is() -> None:
+    batch = Indexed({"x": torch.arange(4.0)}, index=3)
+    seen: list[Any] = []
+    parallel(lambda _x, batch: seen.append(batch))(torch.zeros(2), batch)
+    assert all(each is batch for each in seen)
+    assert len(seen) == 2
+    with pytest.raises(TypeError, match=r"returned Indexed at output, which cannot be joined"):
+        parallel(lambda x: Indexed({"x": x}, 0))(torch.zeros(2))
+
+
+def test_a_user_dict_keeps_what_else_it_holds() -> None:
+    class Encoded(UserDict[str, Any]):
+        language = ""
+
+    batch = Encoded(x=torch.arange(4.0))
+    batch.language = "Dutch"
+    parts, _ = scatter_arguments((batch,), {}, [CPU, CPU], 0)
+    assert [(part[0]["x"].tolist(), part[0].language) for part in parts] == [([0, 1], "Dutch"), ([2, 3], "Dutch")]
+    assert len(batch["x"]) == 4
+
+
+def test_a_tensor_that_comes_twice_is_one_tensor_in_a_replica() -> None:
+    x = torch.arange(4.0)
+    parts, named = scatter_arguments((x, [x]), {"x": x}, [CPU, CPU], 0)
+    assert all(part[0] is part[1][0] is same["x"] for part, same in zip(parts, named, strict=True))
+
+
+def test_replicas_may_write_into_their_inputs() -> None:
+    # Parts of one tensor count their versions together, so the last replica's write spoilt the first one's backward;
+    # and a part of a tensor with a gradient may not be written into at all.
+    layer = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+    x = torch.randn(6, 3, requires_grad=True)
+    [expected] = torch.autograd.grad(layer(x * 2).square().sum(), x)
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        [found] = torch.autograd.grad(DataParallel(layer, devices)(x * 2).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+        DataParallel(layer, devices)(x.detach().clone()).square().sum().backward()
+
+
+def test_for_one_device_nothing_is_cut() -> None:
+    x = torch.randn(3)
+    assert parallel(lambda x, _scalar: x, 1)(x, torch.tensor(2.0)) is x
 
 
 def test_nested_outputs_keep_their_kinds() -> None:

@@ -5,25 +5,18 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.parallel.replicated import TWO, Normed
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from lockstep.parallel.copies import Copies
 from lockstep.parallel.data_parallel import DataParallel
-
-TWO = ["cpu", "cpu"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_core_per_replica():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else threads of replicas and threads within operations wait for each other
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
@@ -271,6 +264,61 @@ def test_compiled_call_does_not_run_the_module_itself() -> None:
     net = Net(2, 2)
     net._compiled_call_impl = lambda *_: pytest.fail("ran the module")  # as module.compile() leaves it
     DataParallel(net, TWO)(torch.zeros(2, 2))
+
+
+def test_a_compiled_module_is_replicated_uncompiled_and_left_whole() -> None:
+    # Its replica wrote through to the module itself, whose submodules and state_dict were gone afterwards.
+    plain = Normed()
+    whole: Any = torch.compile(copy.deepcopy(plain), backend="eager")
+    compiled: Any
+    for compiled in (whole, copy.deepcopy(plain)):
+        compiled.layer = torch.compile(compiled.layer, backend="eager")
+        before = [*compiled.state_dict()]
+        x = torch.randn(6, 4)
+        output = DataParallel(compiled, TWO)(x)
+        torch.testing.assert_close(output, DataParallel(copy.deepcopy(plain), TWO)(x))
+        output.square().sum().backward()
+        assert compiled.layer.weight.grad is not None
+        assert compiled.norm.num_batches_tracked == 1
+        assert [*compiled.state_dict()] == before
+        compiled(x)
+
+
+def test_hooks_on_a_compiled_module_are_not_lost_without_a_word() -> None:
+    compiled: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    compiled.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    with pytest.raises(RuntimeError, match=r"hooks on a compiled Linear.*Register them on the module itself"):
+        DataParallel(compiled, TWO)(torch.randn(4, 4))
+
+
+def _a_method(net: Normed) -> Any:
+    return MethodType(lambda self, x: self.norm(self.layer(x)), net)
+
+
+def _an_inner_method(net: Normed) -> Any:
+    net.run = net.forward  # type: ignore[assignment]
+    return MethodType(lambda self, x: self.run(x), net)
+
+
+def _a_partial(net: Normed) -> Any:
+    return partial(lambda module, x: module.norm(module.layer(x)), net)
+
+
+def _a_partial_of_a_method(net: Normed) -> Any:
+    return partial(net.forward)
+
+
+@pytest.mark.parametrize("patch", [_a_method, _an_inner_method, _a_partial, _a_partial_of_a_method])
+def test_a_forward_that_was_set_on_the_module_runs_on_the_replica(patch: Callable[[Normed], Any]) -> None:
+    # It was bound to the module, which each replica ran: the statistics were updated twice.
+    net = Normed()
+    net.forward = patch(net)  # type: ignore[method-assign]
+    plain = Normed()
+    plain.load_state_dict(net.state_dict())
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(DataParallel(net, TWO)(x), DataParallel(plain, TWO)(x))
+    assert net.norm.num_batches_tracked == 1
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The threads of replicas: like their caller's, kept, ended, and honest about what went wrong."""
 
+import contextvars
 import copy
 import gc
 import os
@@ -11,36 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.parallel.replicated import CPU, TWO, parallel
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.replica_threads import ReplicaThreads, _lanes
 
-TWO = ["cpu", "cpu"]
 THREADS_SECONDS = 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_core_per_replica():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else threads of replicas and threads within operations wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
-class Call(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 def seen_by_replicas(look: Callable[[], Any]) -> list[Any]:
-    """Return what `look` returns in each of three replicas."""
-    seen: dict[int, Any] = {}
-    data_parallel(Call(lambda x: seen.update({int(x): look()})), torch.arange(3), ["cpu"] * 3)
-    return [seen[number] for number in range(3)]
+    """Return what `look` returns in each of three replicas that run at once, as on three devices."""
+    return ReplicaThreads().run([look] * 3, [CPU] * 3, take_turns=False)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -73,9 +58,9 @@ def test_replicas_have_the_callers_autocast() -> None:
 
 def test_outputs_and_gradients_under_autocast() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    parallel = DataParallel(copy.deepcopy(plain), TWO)
+    model = DataParallel(copy.deepcopy(plain), TWO)
     x = torch.randn(4, 4)
-    for module in (plain, parallel):
+    for module in (plain, model):
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 output = module(x)
@@ -84,23 +69,88 @@ def test_outputs_and_gradients_under_autocast() -> None:
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.add_(0.1)
-    for one, other in zip(parallel.parameters(), plain.parameters(), strict=True):
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=0.05)
 
 
 def test_without_grad_mode_outputs_have_no_graph() -> None:
-    parallel = DataParallel(nn.Linear(4, 4), TWO)
+    model = DataParallel(nn.Linear(4, 4), TWO)
     with torch.no_grad():
-        assert not parallel(torch.randn(4, 4)).requires_grad
+        assert not model(torch.randn(4, 4)).requires_grad
 
 
-def test_dropout_in_replicas_of_one_device() -> None:
-    parallel = DataParallel(nn.Dropout(0.5), ["cpu"] * 4)
-    dropped = parallel(torch.ones(4000))
-    assert set(dropped.tolist()) == {0.0, 2.0}
-    assert abs(dropped.mean() - 1) < 0.2
+def test_replicas_have_the_callers_default_device() -> None:
+    # A thread has its own: a replica made its tensors on the CPU, whatever the caller had said.
+    with torch.device("meta"):
+        assert seen_by_replicas(lambda: torch.zeros(1).device.type) == ["meta"] * 3
+    assert seen_by_replicas(lambda: torch.zeros(1).device.type) == ["cpu"] * 3
 
 
+def test_replicas_have_the_callers_context_variables() -> None:
+    name = contextvars.ContextVar("name", default="nobody")
+    token = name.set("the caller")
+    assert seen_by_replicas(name.get) == ["the caller"] * 3
+    name.reset(token)
+    assert seen_by_replicas(name.get) == ["nobody"] * 3
+
+
+def test_replicas_in_kept_threads_have_the_callers_number_of_threads() -> None:
+    # A thread takes this number over when it begins, and did not hear when it was changed afterwards.
+    threads = ReplicaThreads()
+    for number in (2, 1):
+        torch.set_num_threads(number)
+        assert threads.run([torch.get_num_threads] * 3, [CPU] * 3, take_turns=False) == [number] * 3
+
+
+def dropped_twice(x: Tensor) -> Tensor:
+    once = functional.dropout(x * 1.0, 0.1)
+    time.sleep(0.001)  # other replicas, if they run now, draw in between
+    return functional.dropout(once, 0.5)
+
+
+def test_dropout_in_replicas_of_one_device_repeats() -> None:
+    # They drew at the same time once, in an order that no seed could bring back.
+    x = torch.ones(4000)
+    torch.manual_seed(0)
+    expected = torch.cat([dropped_twice(part) for part in x.chunk(4)])
+    torch.manual_seed(0)
+    assert torch.equal(parallel(dropped_twice, 4)(x), expected)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_checkpoint_in_a_replica_draws_again_what_its_forward_drew(is_training: bool) -> None:
+    # While replicas drew from one generator at the same time, gradients were silently those of another forward.
+    x = torch.ones(8, 500, requires_grad=True)
+    output = parallel(lambda x: checkpoint(dropped_twice, x, use_reentrant=False)).train(is_training)(x)
+    output.sum().backward()
+    assert torch.equal(x.grad, output)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_replicas_of_one_device_take_turns_unless_they_evaluate(is_training: bool, has_gradients: bool) -> None:
+    num_threads = 1 if is_training or has_gradients else 3
+    seen: list[int] = []
+    together = threading.Barrier(num_threads)
+
+    def note(_x: Tensor) -> None:
+        together.wait(THREADS_SECONDS)
+        seen.append(threading.get_ident())
+
+    model = parallel(note, 3).eval()
+    model.module.add_module("dropout", nn.Dropout().train(is_training))  # a part may train, and the whole not
+    with torch.set_grad_enabled(has_gradients):
+        model(torch.zeros(3))
+    assert len(set(seen)) == num_threads
+
+
+def test_devices_run_at_once_and_replicas_of_one_take_turns() -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    assert _lanes([first, second, CPU, first], take_turns=True) == [[0, 3], [1], [2]]
+    assert _lanes([CPU, CPU], take_turns=False) == [[0], [1]]
+
+
+@torch.no_grad()
 def test_threads_are_kept_from_forward_to_forward() -> None:
     seen: list[int] = []
     together = threading.Barrier(3)
@@ -109,9 +159,9 @@ def test_threads_are_kept_from_forward_to_forward() -> None:
         together.wait(THREADS_SECONDS)
         seen.append(threading.get_ident())
 
-    parallel = DataParallel(Call(note), ["cpu"] * 3)
+    model = parallel(note, 3).eval()
     for _ in range(5):
-        parallel(torch.zeros(3))
+        model(torch.zeros(3))
     assert len(seen) == 15
     assert len(set(seen)) == 3
 
@@ -120,12 +170,13 @@ def test_replicas_of_forwards_that_overlap_all_run_at_once() -> None:
     """Each forward's replicas wait for each other, in two threads at once: threads that are shared would be too few."""
     rounds = {0: threading.Barrier(2), 1: threading.Barrier(2)}
     both = threading.Barrier(2)
-    parallel = DataParallel(Call(lambda x: (rounds[int(x[0])].wait(THREADS_SECONDS), None)[1]), TWO)
+    model = parallel(lambda x: (rounds[int(x[0])].wait(THREADS_SECONDS), None)[1]).eval()
 
+    @torch.no_grad()
     def work(number: int) -> None:
         for _ in range(20):
             both.wait(THREADS_SECONDS)
-            parallel(torch.full((2,), number))
+            model(torch.full((2,), number))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -136,37 +187,39 @@ def test_replicas_of_forwards_that_overlap_all_run_at_once() -> None:
     assert not any(barrier.broken for barrier in rounds.values())
 
 
+@torch.no_grad()
 def test_threads_end_with_the_object() -> None:
     before = set(threading.enumerate())
-    parallel = DataParallel(nn.Linear(2, 2), ["cpu"] * 4)
-    parallel(torch.zeros(8, 2))
+    model = DataParallel(nn.Linear(2, 2), ["cpu"] * 4).eval()
+    model(torch.zeros(8, 2))
     threads = set(threading.enumerate()) - before
     assert threads
-    del parallel
+    del model
     wait_for(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_thousand_objects_leave_no_thread() -> None:
+@torch.no_grad()
+def test_many_objects_leave_no_thread() -> None:
     before = threading.active_count()
-    layer = nn.Linear(2, 2)
+    layer = nn.Linear(2, 2).eval()
     x = torch.zeros(4, 2)
     most = 0
-    for _ in range(1000):
-        DataParallel(layer, TWO)(x)
+    for _ in range(200):
+        DataParallel(layer, TWO).eval()(x)
         most = max(most, threading.active_count())
     gc.collect()
     wait_for(lambda: threading.active_count() <= before)
-    assert most < before + 100
+    assert most < before + 50
 
 
 def test_a_forked_child_starts_threads_of_its_own() -> None:
-    parallel = DataParallel(nn.Linear(1, 1), TWO)
+    model = DataParallel(nn.Linear(1, 1), TWO).eval()
     x = torch.zeros(2, 1)
     with torch.no_grad():
-        expected = parallel(x)
+        expected = model(x)
         child = os.fork()
         if child == 0:
-            os._exit(0 if torch.equal(parallel(x), expected) else 1)
+            os._exit(0 if torch.equal(model(x), expected) else 1)
     until = time.monotonic() + THREADS_SECONDS
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > until:
@@ -181,22 +234,29 @@ class OwnError(Exception):
         self.code = code
 
 
+@pytest.mark.parametrize("has_gradients", [True, False], ids=["in turn", "at once"])
 @pytest.mark.parametrize("number", range(3))
-def test_an_exception_is_the_replicas_own(number: int) -> None:
+def test_an_exception_is_the_replicas_own(number: int, has_gradients: bool) -> None:
+    begun: list[int] = []
+
     def fail(x: Tensor) -> Tensor:
+        begun.append(int(x))
         if int(x) == number:
             raise OwnError(17, "broken")
         return x
 
-    parallel = DataParallel(Call(fail), ["cpu"] * 3)
-    with pytest.raises(OwnError) as caught:
-        parallel(torch.arange(3))
-    assert caught.value.code == 17
-    assert caught.value.__notes__ == [f"Raised in replica {number} of 3, on cpu."]
-    assert caught.traceback[-1].name == "fail"
-    assert parallel(torch.full((3,), 5)).tolist() == [5, 5, 5]
+    model = parallel(fail, 3).eval()
+    with torch.set_grad_enabled(has_gradients):
+        with pytest.raises(OwnError) as caught:
+            model(torch.arange(3))
+        assert sorted(begun) == [*range(number + 1 if has_gradients else 3)]
+        assert caught.value.code == 17
+        assert caught.value.__notes__ == [f"Raised in replica {number} of 3, on cpu."]
+        assert caught.traceback[-1].name == "fail"
+        assert model(torch.full((3,), 5)).tolist() == [5, 5, 5]
 
 
+@torch.no_grad()
 def test_the_first_exception_in_time_is_the_cause() -> None:
     failed = threading.Event()
 
@@ -211,30 +271,40 @@ def test_the_first_exception_in_time_is_the_cause() -> None:
         raise ValueError("later")
 
     with pytest.raises(KeyError, match="first") as caught:
-        data_parallel(Call(fail), torch.arange(2), TWO)
+        parallel(fail).eval()(torch.arange(2))
     assert caught.value.__notes__[1:] == ["After that, replica 0 raised ValueError: later"]
 
 
-def test_an_exception_keeps_nothing_alive_once_it_is_handled() -> None:
+@pytest.mark.parametrize("has_gradients", [True, False], ids=["in turn", "at once"])
+@pytest.mark.parametrize("error", [OwnError(1, "out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_exception_keeps_nothing_alive_once_it_is_handled(error: BaseException, has_gradients: bool) -> None:
+    # An interrupt in a replica beside the caller's left a cycle, with all memory of the forward and the threads in it.
     seen: list[weakref.ref[Tensor]] = []
 
     def fail(x: Tensor) -> Tensor:
         large = x + 1
         seen.append(weakref.ref(large))
-        raise OwnError(1, "out of memory")
+        if int(x) == 1:
+            raise type(error)(*error.args)
+        return x
 
-    parallel = DataParallel(Call(fail), TWO)
+    model = parallel(fail).eval()
     gc.collect()
     gc.disable()
+    before = threading.active_count()
     try:
-        with pytest.raises(OwnError):
-            parallel(torch.zeros(2))
-        assert len(seen) == 2
+        with torch.set_grad_enabled(has_gradients):
+            for _ in range(5):
+                with pytest.raises(type(error)):
+                    model(torch.arange(2))
+        assert len(seen) == 10
         wait_for(lambda: not any(ref() is not None for ref in seen))
+        assert threading.active_count() <= before + 1
     finally:
         gc.enable()
 
 
+@torch.no_grad()
 def test_an_interrupt_reaches_the_caller_and_the_next_forward_has_threads_of_its_own() -> None:
     release = threading.Event()
 
@@ -245,9 +315,9 @@ def test_an_interrupt_reaches_the_caller_and_the_next_forward_has_threads_of_its
             release.wait(THREADS_SECONDS)
         return x
 
-    parallel = DataParallel(Call(interrupt), TWO)
+    model = parallel(interrupt).eval()
     with pytest.raises(KeyboardInterrupt):
-        parallel(torch.arange(2))
-    assert parallel(torch.arange(2, 4)).tolist() == [2, 3]
+        model(torch.arange(2))
+    assert model(torch.arange(2, 4)).tolist() == [2, 3]
     assert not release.is_set()
     release.set()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lockstep.parallel.batch_norm_kernels import local_moments
 from lockstep.parallel.batch_statistics import combine
@@ -112,6 +114,37 @@ def test_a_forward_that_would_be_lost_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="The module is a BatchNormReLU, whose forward is its own and would be lost"):
         SyncBatchNorm.convert_sync_batchnorm(BatchNormReLU(3))
+
+
+def test_a_forward_that_was_set_on_the_layer_is_an_error() -> None:
+    # It was taken over, and ran the old layer: nothing was synchronised.
+    layer = nn.BatchNorm1d(3)
+    layer.forward = MethodType(nn.BatchNorm1d.forward, layer)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="The module is a BatchNorm1d, whose forward is its own and would be lost"):
+        SyncBatchNorm.convert_sync_batchnorm(layer)
+
+
+def test_a_parametrized_layer_is_an_error() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    parametrize.register_parametrization(net[0], "weight", nn.Softplus())
+    with pytest.raises(ValueError, match="0 is a ParametrizedBatchNorm1d with parametrizations, which would be lost"):
+        SyncBatchNorm.convert_sync_batchnorm(net)
+
+
+def test_what_compiling_the_layer_left_is_not_taken_over() -> None:
+    # It ran the old layer, and nothing was synchronised.
+    layer = nn.BatchNorm1d(3)
+    layer.compile(backend="eager")
+    converted = SyncBatchNorm.convert_sync_batchnorm(layer)
+    converted(torch.randn(4, 3))
+    assert converted._compiled_call_impl is None
+    compiled: Any = torch.compile(nn.BatchNorm1d(3), backend="eager")
+    with pytest.raises(ValueError, match=r"0 is what torch.compile made of a BatchNorm.*Convert before compiling"):
+        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(compiled))
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    whole: Any = torch.compile(net, backend="eager")
+    SyncBatchNorm.convert_sync_batchnorm(whole)
+    assert type(net[0]) is SyncBatchNorm
 
 
 def test_it_is_torchs_to_whoever_asks() -> None:
