@@ -181,7 +181,7 @@ class LivePlan:
         unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
         before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}
         self._model.look()
-        check_same_model(self._model, self._world)
+        check_same_model(self._model, self._world, is_wrapped=True)
         late = [each for each in self._model.trained if before.get(id(each.parameter)) != each.spec]
         check_same_values(late, self._world)
         self._begin_anew(self._reduce_late(late, scale) if late else ())
