@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep as ls
 from lockstep.errors import LockstepError
@@ -200,6 +201,89 @@ def test_a_frozen_parameter_keeps_the_gradient_that_it_has(answers: list[Answers
         assert found["kept while frozen"] == [[1.5] * 3] * 3
 
 
+# -- Changed on one rank -----------------------------------------------------------------------------------------------
+
+
+def one_rank(rank: int, answers: Answers) -> None:
+    one = ones(rank)
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    model(one).sum().backward()
+    if rank == 1:
+        net.second = nn.Linear(3, 1, bias=False)
+    answers["replaced on one rank"] = error_of(model(one).sum().backward)
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    if rank == 1:
+        net.first.requires_grad_(False)
+    answers["frozen on one rank"] = error_of(model(one).sum().backward)
+
+
+def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["replaced on one rank"].startswith("ParameterMismatchError")
+        assert (
+            "second.weight was replaced, unfrozen or changed after wrapping on rank 1"
+            in (found["replaced on one rank"])
+        )
+
+
+def test_the_remedy_for_a_model_that_is_wrapped_speaks_of_the_change(answers: list[Answers]) -> None:
+    for found in answers:
+        assert "change it alike on every rank" in found["frozen on one rank"]
+        assert "before wrapping it" not in found["frozen on one rank"]
+
+
+# -- Buffers after a step ----------------------------------------------------------------------------------------------
+
+
+def buffers(rank: int, answers: Answers) -> None:
+    norm = nn.BatchNorm1d(3, momentum=1.0)
+    inputs = torch.tensor([[0.0], [2.0 * (rank + 1)]]).expand(2, 3)  # its mean is rank + 1
+
+    def statistics() -> float:
+        assert norm.running_mean is not None
+        return norm.running_mean[0].item()
+
+    model = ls.DistributedDataParallel(nn.Sequential(norm, nn.Linear(3, 1)))
+    model(inputs).sum().backward()
+    answers["statistics, step"] = statistics()
+    with model.no_sync():
+        model(inputs).sum().backward()
+    answers["statistics, no_sync"] = statistics()
+    handle = model.module[1].weight.register_hook(_fail if rank == 1 else _do_nothing)
+    answers["statistics, failed"] = ""
+    try:
+        model(inputs).sum().backward()
+    except (ValueError, LockstepError) as error:
+        answers["statistics, failed"] = type(error).__name__
+    handle.remove()
+    model(inputs).sum().backward()
+    answers["statistics, after that"] = statistics()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model(inputs).sum().backward()
+    answers["statistics, hook"] = statistics()
+    with model.join():
+        for _ in range(1 + rank):  # rank 1 goes on alone, and its statistics are taken
+            model(inputs).sum().backward()
+        model.eval()
+    answers["statistics, join"] = statistics()
+    model.train()
+    module = model.module
+    del model
+    module(inputs).sum().backward()
+    answers["statistics, module alone"] = statistics()
+
+
+def test_after_a_step_all_ranks_have_the_statistics_of_one(answers: list[Answers]) -> None:
+    assert [found["statistics, no_sync"] for found in answers] == [1.0, 2.0]
+    assert [found["statistics, failed"] for found in answers] == ["ReductionError", "ValueError"]
+    for found in answers:
+        for when in ("step", "after that", "hook", "module alone"):
+            assert found[f"statistics, {when}"] == 1.0
+        assert found["statistics, join"] == 2.0
+
+
 # -- A first backward that fails ---------------------------------------------------------------------------------------
 
 
@@ -365,7 +449,7 @@ def test_compiled_autograd_is_an_error(answers: list[Answers], where: str) -> No
 
 def scenarios(run: ls.Run) -> Answers:
     answers: Answers = {}
-    for scenario in (shared, freezing, first_failures, holding, flat, compiled_backward):
+    for scenario in (shared, freezing, one_rank, buffers, first_failures, holding, flat, compiled_backward):
         scenario(run.rank, answers)
     return answers
 

@@ -173,6 +173,14 @@ class Reducer:
         """Call `call` when a backward has brought its last gradient, before the wait for others."""
         self._exchange.on_end_of_backward = call
 
+    def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
+        """Call `start` in each reduction just before its last message; it starts what is to travel beside the gradients.
+
+        It returns what waits for that and takes it in. Every rank makes the same calls there, one whose backward has
+        failed too.
+        """
+        self._exchange.send_besides = start
+
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
         """Let a wait within, which is not the reducer's own, be watched as well."""
         return self._exchange.waiting_for(what)
