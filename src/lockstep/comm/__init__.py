@@ -8,7 +8,7 @@ group, as the only worker.
 """
 
 from lockstep.comm.backends import register_backends
-from lockstep.comm.broadcast import broadcast_tensors
+from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
@@ -32,5 +32,6 @@ __all__ = [
     "ring_all_reduce",
     "ring_hook",
     "runs_in_callers_thread",
+    "start_broadcast",
     "tell_peers",
 ]

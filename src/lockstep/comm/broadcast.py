@@ -1,6 +1,7 @@
 """Many tensors from one rank to all, in few messages."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,24 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, source: in
         group: The group; every rank of it must call.
         source: Rank within the group.
     """
+    for chunk in _chunks_of_each_device(tensors):
+        _start_chunk(chunk, group, source, waits=True)()
+
+
+def start_broadcast(tensors: Sequence[Tensor], group: ProcessGroup, source: int = 0) -> Callable[[], None]:
+    """Begin to overwrite `tensors` as `broadcast_tensors` does; return what waits for that and ends it (collective)."""
+    finishes = [_start_chunk(chunk, group, source, waits=False) for chunk in _chunks_of_each_device(tensors)]
+    return partial(_call_each, finishes)
+
+
+def _call_each(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _chunks_of_each_device(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        for chunk in _chunks(tensor for tensor in tensors if tensor.device == device):
-            _broadcast_chunk(chunk, group, source)
+        yield from _chunks(tensor for tensor in tensors if tensor.device == device)
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -40,7 +56,7 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-def _broadcast_chunk(tensors: list[Tensor], group: ProcessGroup, source: int) -> None:
+def _start_chunk(tensors: list[Tensor], group: ProcessGroup, source: int, *, waits: bool) -> Callable[[], None]:
     # Bytes, so that one message carries every dtype, those included that a backend cannot add up.
     offsets = [0]
     for tensor in tensors:
@@ -53,7 +69,13 @@ def _broadcast_chunk(tensors: list[Tensor], group: ProcessGroup, source: int) ->
     if dist.get_rank(group) == source:
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor.detach())
-    dist.broadcast(flat, group=group, group_src=source)
-    if dist.get_rank(group) != source:
-        for place, tensor in zip(places, tensors, strict=True):
-            tensor.data.copy_(place)
+    work = dist.broadcast(flat, group=group, group_src=source, async_op=not waits)
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        if dist.get_rank(group) != source:
+            for place, tensor in zip(places, tensors, strict=True):
+                tensor.data.copy_(place)
+
+    return finish

@@ -9,6 +9,7 @@ hook's signature, `scatter` and `gather`.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import parallel as torch_parallel
 from torch.nn.parallel import distributed as torch_distributed
 
-from lockstep.comm import broadcast_tensors, current_world
+from lockstep.comm import broadcast_tensors, current_world, start_broadcast
 from lockstep.devices import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedReduction
@@ -49,8 +50,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     Same names and meaning as `torch.nn.parallel.DistributedDataParallel` of torch 2.13. Differences that a user can
     see: a forward through `.module` synchronises as well; unused parameters need no flag; parameters may be added,
-    frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, so that one rank may
-    evaluate alone; parameters that differ between ranks in name, order, shape or dtype are an error on every rank.
+    frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, before each forward and
+    with its gradients, so that one rank may evaluate alone and all evaluate the same; parameters that differ between ranks in name, order, shape or dtype are an error on every rank.
 
     Constructing is collective: every rank of the group must, with the same module.
 
@@ -78,7 +79,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         bucket_cap_mb_list: Sizes in MiB of the last bucket to travel, of the one before it, ...; the last size is that
             of all the rest.
         batched_grad_copy: Accepted: small gradients are copied together anyway.
-        forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward.
+        forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward, and
+            again at the end of each backward that synchronises.
 
     Raises:
         GroupError: There is no process group.
@@ -164,6 +166,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
         self._has_warned_of_uneven_batches = False
+        self._buffer_source = 0
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_name = ""
@@ -183,6 +186,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     def _connect(self, model: TrainedModel) -> None:
         """Begin to reduce the gradients of the module (local)."""
+        close_orphans(self.module)
         options = ReducerOptions(
             limits=self._limits,
             as_view=self.gradient_as_bucket_view,
@@ -195,8 +199,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.reducer = Reducer(model, self._world, options)
         if self.reducer is not None:
             self.reducer.on_notes(_WeakCall(weakref.WeakMethod(self._take_notes)))
-        close_orphans(self.module)
         survivor = self._survivor = Survivor(model, self._world, self.reducer, syncs_buffers=self.forward_sync_buffers)
+        if self.reducer is not None:
+            start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(survivor.start_buffers)
+            self.reducer.send_besides(partial(_start_buffers, start, otherwise))
         before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
         # On the inner module, so that a forward through `.module` is seen as well.
         survivor.handles += [
@@ -249,13 +255,14 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
-        source = 0
         if self._join_config.enable:
             self._tell_joined(buffers=sends_buffers)
             if sends_buffers:
-                source = highest_rank(self.process_group, self.device, is_candidate=True)
+                self._buffer_source = highest_rank(self.process_group, self.device, is_candidate=True)
+        else:
+            self._buffer_source = 0
         if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
-            self._sync_buffers_from(source)
+            self._sync_buffers_from(self._buffer_source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
             self.reducer.count_samples(count_samples([inputs, kwargs]))
@@ -301,6 +308,16 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
             self.reducer.wait_at_end(futures)
+
+    def _start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
+
+        For every reduction, whether or not its forward was one in training: ranks must not differ in that.
+        """
+        if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
+            return _do_nothing
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
 
@@ -416,7 +433,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         """Take part in what the others do before a forward; return whether a reduction follows (collective)."""
         buffers, reduction = tell_what_comes(self.process_group, self.device, buffers=False, reduction=False)
         if buffers:
-            self._sync_buffers_from(highest_rank(self.process_group, self.device, is_candidate=False))
+            self._buffer_source = highest_rank(self.process_group, self.device, is_candidate=False)
+            self._sync_buffers_from(self._buffer_source)
         return reduction
 
     def shadow_backward(self) -> None:
@@ -519,6 +537,19 @@ class _WeakCall:
         call = self._method()
         if call is not None:
             call(notes)
+
+
+def _start_buffers(
+    method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
+    otherwise: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
+) -> Callable[[], None]:
+    """Call the wrapper's method, or when it is gone that of what survives it."""
+    start = method() or otherwise()
+    return _do_nothing if start is None else start()
+
+
+def _do_nothing() -> None:
+    """Stand for buffers that are not sent."""
 
 
 def _reduce_dtype(mixed_precision: Any) -> torch.dtype | None:

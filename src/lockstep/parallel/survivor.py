@@ -7,6 +7,7 @@ With torch's wrapper gone, each rank trains alone, without a word. So what the m
 as long as the module does; until the group is destroyed, or the module is wrapped anew.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import distributed as torch_distributed
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, broadcast_tensors, group_store
+from lockstep.comm import World, broadcast_tensors, group_store, start_broadcast
 from lockstep.parallel.module_inputs import count_samples
 from lockstep.reduce import Reducer, TrainedModel
 
@@ -27,7 +28,7 @@ class Survivor:
         model: The module's parameters and buffers.
         world: The workers.
         reducer: Reduces its gradients.
-        syncs_buffers: Whether buffers are overwritten with rank 0's before a training forward.
+        syncs_buffers: Whether buffers are overwritten with rank 0's before a training forward and with its gradients.
 
     Attributes:
         handles: Of the hooks on the module.
@@ -56,6 +57,12 @@ class Survivor:
                 with self._reducer.waiting_for("buffers before a forward"):
                     broadcast_tensors(buffers, self._world.group)
             self._reducer.count_samples(count_samples([inputs, kwargs]))
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients; return what ends it (collective)."""
+        buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+        assert self._world.group is not None
+        return start_broadcast(buffers, self._world.group)
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Mark the outputs."""

@@ -11,10 +11,11 @@ from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 
-_REMEDY = "Build the model identically on every rank before wrapping it."
+_BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it."
+_AFTER_WRAPPING = "It was changed after wrapping: change it alike on every rank, before the same step."
 
 
-def check_same_model(model: TrainedModel, world: World) -> None:
+def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False) -> None:
     """Compare the parameters and buffers of `model` across ranks (collective).
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
@@ -23,6 +24,7 @@ def check_same_model(model: TrainedModel, world: World) -> None:
     Args:
         model: This rank's model.
         world: The workers; each must call.
+        is_wrapped: Whether this is a model that was trained already and has changed since.
 
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
@@ -36,24 +38,36 @@ def check_same_model(model: TrainedModel, world: World) -> None:
     for rank, found in enumerate(others, start=1):
         for kind in expected:
             if found[kind] != expected[kind]:
-                raise ParameterMismatchError(_explain(rank, kind, found[kind], expected[kind]))
+                difference = _explain(rank, kind, found[kind], expected[kind])
+                raise ParameterMismatchError(f"{difference} {_AFTER_WRAPPING if is_wrapped else _BEFORE_WRAPPING}")
 
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
     """Compare the values of parameters that came after construction, when rank 0's were sent to all (collective).
 
+    Args:
+        parameters: Those that this rank has anew; the ranks' models are the same by now, but one may have put another
+            parameter in the place of one like it, and the others not.
+        world: The workers; each must call.
+
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
-    digests = [hashlib.sha256(_bytes(each.parameter)).hexdigest() for each in parameters]
+    digests = {each.spec.name: hashlib.sha256(_bytes(each.parameter)).hexdigest() for each in parameters}
     expected, *others = world.gather_objects(digests)
     for rank, found in enumerate(others, start=1):
-        for each, here, there in zip(parameters, found, expected, strict=True):
-            if here != there:
+        for name in {**expected, **found}:
+            if name not in expected or name not in found:
+                changed, same = (rank, 0) if name in found else (0, rank)
                 raise ParameterMismatchError(
-                    f"Parameter {each.spec.name} was added, unfrozen or changed after wrapping, and its values on rank "
-                    f"{rank} are not those on rank 0. Seed every rank alike before making it (torch.manual_seed), or "
-                    "make it before wrapping."
+                    f"Parameter {name} was replaced, unfrozen or changed after wrapping on rank {changed}, and not on "
+                    f"rank {same}. Change it alike on every rank, before the same step."
+                )
+            if found[name] != expected[name]:
+                raise ParameterMismatchError(
+                    f"Parameter {name} was added, unfrozen or changed after wrapping, and its values on rank {rank} "
+                    "are not those on rank 0. Seed every rank alike before making it (torch.manual_seed), or make it "
+                    "before wrapping."
                 )
 
 
@@ -82,4 +96,4 @@ def _explain(rank: int, kind: str, found: list[str], expected: list[str]) -> str
     start = "The first difference"
     if len(found) != len(expected):
         start = f"Rank {rank} has {len(found)} {kind}s but rank 0 has {len(expected)}; the first difference"
-    return f"{start} is {kind} {number}: rank {rank} has {here}, rank 0 has {there}. {_REMEDY}"
+    return f"{start} is {kind} {number}: rank {rank} has {here}, rank 0 has {there}."

@@ -1,12 +1,22 @@
 """One bucket at work: its buffer, the places that become `.grad`, and what has arrived.
 
+backward begins    `begin`           what others hold keeps its memory, what others put there is noted
 arrival            `Slot.take`       a large gradient goes to its place at once, scaled on the way
 bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
 message is back    `settle`          `.grad` is the place, which now holds the reduced gradient
+
+[Note: held gradients] In torch `.grad` has memory of its own, so whoever holds it, or a view of it, after it was
+cleared keeps its values. Here the next gradient comes to the same place. So before a place is written it is asked who
+else holds it: the tensor's reference count tells of the tensor itself, the count of the bucket's memory of views,
+detached tensors and arrays. The held one keeps the memory, or gets a copy.
+
+[Note: gradients in other memory] A gradient that lay elsewhere before the backward, as in the user's own flat buffer,
+stays there: it is copied to its place, and what is reduced is copied back. So is one that several reducers share.
 """
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from sys import getrefcount
 from typing import final
 
@@ -21,6 +31,7 @@ from lockstep.reduce.plan import BucketPlan
 _SMALL_ELEMENTS = 1 << 14
 """Gradients below are copied together with others: a call of its own would take longer than the copying."""
 _GRADIENT = attrgetter("grad")
+_PLACE = attrgetter("place")
 _REFERENCES_WHEN_OURS = 2
 """References to a place that only its slot holds: the attribute, and the argument of `getrefcount`."""
 
@@ -38,11 +49,13 @@ class Slot:
     """
 
     __slots__ = (
-        "_flat",
+        "__weakref__",
         "_is_view",
         "fits",
+        "flat",
         "has_arrived",
         "is_scaled",
+        "is_shared",
         "is_small",
         "is_unsynced",
         "kept",
@@ -58,17 +71,51 @@ class Slot:
     ) -> None:
         self.name = name
         self.parameter = parameter
-        self._flat = flat
+        self.flat = flat
         self._is_view = as_view
         self.takes_sparse = takes_sparse
         self.place = _place(flat, parameter, as_view=as_view)
-        self.lies_in_bucket = flat.dtype == parameter.dtype
-        self.is_small = parameter.numel() < _SMALL_ELEMENTS
+        self.own()
         self.fits = True
         self.has_arrived = False
         self.is_unsynced = False
         self.is_scaled = False
         self.kept: Tensor | None = None
+
+    def own(self) -> None:
+        """Let `.grad` be the place, which is the rule."""
+        self.is_shared = False
+        self.lies_in_bucket = self.flat.dtype == self.parameter.dtype
+        self.is_small = self.parameter.numel() < _SMALL_ELEMENTS
+
+    def share(self) -> None:
+        """Leave `.grad` to several reducers: it lies in no bucket, and is copied as soon as it arrives."""
+        self.is_shared = True
+        self.lies_in_bucket = self.is_small = False
+        if self.parameter.grad is self.place:
+            self._move_out()
+
+    @property
+    def has_gradient_in_place(self) -> bool:
+        """Whether `.grad` is the place."""
+        return self.parameter.grad is self.place and self.is_in_bucket
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether the place is where it was: `gradient.data = ...`, as in a cast of the model, takes it elsewhere."""
+        return self.place.data_ptr() == self.flat.data_ptr()
+
+    def look_elsewhere(self) -> bool:
+        """See whether there is a gradient in other memory, which stays there. [Note: gradients in other memory]."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.place or not self.fits or gradient.is_sparse:
+            return False
+        self.lies_in_bucket = False
+        return True
+
+    def renew_place(self) -> None:
+        """Make another tensor the place, and leave the old one as it is."""
+        self.place = _place(self.flat, self.parameter, as_view=self._is_view)
 
     def take(self, scale: float) -> None:
         """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
@@ -97,6 +144,11 @@ class Slot:
         if self.lies_in_bucket:
             self.parameter.grad = self.place
 
+    def take_again(self) -> None:
+        """Take in that the gradient was added to since it was taken; where it lies in its bucket, it was so there."""
+        if not self.lies_in_bucket and not self.is_small:
+            self.adopt()
+
     def as_dense(self, gradient: Tensor) -> Tensor:
         """Return a dense gradient as it is, and a sparse one as a dense one.
 
@@ -112,6 +164,8 @@ class Slot:
     def fill_in(self) -> None:
         """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
         if not self.fits or self.parameter.grad is None:
+            if self.parameter.grad is self.place:
+                self._move_out()  # of a frozen parameter, say: it is to stay as it is
             self.leave_to_others()
             self.place.zero_()
         else:
@@ -135,14 +189,14 @@ class Slot:
         if self.lies_in_bucket:
             self.parameter.grad = self.place
         elif self.parameter.grad is None:
-            self.parameter.grad = self.place.to(self.parameter.dtype)
+            self.parameter.grad = self.place.to(self.parameter.dtype, copy=True)
         else:
             self.parameter.grad.detach().copy_(self.place)
 
     def leave_to_others(self) -> None:
         """Let whoever still holds the last gradient keep its values: the place is about to be written.
 
-        Only for a gradient that was cleared meanwhile: in torch such a one has memory of its own.
+        Only for a gradient that was cleared meanwhile: in torch such a one has its own. [Note: held gradients]
         """
         if getrefcount(self.place) > _REFERENCES_WHEN_OURS:
             self._move_out()
@@ -158,7 +212,7 @@ class Slot:
     def _move_out(self) -> None:
         """Give the tensor that is the place memory of its own, and make another one the place."""
         held = self.place
-        self.place = _place(self._flat, self.parameter, as_view=self._is_view)
+        self.renew_place()
         with torch.no_grad():
             held.set_(held.clone())  # type: ignore[call-overload]
 
@@ -174,6 +228,7 @@ class DenseBucket:
         presence: How many ranks had each gradient: written before a reduction, read after it. [Note: presence]
         as_view: Whether `.grad` should be a view, as torch understands it.
         takes_sparse: Whether a sparse gradient becomes dense, or is an error.
+        allocate: Returns a tensor like `buffer`, of zeros.
     """
 
     def __init__(
@@ -184,6 +239,7 @@ class DenseBucket:
         presence: Tensor,
         *,
         as_view: bool,
+        allocate: Callable[[], Tensor],
         takes_sparse: bool = False,
     ) -> None:
         self._buffer = buffer
@@ -198,6 +254,13 @@ class DenseBucket:
             )
         self._offsets = [slot.offset for slot in plan.slots]
         self._parameters = [slot.parameter for slot in self.slots]
+        self._as_view = as_view
+        self._allocate = allocate
+        self._parts = [buffer, self._gradients, presence, *(slot.flat for slot in self.slots)]
+        self._storage = buffer.untyped_storage()
+        self._num_holders = 0
+        self._addresses = [slot.place.data_ptr() for slot in self.slots]
+        self._elsewhere: list[Slot] = []
         self.num_pending = len(self.slots)
 
     @property
@@ -209,6 +272,29 @@ class DenseBucket:
     def gradients(self) -> Tensor:
         """The part of it that a communication hook sees."""
         return self._gradients
+
+    def count_holders(self, notes: Tensor) -> None:
+        """Note how many tensors of ours lie in the bucket's memory; called when all do.
+
+        Args:
+            notes: A tensor that may be one of them.
+        """
+        self._parts.append(notes)
+        self._num_holders = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - has no public name
+
+    def begin(self) -> None:
+        """Begin with a backward: whose gradients are where? (local)."""
+        if list(map(Tensor.data_ptr, map(_PLACE, self.slots))) != self._addresses:
+            for slot in self.slots:
+                if not slot.is_in_bucket:
+                    slot.renew_place()
+        if self._as_view:
+            return
+        if torch._C._storage_Use_Count(self._storage._cdata) > self._num_holders:  # noqa: SLF001
+            self._leave_to_others()
+        if all(map(is_, map(_GRADIENT, self._parameters), repeat(None))):
+            return
+        self._elsewhere += [slot for slot in self.slots if slot.look_elsewhere()]
 
     def prepare(self, scale: float) -> None:
         """Make the message ready; `scale` what is not scaled already."""
@@ -262,6 +348,27 @@ class DenseBucket:
         self.num_pending = len(self.slots)
         for slot in self.slots:
             slot.reset()
+        while self._elsewhere:
+            slot = self._elsewhere.pop()
+            if not slot.is_shared:
+                slot.own()
+
+    def _leave_to_others(self) -> None:
+        """Take new memory, and leave the old one to those who hold a part of it. [Note: held gradients].
+
+        Not if nothing was cleared: then a view of a gradient that is added to sees that in torch as well.
+        """
+        if all(slot.parameter.grad is slot.place for slot in self.slots):
+            return
+        old, fresh = self._storage._cdata, self._allocate().untyped_storage()  # noqa: SLF001
+        with torch.no_grad():
+            for part in self._parts:
+                if part.untyped_storage()._cdata == old:  # noqa: SLF001 - notes may travel by themselves
+                    part.set_(fresh, part.storage_offset(), part.shape, part.stride())
+        for slot in self.slots:
+            slot.renew_place()
+        self._addresses = [slot.place.data_ptr() for slot in self.slots]
+        self._storage = fresh
 
     def _pack(self, gradients: Gradients) -> Tensor:
         """Take from `gradients` what belongs here, laid out as the message is."""

@@ -48,6 +48,8 @@ class Exchange:
         num_buckets_sent: How many buckets of the last backward were sent.
         times: When the parts of the last step began and ended.
         on_end_of_backward: Called when the last gradient has arrived.
+        send_besides: Starts what is to travel beside the gradients, just before the last message, and returns what
+            waits for it and takes it.
         partials: What this rank's shards have given before the backward whose gradients are sent.
         nodes: The subtrees whose sums each rank will have then, in rank order: its partials that are kept, then the sum
             in the bucket.
@@ -61,6 +63,7 @@ class Exchange:
         self.num_buckets_sent = 0
         self.times = StepTimes()
         self.on_end_of_backward: Callable[[], None] = _do_nothing
+        self.send_besides: Callable[[], Callable[[], None]] = _send_nothing
         self.partials = Partials()
         self.nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
         self._ordered = None if num_shards is None else OrderedReductions(world, num_shards)
@@ -69,6 +72,7 @@ class Exchange:
         self._group_uses_this_thread = runs_in_callers_thread(world.group)
         self._skips_unused = skips_unused
         self._finishes: list[Callable[[], object]] = []
+        self._take_besides: Callable[[], None] = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
         self._unread: tuple[Tensor, torch.Event] | None = None
         self._waiting_since = math.inf
@@ -108,6 +112,7 @@ class Exchange:
             _write(numbers, self.layout.notes)
             self._all_reduce(last_message, [], is_last=True)
         self._wait()
+        self._take_besides()
         while self._awaited:
             self._awaited.pop().wait()
         self.times.end()
@@ -125,6 +130,7 @@ class Exchange:
     def reset(self) -> None:
         """Forget a backward."""
         self._finishes.clear()
+        self._take_besides = _do_nothing
         self._waiting_since = math.inf
         for bucket in self.layout.buckets:
             bucket.reset()
@@ -177,6 +183,8 @@ class Exchange:
         self._finishes.append(lambda: bucket.take(result_of(future)))
 
     def _all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, is_last: bool) -> None:
+        if is_last:
+            self._take_besides = self.send_besides()
         waits = is_last and self._group_uses_this_thread
         if waits:
             self._wait()  # the group's calls run one after the other; so it is known which one is waited for
@@ -217,6 +225,11 @@ class Exchange:
 
 def _do_nothing() -> None:
     """Stand for a message that was not sent."""
+
+
+def _send_nothing() -> Callable[[], None]:
+    """Stand for an owner that has nothing to send besides."""
+    return _do_nothing
 
 
 def _write(numbers: Sequence[float], place: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,8 +55,9 @@ def lay_out(
     offset = 0
     buffer = None
     for bucket in plan.buckets:
+        allocate = partial(_allocate, bucket.num_elements, bucket.dtype, bucket.device, group)
         if not bucket.is_sparse:
-            buffer = allocate_buffer(bucket.num_elements, bucket.dtype, bucket.device, group)
+            buffer = allocate()
         if extra is not None:
             presence = extra[offset : offset + len(bucket.slots)]
         else:
@@ -67,8 +69,30 @@ def lay_out(
             buckets.append(SparseBucket(only.spec.name, only.parameter, presence))
         else:
             assert buffer is not None
-            buckets.append(DenseBucket(bucket, trained, buffer, presence, as_view=as_view, takes_sparse=takes_sparse))
+            buckets.append(
+                DenseBucket(
+                    bucket,
+                    trained,
+                    buffer,
+                    presence,
+                    as_view=as_view,
+                    allocate=allocate,
+                    takes_sparse=takes_sparse,
+                )
+            )
     if extra is not None:
-        return Layout(buckets=tuple(buckets), notes=extra[num_slots:], last_message=extra)
-    assert buffer is not None
-    return Layout(buckets=tuple(buckets), notes=buffer[buffer.numel() - plan.num_notes :], last_message=None)
+        notes = extra[num_slots:]
+    else:
+        assert buffer is not None
+        notes = buffer[buffer.numel() - plan.num_notes :]
+    for each in buckets:
+        if isinstance(each, DenseBucket):
+            each.count_holders(notes)
+    return Layout(buckets=tuple(buckets), notes=notes, last_message=extra)
+
+
+def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
+    """Return a buffer that is no view of another tensor, which would keep its memory even when the buffer moves."""
+    with torch.no_grad():
+        buffer = allocate_buffer(num_elements, dtype, device, group)
+        return torch.empty(0, dtype=dtype, device=device).set_(buffer)  # type: ignore[call-overload,no-any-return]

@@ -18,11 +18,13 @@ from torch import nn
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.agreement import check_same_model, check_same_values
+from lockstep.reduce.bucket import Slot
 from lockstep.reduce.layout import AnySlot, Bucket, Layout, empty_layout, lay_out
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.notes import Notes, num_notes
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import Plan, plan_buckets
+from lockstep.reduce.sharing import claim, give_up
 
 
 @final
@@ -51,15 +53,27 @@ class LivePlan:
         self._group = world.group
         self._options = options
         self._only_gradients = False
+        self._now: TrainedModel | None = None
+        self._noticed: list[nn.Parameter] = []
+        self._elsewhere: set[int] = set()
         self._arrived: list[AnySlot] = []
         self._order: list[int] = []
         self._plan = self._make()
         self.layout = self._lay_out()
+        claim(self._dense_slots)
 
     @property
     def slots(self) -> list[AnySlot]:
         """All places, in the order in which they travel."""
         return [slot for bucket in self.layout.buckets for slot in bucket.slots]
+
+    @property
+    def _dense_slots(self) -> list[Slot]:
+        return [slot for slot in self.slots if isinstance(slot, Slot)]
+
+    def close(self) -> None:
+        """Let others have the parameters for themselves; the plan is not used any more (local)."""
+        give_up(self._dense_slots)
 
     def slot_of(self, parameter: nn.Parameter) -> tuple[AnySlot, Bucket]:
         """Return the place of a parameter of the plan, and its bucket."""
@@ -82,8 +96,18 @@ class LivePlan:
         """Note that a gradient has arrived; called while the order is wanted."""
         self._arrived.append(slot)
 
+    def forget_arrivals(self) -> None:
+        """Forget what was noted in a backward that is over."""
+        self._arrived = []
+
     def learn_order(self) -> None:
-        """Take rank 0's order of arrival for the next plan (collective). [Note: order of arrival]."""
+        """Take rank 0's order of arrival for the next plan, if it is wanted (collective). [Note: order of arrival].
+
+        At the end of the first reduction on every rank, on one whose backward has failed too: what the others do
+        cannot depend on that, for on a GPU they do not know it yet.
+        """
+        if not self.wants_order:
+            return
         self.is_in_order = True
         index = {id(each.parameter): number for number, each in enumerate(self._model.trained)}
         order = [index[id(slot.parameter)] for slot in self._arrived]
@@ -92,7 +116,6 @@ class LivePlan:
         told = torch.tensor(order, device=self._model.trained[0].parameter.device)
         dist.broadcast(told, group=self._group, group_src=0)
         self._order = told.tolist()
-        self._arrived = []
 
     def use_order(self) -> bool:
         """Use the order that was learnt, if one was since; return whether there is a new layout.
@@ -111,20 +134,33 @@ class LivePlan:
     # -- A model that changes ------------------------------------------------------------------------------------------
 
     def look(self) -> list[nn.Parameter]:
-        """See whether the model has changed; return the parameters that the plan does not have.
+        """See whether the model has changed; return the parameters that the plan does not have and that are new here.
 
-        What no longer fits the plan is left out of it until all ranks have been told. [Note: a changed model]
+        What no longer fits the plan is left out of it until all ranks have been told. Asked in every backward: a model
+        that was frozen for a backward which reduced nothing may be as it was again. [Note: a changed model]
         """
-        if self.has_changed or not self._model.has_changed():
+        if not self._model.has_changed():
+            if self.has_changed:  # it was, and nobody was told: it has changed back since
+                self.has_changed = False
+                for slot in self.slots:
+                    slot.fits = True
             return []
         self.has_changed = True
-        current = TrainedModel(self._model.module, self._model.ignored)
+        if self._now is None or self._now.has_changed():
+            # Kept, for a model that is frozen and unfrozen in every step looks the same each time.
+            self._now = TrainedModel(self._model.module, self._model.ignored)
         planned = {id(each.parameter): each.spec for each in self._model.trained}
-        found = {id(each.parameter): each for each in current.trained}
+        found = {id(each.parameter): each for each in self._now.trained}
         for slot in self.slots:
             now = found.get(id(slot.parameter))
             slot.fits = now is not None and now.spec == planned[id(slot.parameter)]
-        return [each.parameter for key, each in found.items() if key not in planned]
+        noticed = set(map(id, self._noticed))
+        in_place = {id(slot.parameter) for slot in self.slots if slot.has_gradient_in_place}
+        with_gradient = {key for key, each in found.items() if each.parameter.grad is not None}
+        self._elsewhere = with_gradient - in_place
+        new = [each.parameter for key, each in found.items() if key not in planned and key not in noticed]
+        self._noticed += new
+        return new
 
     def follow(self, notes: Notes, scale: float) -> None:
         """Compare models, plan anew, and reduce what the old plan had no place for (collective).
@@ -142,45 +178,54 @@ class LivePlan:
                 f"The model has changed on {notes.num_changed} of {self._world.world_size} ranks, "
                 f"{'this one included' if self.has_changed else 'not on this one'}. Change it alike on every rank."
             )
-        before = {id(each.parameter): each.spec for each in self._model.trained}
+        unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
+        before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}
         self._model.look()
-        check_same_model(self._model, self._world)
+        check_same_model(self._model, self._world, is_wrapped=True)
         late = [each for each in self._model.trained if before.get(id(each.parameter)) != each.spec]
         check_same_values(late, self._world)
-        if late:
-            self._reduce_late(late, scale)
-        self._begin_anew()
+        self._begin_anew(self._reduce_late(late, scale) if late else ())
 
-    def _reduce_late(self, late: Sequence[TrainedParameter], scale: float) -> None:
+    def _reduce_late(self, late: Sequence[TrainedParameter], scale: float) -> list[AnySlot]:
+        """Reduce what the plan has no place for; return the places that it has had for that (collective)."""
         plan = plan_buckets([each.spec for each in late], self._options.limits)
         layout = lay_out(plan, late, self._group, as_view=self._options.as_view)
         for bucket in layout.buckets:
             for slot in bucket.slots:
                 slot.has_arrived = slot.parameter.grad is not None
+                if isinstance(slot, Slot) and id(slot.parameter) in self._elsewhere:
+                    slot.look_elsewhere()
             bucket.prepare(scale)
             dist.all_reduce(bucket.message, group=self._group)
         if layout.last_message is not None:
             dist.all_reduce(layout.last_message, group=self._group)
         for bucket in layout.buckets:
             bucket.settle()
+        return [slot for bucket in layout.buckets for slot in bucket.slots]
 
     # -- Making plans --------------------------------------------------------------------------------------------------
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, late: Sequence[AnySlot] = ()) -> None:
         self.has_changed = False
         self.is_in_order = False
+        self._now, self._noticed = None, []
         self._order, self._arrived = [], []
         if self._model.trained:  # else all is frozen, for a while
             self._plan = self._make()
-            self._replace()
+            self._replace(late)
 
-    def _replace(self) -> None:
+    def _replace(self, late: Sequence[AnySlot] = ()) -> None:
         unsynced = {id(slot.parameter) for slot in self.slots if slot.is_unsynced}
+        ours = {id(slot.parameter) for slot in [*self._dense_slots, *late] if slot.has_gradient_in_place}
+        give_up(self._dense_slots)
         self.layout = empty_layout()
         self._let_go()
         self.layout = self._lay_out()
+        claim(self._dense_slots)
         for slot in self.slots:
             slot.is_unsynced = id(slot.parameter) in unsynced
+            if id(slot.parameter) in ours:
+                slot.adopt()  # lest it is taken for one that somebody put elsewhere
 
     def _make(self) -> Plan:
         dtype = self._options.dtype

@@ -125,7 +125,12 @@ def plan_buckets(
         num_notes: How many numbers the last message carries besides.
         only_gradients: Keep buckets free of all but gradients.
         notes_apart: Let notes travel in a message of their own.
+
+    Raises:
+        ValueError: An order that does not name each spec once.
     """
+    if order and sorted(order) != list(range(len(specs))):
+        raise ValueError(f"The order {list(order)} is not one of {len(specs)} gradients: each must be named once.")
     members = _assign(specs, limits, order or range(len(specs) - 1, -1, -1))
     notes_ride = not (only_gradients or notes_apart or any(spec.is_sparse for spec in specs))
     buckets = [_lay_out(specs, group, carries_presence=notes_ride, align=not only_gradients) for group in members]

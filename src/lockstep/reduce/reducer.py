@@ -44,6 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import World, group_store
 from lockstep.compiler import keep_compiler_out
 from lockstep.errors import ReductionError
+from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
 from lockstep.reduce.exchange import Exchange
 from lockstep.reduce.hook import CommHook, GradBucket
 from lockstep.reduce.layout import AnySlot, Bucket, empty_layout
@@ -136,6 +137,7 @@ class Reducer:
         Whether that backward synchronises is decided here and there: neither may be under `no_sync`.
         """
         if output.grad_fn is not None:
+            refuse_compiled_autograd()
             # A strong reference: a graph outlives a wrapper that nobody kept, and its backward must synchronise all the
             # same.
             output.register_hook(partial(self._on_output, self.synchronizes))
@@ -171,6 +173,14 @@ class Reducer:
         """Call `call` when a backward has brought its last gradient, before the wait for others."""
         self._exchange.on_end_of_backward = call
 
+    def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
+        """Call `start` in each reduction just before its last message; it starts what is to travel beside the gradients.
+
+        It returns what waits for that and takes it in. Every rank makes the same calls there, one whose backward has
+        failed too.
+        """
+        self._exchange.send_besides = start
+
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
         """Let a wait within, which is not the reducer's own, be watched as well."""
         return self._exchange.waiting_for(what)
@@ -185,10 +195,7 @@ class Reducer:
         if self._phase is _Phase.ACCUMULATING:
             self._reset()
             return
-        try:
-            self._exchange.complete(Note(has_failed=True))
-        finally:
-            self._reset()
+        self._complete_failed()
 
     def reduce_without_backward(self) -> None:
         """Take part in a reduction for which this rank ran no backward, with what `.grad` holds (collective)."""
@@ -212,10 +219,7 @@ class Reducer:
         if self._phase is not _Phase.COLLECTING:
             self._prepare()
         self._exchange.expect_nothing()
-        try:
-            self._exchange.complete(Note(has_failed=True))
-        finally:
-            self._reset()
+        self._complete_failed()
 
     def reduce_nothing(self) -> None:
         """Take part in a reduction with zeros; `.grad` stays as it is (collective)."""
@@ -229,6 +233,7 @@ class Reducer:
     def close(self) -> None:
         """Reduce no more (local)."""
         _remove(self._handles)
+        self._plan.close()
         self._stop_watching()
 
     # -- What it says --------------------------------------------------------------------------------------------------
@@ -315,6 +320,7 @@ class Reducer:
                 "which happens when a model begins to use a parameter inside a reentrant checkpoint and elsewhere "
                 "after its first step. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
+        slot.take_again()
 
     def _take_unplanned(self) -> None:
         """Note a gradient of a parameter that the plan does not have yet."""
@@ -333,6 +339,7 @@ class Reducer:
 
     @keep_compiler_out
     def _on_output(self, synchronizes: bool, _gradient: Tensor) -> None:
+        refuse_compiled_autograd()
         wanted = (synchronizes and self.synchronizes) or self._is_forced
         self.finish_interrupted()
         if self._phase is _Phase.IDLE:
@@ -347,6 +354,9 @@ class Reducer:
             phase = _Phase.ACCUMULATING  # the group was destroyed: this rank trains alone
         if phase is _Phase.COLLECTING:
             self._prepare()
+        elif not self._accumulates_apart:
+            self._look_at_model()
+            self._begin_buckets()
         self._phase = phase
         self._task = _current_task()
         callback = partial(self._on_end, self._task)
@@ -358,7 +368,12 @@ class Reducer:
         self._look_at_model()
         if self._plan.use_order():
             self._use_layout()
+        self._begin_buckets()
         self._exchange.begin()
+
+    def _begin_buckets(self) -> None:
+        for bucket in self.buckets:
+            bucket.begin()
 
     @keep_compiler_out
     def _on_end(self, task: int) -> None:
@@ -382,12 +397,19 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.settle()
             self.num_reductions += 1
-            if self._plan.wants_order:
-                self._plan.learn_order()
+            self._plan.learn_order()
         finally:
             self._reset()
         if notes is not None:
             self._heed(notes)
+
+    def _complete_failed(self) -> None:
+        """Make the calls of `_complete`, so that the others' find their counterparts."""
+        try:
+            self._exchange.complete(Note(has_failed=True))
+            self._plan.learn_order()
+        finally:
+            self._reset()
 
     def _heed(self, notes: Notes) -> None:
         if notes.num_failed > 0:
@@ -407,6 +429,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._exchange.reset()
+        self._plan.forget_arrivals()
         self._any_arrived = False
         self._was_asked = False
         self._waits_for_end = False

@@ -31,6 +31,14 @@ class SparseSlot:
     def adopt(self) -> None:
         """Do nothing, likewise."""
 
+    def take_again(self) -> None:
+        """Do nothing, likewise."""
+
+    @property
+    def has_gradient_in_place(self) -> bool:
+        """Whether `.grad` is a place: never, there is none."""
+        return False
+
     def take_away(self) -> Tensor | None:
         """Take the gradient away from the parameter and return it."""
         gradient, self.parameter.grad = self.parameter.grad, None
@@ -46,6 +54,9 @@ class SparseBucket:
         self.presence = presence
         self.num_pending = 1
         self._message = _nothing(parameter)
+
+    def begin(self) -> None:
+        """Do nothing: a sparse gradient lies in memory of its own."""
 
     @property
     def message(self) -> Tensor:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,3 +89,9 @@ def test_a_sparse_gradient_travels_alone_and_notes_with_nobody() -> None:
     assert not plan.notes_ride
     assert [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets] == [[1], [2, 0]]
     assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 2], [0, 1], [0, 1, 3]])
+def test_an_order_names_each_gradient_once(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="each must be named once"):
+        plan_buckets([spec(number, 4) for number in range(3)], BucketLimits(), order=order)

@@ -1,0 +1,459 @@
+"""`DistributedDataParallel` with what scripts do between steps: wrap again, freeze, hold gradients, fail, compile.
+
+One launch runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
+1.5); each test looks at one answer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import lockstep as ls
+from lockstep.errors import LockstepError
+
+Answers = dict[str, Any]
+
+
+def ones(rank: int) -> Tensor:
+    return torch.full((1, 3), float(rank + 1))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1, bias=False)
+
+
+def gradient(parameter: Tensor) -> Any:
+    return None if parameter.grad is None else parameter.grad.tolist()
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Two(nn.Module):
+    """Two layers in a row, whose weights are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs))
+
+
+# -- One parameter, several wrappers -----------------------------------------------------------------------------------
+
+WIDTH = 130
+"""Layers of so many columns have gradients that are scaled on the way into their bucket; small ones are not."""
+ONE_LAYER_MB = 0.05
+
+
+class Sum(nn.Module):
+    """Layers whose outputs are added up, so that the gradient of each is that of the others."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([layer(inputs).sum() for layer in self.layers]).sum()
+
+
+def wide() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def shared(rank: int, answers: Answers) -> None:
+    inputs = torch.full((1, WIDTH), float(rank + 1))
+
+    def train(*models: nn.Module) -> set[float]:
+        seen: set[float] = set()
+        for _ in range(4):
+            for model in models:
+                model.zero_grad()
+            torch.stack([model(inputs) for model in models]).sum().backward()
+            for model in models:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    seen |= set(parameter.grad.unique().tolist())
+        return seen
+
+    model = ls.DistributedDataParallel(Sum([wide() for _ in range(4)]), bucket_cap_mb=ONE_LAYER_MB)
+    train(model)
+    model = ls.DistributedDataParallel(model.module, bucket_cap_mb=ONE_LAYER_MB)
+    answers["wrapped again"] = train(model)
+    inner = ls.DistributedDataParallel(Sum([wide() for _ in range(4)]), bucket_cap_mb=ONE_LAYER_MB)
+    outer = ls.DistributedDataParallel(inner, bucket_cap_mb=ONE_LAYER_MB)
+    answers["wrapped twice"] = train(outer)
+    outer.reducer.close()
+    train(inner)
+    place = inner.reducer.buckets[0].slots[0]
+    answers["alone again"] = place.parameter.grad is place.place
+
+    encoder = wide()
+    models = [ls.DistributedDataParallel(Sum([wide(), encoder, wide()]), bucket_cap_mb=ONE_LAYER_MB) for _ in range(2)]
+    answers["layer of two models"] = train(*models)
+
+
+def test_a_parameter_that_several_wrappers_reduce_gets_the_mean_once(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["wrapped again"] == {1.5}
+        assert found["wrapped twice"] == {1.5}
+        assert found["layer of two models"] == {1.5, 3.0}  # the shared one has two gradients
+
+
+def test_a_parameter_is_shared_no_longer_than_there_are_two(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["alone again"]
+
+
+# -- Frozen for a while ------------------------------------------------------------------------------------------------
+
+
+def freezing(rank: int, answers: Answers) -> None:
+    one = ones(rank)
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    model(one).sum().backward()
+
+    def attack() -> None:
+        inputs = one.clone().requires_grad_()
+        torch.autograd.grad(model(inputs).sum(), inputs)
+
+    def generate() -> None:
+        model(one.clone().requires_grad_()).sum().backward()
+
+    layouts = []
+    for name, parameters, use in (
+        ("generator", list(net.parameters()), generate),
+        ("attack", list(net.parameters()), attack),
+        ("attack on a half", [net.first.weight], attack),
+        ("generator again", list(net.parameters()), generate),
+    ):
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        use()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        model.zero_grad()
+        model(one).sum().backward()
+        answers[f"after the {name}"] = gradient(net.first.weight), gradient(net.second.weight)
+        layouts.append(model.reducer.buckets)
+    answers["planned once"] = all(layout is layouts[0] for layout in layouts)
+
+    # What is seen in a backward that fails is looked at anew in the next one, too.
+    net.first.requires_grad_(False)
+    handle = net.second.weight.register_hook(_fail)
+    with pytest.raises(ValueError, match="in backward"):
+        model(one).sum().backward()
+    handle.remove()
+    net.first.requires_grad_(True)
+    model.zero_grad()
+    model(one).sum().backward()
+    answers["after the failure"] = gradient(net.first.weight), gradient(net.second.weight)
+
+    net.double()
+    attack_inputs = one.double().requires_grad_()
+    torch.autograd.grad(model(attack_inputs).sum(), attack_inputs)
+    net.float()
+    model.zero_grad()
+    model(one).sum().backward()
+    answers["after the cast"] = gradient(net.first.weight), gradient(net.second.weight)
+
+    net.first.requires_grad_(False)
+    model(one).sum().backward()
+    answers["kept while frozen"] = gradient(net.first.weight)
+
+
+def _do_nothing(_gradient: Tensor) -> None:
+    """Stand for a hook that fails, on a rank where none does."""
+
+
+def _fail(_gradient: Tensor) -> None:
+    raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("what", ["generator", "attack", "attack on a half", "generator again", "failure", "cast"])
+def test_gradients_are_reduced_after_a_while_in_which_the_model_was_frozen(answers: list[Answers], what: str) -> None:
+    for found in answers:
+        assert found[f"after the {what}"] == ([[1.5] * 3] * 3, [[4.5] * 3])
+
+
+def test_freezing_for_a_backward_that_reduces_nothing_makes_no_new_plan(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["planned once"]
+
+
+def test_a_frozen_parameter_keeps_the_gradient_that_it_has(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["kept while frozen"] == [[1.5] * 3] * 3
+
+
+# -- Changed on one rank -----------------------------------------------------------------------------------------------
+
+
+def one_rank(rank: int, answers: Answers) -> None:
+    one = ones(rank)
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    model(one).sum().backward()
+    if rank == 1:
+        net.second = nn.Linear(3, 1, bias=False)
+    answers["replaced on one rank"] = error_of(model(one).sum().backward)
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    if rank == 1:
+        net.first.requires_grad_(False)
+    answers["frozen on one rank"] = error_of(model(one).sum().backward)
+
+
+def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["replaced on one rank"].startswith("ParameterMismatchError")
+        assert (
+            "second.weight was replaced, unfrozen or changed after wrapping on rank 1"
+            in (found["replaced on one rank"])
+        )
+
+
+def test_the_remedy_for_a_model_that_is_wrapped_speaks_of_the_change(answers: list[Answers]) -> None:
+    for found in answers:
+        assert "change it alike on every rank" in found["frozen on one rank"]
+        assert "before wrapping it" not in found["frozen on one rank"]
+
+
+# -- Buffers after a step ----------------------------------------------------------------------------------------------
+
+
+def buffers(rank: int, answers: Answers) -> None:
+    norm = nn.BatchNorm1d(3, momentum=1.0)
+    inputs = torch.tensor([[0.0], [2.0 * (rank + 1)]]).expand(2, 3)  # its mean is rank + 1
+
+    def statistics() -> float:
+        assert norm.running_mean is not None
+        return norm.running_mean[0].item()
+
+    model = ls.DistributedDataParallel(nn.Sequential(norm, nn.Linear(3, 1)))
+    model(inputs).sum().backward()
+    answers["statistics, step"] = statistics()
+    with model.no_sync():
+        model(inputs).sum().backward()
+    answers["statistics, no_sync"] = statistics()
+    handle = model.module[1].weight.register_hook(_fail if rank == 1 else _do_nothing)
+    answers["statistics, failed"] = ""
+    try:
+        model(inputs).sum().backward()
+    except (ValueError, LockstepError) as error:
+        answers["statistics, failed"] = type(error).__name__
+    handle.remove()
+    model(inputs).sum().backward()
+    answers["statistics, after that"] = statistics()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model(inputs).sum().backward()
+    answers["statistics, hook"] = statistics()
+    with model.join():
+        for _ in range(1 + rank):  # rank 1 goes on alone, and its statistics are taken
+            model(inputs).sum().backward()
+        model.eval()
+    answers["statistics, join"] = statistics()
+    model.train()
+    module = model.module
+    del model
+    module(inputs).sum().backward()
+    answers["statistics, module alone"] = statistics()
+
+
+def test_after_a_step_all_ranks_have_the_statistics_of_one(answers: list[Answers]) -> None:
+    assert [found["statistics, no_sync"] for found in answers] == [1.0, 2.0]
+    assert [found["statistics, failed"] for found in answers] == ["ReductionError", "ValueError"]
+    for found in answers:
+        for when in ("step", "after that", "hook", "module alone"):
+            assert found[f"statistics, {when}"] == 1.0
+        assert found["statistics, join"] == 2.0
+
+
+# -- A first backward that fails ---------------------------------------------------------------------------------------
+
+
+def first_failures(rank: int, answers: Answers) -> None:
+    one = ones(rank)
+    for name, failing in (("both ranks", (0, 1)), ("rank 0", (0,)), ("rank 1", (1,))):
+        net = Two()
+        model = ls.DistributedDataParallel(net, bucket_cap_mb=0.00001)
+        handle = net.first.weight.register_hook(_fail if rank in failing else _do_nothing)
+        if rank in failing:
+            with pytest.raises(ValueError, match="in backward"):
+                model(one).sum().backward()
+            answers[f"failed on {name}"] = ""
+        else:
+            answers[f"failed on {name}"] = error_of(model(one).sum().backward)
+        handle.remove()
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            model(one).sum().backward()
+            seen.append(gradient(net.second.weight))
+        answers[f"after failing on {name}"] = (
+            seen,
+            sorted(slot.name for bucket in model.reducer.buckets for slot in bucket.slots),
+        )
+
+
+@pytest.mark.parametrize("name", ["both ranks", "rank 0", "rank 1"])
+def test_a_first_backward_may_fail(answers: list[Answers], name: str) -> None:
+    said = [found[f"failed on {name}"] for found in answers]
+    assert sum("ended in an exception" in each for each in said) == (0 if name == "both ranks" else 1)
+    for found in answers:
+        assert found[f"after failing on {name}"] == ([[[4.5] * 3]] * 3, ["first.weight", "second.weight"])
+
+
+# -- Gradients that somebody else holds --------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], list[Any]]] = {
+    "detach": lambda held: [held.detach()],
+    "view": lambda held: [held.view(-1)],
+    "data": lambda held: [held.data],
+    "numpy": lambda held: [held.numpy()],
+    "both": lambda held: [held.detach(), held],
+}
+
+
+def holding(rank: int, answers: Answers) -> None:
+    for name, view in VIEWS.items():
+        layer = linear()
+        model = ls.DistributedDataParallel(layer)
+        held = []
+        for scale in (1, 10, 100):
+            model.zero_grad()
+            model(scale * ones(rank)).sum().backward()
+            assert layer.weight.grad is not None
+            held.append(view(layer.weight.grad))
+        answers[f"held by {name}"] = [each[0].reshape(-1).tolist() for each in held]
+
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    places = []
+    for step in range(4):
+        model.zero_grad(set_to_none=step < 2)
+        model(ones(rank)).sum().backward()
+        assert net.second.weight.grad is not None
+        places.append(net.second.weight.grad.data_ptr())
+    answers["one place"] = len(set(places[1:])) == 1  # from the second on, in the order of arrival
+
+    for as_view in (True, False):
+        replaced = Two()
+        model_of_replaced = ls.DistributedDataParallel(replaced, gradient_as_bucket_view=as_view)
+        for clears in (True, True, False):
+            if clears:
+                model_of_replaced.zero_grad()
+            model_of_replaced(ones(rank)).sum().backward()
+            for parameter in replaced.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data * 2
+        answers[f"data replaced, {as_view}"] = gradient(replaced.second.weight)
+
+    # One gradient of a bucket is cleared, and one is added to: who views that sees it, as in torch.
+    kept, viewed = net.first.weight.grad, net.first.weight.grad.view(-1)
+    net.second.weight.grad = None
+    model(ones(rank)).sum().backward()
+    answers["added to"] = kept is net.first.weight.grad, viewed.tolist(), gradient(net.second.weight)
+
+
+@pytest.mark.parametrize("name", list(VIEWS))
+def test_a_view_of_a_gradient_keeps_its_values(answers: list[Answers], name: str) -> None:
+    for found in answers:
+        assert found[f"held by {name}"] == [[1.5] * 3, [15.0] * 3, [150.0] * 3]
+
+
+def test_where_nobody_holds_a_gradient_it_stays_in_its_place(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["one place"]
+
+
+def test_the_data_of_a_gradient_may_be_replaced(answers: list[Answers]) -> None:
+    for found in answers:
+        for as_view in (True, False):  # 2 * (2 * 4.5 + 4.5)
+            assert found[f"data replaced, {as_view}"] == [[27.0] * 3]
+
+
+def test_a_view_of_a_gradient_that_was_not_cleared_sees_what_is_added(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["added to"] == (True, [3.0] * 9, [[4.5] * 3])
+
+
+# -- Gradients in memory of the user's ---------------------------------------------------------------------------------
+
+
+def flat(rank: int, answers: Answers) -> None:
+    net = Two()
+    model = ls.DistributedDataParallel(net)
+    memory = torch.zeros(12)
+    net.first.weight.grad, net.second.weight.grad = memory[:9].view(3, 3), memory[9:].view(1, 3)
+    seen = []
+    for _ in range(3):
+        memory.zero_()
+        with model.no_sync():
+            model(ones(rank)).sum().backward()
+        model(ones(rank)).sum().backward()
+        seen.append(memory.tolist())
+    answers["flat"] = seen
+    net.first.requires_grad_(False)
+    memory.zero_()
+    model(ones(rank)).sum().backward()
+    net.first.requires_grad_(True)
+    model(ones(rank)).sum().backward()
+    answers["flat, unfrozen"] = memory.tolist()
+
+
+def test_gradients_that_lie_in_the_users_memory_stay_there(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["flat"] == [[3.0] * 9 + [9.0] * 3] * 3
+        assert found["flat, unfrozen"] == [1.5] * 9 + [9.0] * 3
+
+
+# -- Compiled autograd -------------------------------------------------------------------------------------------------
+
+
+def compiled_backward(rank: int, answers: Answers) -> None:
+    model = ls.DistributedDataParallel(linear())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        answers["compiled autograd, forward"] = error_of(lambda: model(ones(rank)))
+    loss = model(ones(rank)).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        answers["compiled autograd, backward"] = error_of(loss.backward)
+    model.zero_grad()
+    model(ones(rank)).sum().backward()
+    answers["without it"] = gradient(model.module.weight)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_compiled_autograd_is_an_error(answers: list[Answers], where: str) -> None:
+    for found in answers:
+        said = found[f"compiled autograd, {where}"]
+        assert said.startswith("ReductionError: Compiled autograd is on")
+        assert "torch._dynamo.config.compiled_autograd = False" in said
+        assert found["without it"] == [[1.5] * 3]
+
+
+def scenarios(run: ls.Run) -> Answers:
+    answers: Answers = {}
+    for scenario in (shared, freezing, one_rank, buffers, first_failures, holding, flat, compiled_backward):
+        scenario(run.rank, answers)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Answers]:
+    return ls.launch(scenarios, devices="cpu:2")
