@@ -147,7 +147,7 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> 
     elif again is not None or reference in odd:
         where = "" if again is None else f" as well; {again.difference}"
         typer.echo(
-            f"{reference} twice differs{where}. So the run cannot be repeated, whatever the number of workers: look for "
+            f"{reference} twice differs{where}. The run cannot be repeated, whatever the number of workers: look for "
             "an operator without a deterministic form (deterministic: true refuses those), for random numbers of a "
             "generator that is not seeded per step, for time, or for threads."
         )
