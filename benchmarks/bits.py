@@ -8,8 +8,9 @@ Over shared memory both are the same order; over Gloo the trainer exchanges part
 several: four shards per worker, against four micro-batches of gradient accumulation (`no_sync`) with our and torch's
 DistributedDataParallel; and the memory of a worker.
 
-uneven: two workers, each on a core of its own, and another process that is busy on worker 0's. Shards that stay (`even`),
-shards that move (`speed`), and torch's DistributedDataParallel on halves of the batch.
+uneven: two workers, each on a core of its own, and another process that is busy on worker 0's. Shards that stay
+(`even`), shards that move (`speed`), and torch's DistributedDataParallel on halves of the batch. Each shard has as many
+samples as it takes for the shards to cost little themselves.
 
 All sides of a part train in the same processes, in turn, round after round; figures are medians over the rounds of the
 slowest rank's time of a step. All loops read their loss, and all run with deterministic operators.
@@ -46,6 +47,8 @@ NAMES = ("mlp", "transformer", "conv")
 NUM_SHARDS_EACH = 4
 """Shards per worker where they run several."""
 UNEVEN_SHARDS = 8
+UNEVEN_COPIES = 4
+"""A shard has so many batches of the model's."""
 UNEVEN_STEPS = 8
 WARM_UP_STEPS = 3
 LEARNING_RATE = 1e-5
@@ -150,7 +153,7 @@ def measure_memory(run: ls.Run, name: str, side: str, num_shards_each: int) -> f
         nonlocal highest
         highest = max(highest, own_bytes())
 
-    watched = nn.modules.module.register_module_full_backward_pre_hook(watch)
+    watched = nn.modules.module.register_module_forward_hook(watch)
     for _ in range(WARM_UP_STEPS):
         loop()
         watch()
@@ -166,7 +169,7 @@ def train_unevenly(run: ls.Run, name: str, rounds: int) -> tuple[dict[str, list[
     """Return seconds per step, digests of the trainers and the shards of each worker at the end (collective)."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[run.rank % len(cores)]})
-    data = samples(name, UNEVEN_SHARDS * UNEVEN_STEPS)
+    data = samples(name, UNEVEN_SHARDS * UNEVEN_COPIES * UNEVEN_STEPS)
     batch_size = len(data) // UNEVEN_STEPS
     trainers: dict[str, ls.Trainer] = {}
     loops: dict[str, Callable[[int], Any]] = {}
@@ -180,7 +183,13 @@ def train_unevenly(run: ls.Run, name: str, rounds: int) -> tuple[dict[str, list[
     wrapped = TorchDDP(model, process_group=dist.new_group(backend="gloo"), gradient_as_bucket_view=True)
     half = [column.chunk(UNEVEN_STEPS * run.world_size)[run.rank :: run.world_size] for column in data.tensors]
     batches = list(zip(*half, strict=True))
-    loops["torch DDP, Gloo"] = lambda _epoch: [accumulate(wrapped, optimizer, [batch]) for batch in batches] and [0]
+
+    def train_wrapped(_epoch: int) -> list[int]:
+        for batch in batches:
+            accumulate(wrapped, optimizer, [batch])
+        return []
+
+    loops["torch DDP, Gloo"] = train_wrapped
     seconds: dict[str, list[float]] = {side: [] for side in UNEVEN_SIDES}
     shards: list[int] = []
 
@@ -277,14 +286,13 @@ def print_memory(num_shards_each: int) -> None:
 
 def print_uneven(rounds: int) -> None:
     """Print how fast two workers are of which one has to share its core."""
-    print_row(
-        "model", *(f"{side}, samples/s" for side in UNEVEN_SIDES), "speed / even", "speed / torch", "shards", "digests"
-    )
+    titles = (f"{side}, samples/s" for side in UNEVEN_SIDES)
+    print_row("model", *titles, "speed / even", "speed / torch", "shards", "digests")
     print_row(*["---"] * (len(UNEVEN_SIDES) + 5))
     for name in ("conv", "transformer"):
         tell(f"uneven machine, {name} ...")
-        num_samples = len(samples(name, UNEVEN_SHARDS))
-        with busy_core(sorted(os.sched_getaffinity(0))[0]):
+        num_samples = len(samples(name, UNEVEN_SHARDS * UNEVEN_COPIES))
+        with busy_core(min(os.sched_getaffinity(0))):
             seconds, digests, shards = ls.launch(train_unevenly, name, rounds, devices="cpu:2")[0]
         rates = {side: num_samples / statistics.median(spent) for side, spent in seconds.items()}
         print_row(
@@ -312,8 +320,8 @@ def main() -> None:
     began = time.monotonic()
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, one thread per "
-        f"worker; load average before the run {load_average()}\n\n~: quartiles further apart than {NOISY_SPREAD:.0%} of "
-        "the median.\n"
+        f"worker; load average before the run {load_average()}\n\n~: quartiles further apart than "
+        f"{NOISY_SPREAD:.0%} of the median.\n"
     )
     if "each" in options.parts:
         print("Time of a step in ms, one shard per worker\n")
