@@ -8,6 +8,7 @@ last one, except when its own model has changed, which is rare and cannot wait.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class Exchange:
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = runs_in_callers_thread(world.group)
         self._skips_unused = skips_unused
+        self._sending = threading.RLock()
         self._finishes: list[Callable[[], object]] = []
         self._take_besides: Callable[[], None] = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
@@ -90,12 +92,14 @@ class Exchange:
     def send_full(self) -> None:
         """Send buckets in plan order, up to the first that is not full: ranks must send in one order.
 
-        The message with the notes waits for the end. [Note: a whole backward]
+        The message with the notes waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
+        per device, may have filled a bucket at once.
         """
         buckets = self.layout.buckets
         num_free = len(buckets) - (self.layout.last_message is None)
-        while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
-            self._send(len(self._finishes))
+        with self._sending:
+            while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
+                self._send(len(self._finishes))
 
     def complete(self, note: Note) -> Notes | None:
         """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
