@@ -525,6 +525,26 @@ def test_uneven_batches_are_warned_of_on_one_rank_at_the_users_line(answers: lis
     assert [name for name, said in answers[1]["uneven batches"].items() if said] == []
 
 
+# -- Calls that meet others --------------------------------------------------------------------------------------------
+
+
+def meetings(rank: int, answers: Answers) -> None:
+    model = ls.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    inputs = torch.randn(4, 3)
+    loss = model(inputs).sum()
+    if rank == 0:  # a forward for a figure to log, with eval() forgotten
+        answers["forward meets backward"] = error_of(lambda: model(inputs))
+    else:
+        answers["forward meets backward"] = error_of(loss.backward)
+
+
+def test_a_call_of_ours_that_meets_another_says_what_it_is_for(answers: list[Answers]) -> None:
+    for found in answers:
+        said = found["forward meets backward"]
+        assert "for the buffers of a wrapped model before a forward in training (on one rank alone, call eval()" in said
+        assert "for the buffers of a wrapped model after its backward" in said
+
+
 # -- What else scripts do ----------------------------------------------------------------------------------------------
 
 
@@ -686,6 +706,7 @@ def scenarios(run: ls.Run) -> Answers:
         odd_models,
         two_threads,
         compiled_backward,
+        meetings,
     ):
         scenario(run.rank, answers)
     return answers

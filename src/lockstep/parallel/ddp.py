@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import parallel as torch_parallel
 
-from lockstep.comm import broadcast_tensors, current_world, start_broadcast
+from lockstep.comm import broadcast_tensors, calls_for, current_world, start_broadcast
 from lockstep.devices import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedReduction
@@ -36,7 +36,7 @@ from lockstep.parallel.module_arguments import (
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
 from lockstep.parallel.statistics import Statistics, describe_wrapper
-from lockstep.parallel.survivor import Survivor
+from lockstep.parallel.survivor import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, Survivor
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
@@ -306,7 +306,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             waiting = nullcontext() if self.reducer is None else self.reducer.waiting_for("buffers before a forward")
-            with waiting:
+            with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
                 broadcast_tensors(self.modules_buffers, self.process_group, source)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
@@ -321,7 +321,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
             return _do_nothing
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
+        with calls_for(BUFFERS_AFTER_BACKWARD):
+            return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
 
@@ -427,8 +428,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _tell_joined(self, *, buffers: bool) -> None:
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
-            work.wait()
-            self.reducer.divide_by(int(work.result()[0].item()))
+            (num_ranks,) = work.get_future().wait()
+            self.reducer.divide_by(int(num_ranks.item()))
         tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
 
     def _reduces_after_this_forward(self) -> bool:

@@ -15,9 +15,16 @@ from torch import nn
 from torch.nn.parallel import distributed as torch_distributed
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, broadcast_tensors, group_store, start_broadcast
+from lockstep.comm import World, broadcast_tensors, calls_for, group_store, start_broadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import Reducer, TrainedModel
+
+BUFFERS_BEFORE_FORWARD = (
+    "the buffers of a wrapped model before a forward in training (on one rank alone, call eval() or use no_grad())"
+)
+"""What a call is for, as the ranks tell each other."""
+BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
+"""Likewise."""
 
 
 @final
@@ -55,7 +62,7 @@ class Survivor:
         if module.training and torch.is_grad_enabled():
             buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
             if buffers and self._reducer.synchronizes:
-                with self._reducer.waiting_for("buffers before a forward"):
+                with self._reducer.waiting_for("buffers before a forward"), calls_for(BUFFERS_BEFORE_FORWARD):
                     broadcast_tensors(buffers, self._world.group)
             self._reducer.begin_forward()
 
@@ -63,7 +70,8 @@ class Survivor:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
         buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
         assert self._world.group is not None
-        return start_broadcast(buffers, self._world.group)
+        with calls_for(BUFFERS_AFTER_BACKWARD):
+            return start_broadcast(buffers, self._world.group)
 
     def after_forward(self, _module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the outputs."""

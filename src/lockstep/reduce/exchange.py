@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import OrderedReductions, World, runs_in_callers_thread
+from lockstep.comm import OrderedReductions, World, calls_for, runs_in_callers_thread
 from lockstep.reduce.bucket import read_numbers
 from lockstep.reduce.hook import CommHook, GradBucket, result_of
 from lockstep.reduce.layout import Bucket, Layout
@@ -116,7 +116,7 @@ class Exchange:
             _write(numbers, self.layout.notes)
             self._all_reduce(last_message, [], is_last=True)
         self._wait()
-        self._take_besides()
+        self._wait_besides()
         while self._awaited:
             self._awaited.pop().wait()
         self.times.end()
@@ -189,9 +189,16 @@ class Exchange:
     def _all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, is_last: bool) -> None:
         if is_last:
             self._take_besides = self.send_besides()
-        waits = is_last and self._group_uses_this_thread
+        number = 1 + len(self._finishes)
+        with calls_for(f"bucket {number} of the gradients of a wrapped model's backward"):
+            self._start_all_reduce(message, kept, waits=is_last and self._group_uses_this_thread)
+
+    def _start_all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, waits: bool) -> None:
         if waits:
-            self._wait()  # the group's calls run one after the other; so it is known which one is waited for
+            # The group's calls run one after the other; so it is known which one is waited for, and an error of one is
+            # heard before this rank waits in the next, to which the others may never come.
+            self._wait()
+            self._wait_besides()
             self._waiting_for = len(self._finishes)
         if self._ordered is not None:
             mine = self.nodes[self._world.rank]
@@ -205,6 +212,10 @@ class Exchange:
         for number, finish in enumerate(self._finishes):
             self._waiting_for = number
             finish()
+
+    def _wait_besides(self) -> None:
+        take, self._take_besides = self._take_besides, _do_nothing
+        take()
 
     def _finish_hook(self) -> None:
         """Wait for the hook that was started last. [Note: one hook at a time]."""

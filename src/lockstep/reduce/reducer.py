@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World, group_store
 from lockstep.compiler import keep_compiler_out
-from lockstep.errors import ReductionError
+from lockstep.errors import PeerLostError, ReductionError
 from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
 from lockstep.reduce.exchange import Exchange
 from lockstep.reduce.hook import CommHook, GradBucket
@@ -417,6 +417,9 @@ class Reducer:
                 bucket.settle()
             self.num_reductions += 1
             self._plan.learn_order()
+        except PeerLostError as error:
+            error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
+            raise
         finally:
             self._reset()
         if notes is not None:
