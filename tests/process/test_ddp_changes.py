@@ -4,7 +4,13 @@ One launch runs every scenario, on two ranks that see different inputs (rank r f
 1.5); each test looks at one answer.
 """
 
+import copy
+import gc
+import threading
+import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep as ls
+from lockstep.comm import current_world
 from lockstep.errors import LockstepError
+from lockstep.reduce import BucketLimits, CommHook, GradBucket, TrainedModel, plan_buckets
+from lockstep.reduce.exchange import Exchange
+from lockstep.reduce.layout import lay_out
 
 Answers = dict[str, Any]
 
@@ -423,6 +433,240 @@ def test_gradients_that_lie_in_the_users_memory_stay_there(answers: list[Answers
         assert found["flat, unfrozen"] == [1.5] * 9 + [9.0] * 3
 
 
+# -- Batches of different sizes, or not --------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, batch_first: bool = False) -> None:
+        super().__init__()
+        self.cell = nn.RNN(3, 2, batch_first=batch_first)
+
+    def forward(self, inputs: Any) -> Tensor:
+        outputs, _ = self.cell(inputs)
+        return (outputs if isinstance(outputs, Tensor) else outputs.data).mean()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, inputs: Tensor, gate: Tensor) -> Tensor:
+        return self.layer(inputs) * gate.mean()
+
+
+def batches(rank: int, answers: Answers) -> None:
+    def said(module: nn.Module, train: Callable[[nn.Module], None]) -> list[str]:
+        model = ls.DistributedDataParallel(module)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                train(model)
+        return [f"{warning.filename}: {warning.message}" for warning in caught]
+
+    def of(*shape: int) -> Callable[[nn.Module], None]:
+        return lambda model: model(torch.ones(shape)).mean().backward()
+
+    def look_first(model: nn.Module) -> None:
+        if rank == 0:
+            model(torch.ones(2, 3))
+        of(4, 3)(model)
+
+    def accumulate(model: Any) -> None:
+        with model.no_sync():
+            of(2 + 3 * rank, 3)(model)
+        of(4, 3)(model)
+
+    def two_forwards(model: nn.Module) -> None:
+        (model(torch.ones(2, 3)).mean() + model(torch.ones(3 + rank, 3)).mean()).backward()
+
+    def pack(longest: int, number: int) -> Callable[[nn.Module], None]:
+        packed = nn.utils.rnn.pack_sequence([torch.ones(longest, 3)] * number)
+        return lambda model: model(packed).backward()
+
+    def gate(model: nn.Module) -> None:
+        model(torch.ones(4, 3), torch.ones(5 + rank)).sum().backward()
+
+    answers["batches"] = {
+        "time first": said(Recurrent(), of(5 + rank, 4, 3)),
+        "attention": said(_Attention(), of(5 + rank, 4, 4)),
+        "packed, times differ": said(Recurrent(), pack(5 + rank, 2)),
+        "without backward": said(linear(), look_first),
+        "in no_sync": said(linear(), accumulate),
+        "tensors differ": said(Gated(), gate),
+    }
+    answers["uneven batches"] = {
+        "plain": said(linear(), of(4 + rank, 3)),
+        "batch first": said(Recurrent(batch_first=True), of(4 + rank, 5, 3)),
+        "packed": said(Recurrent(), pack(5, 4 + rank)),
+        "two forwards": said(linear(), two_forwards),
+    }
+
+
+class _Attention(nn.MultiheadAttention):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs, inputs, inputs)[0]
+
+
+def test_equal_batches_are_not_warned_of(answers: list[Answers]) -> None:
+    for found in answers:
+        assert [name for name, said in found["batches"].items() if said] == []
+
+
+def test_uneven_batches_are_warned_of_on_one_rank_at_the_users_line(answers: list[Answers]) -> None:
+    for name, found in answers[0]["uneven batches"].items():
+        (said,) = found
+        numbers = "6 samples and rank 0 on 5" if name == "two forwards" else "5 samples and rank 0 on 4"
+        assert f"test_ddp_changes.py: In one step rank 1 trained on {numbers}" in said
+        assert 'warnings.filterwarnings("ignore", message="In one step rank")' in said
+    assert [name for name, said in answers[1]["uneven batches"].items() if said] == []
+
+
+# -- Calls that meet others --------------------------------------------------------------------------------------------
+
+
+def meetings(rank: int, answers: Answers) -> None:
+    model = ls.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    inputs = torch.randn(4, 3)
+    loss = model(inputs).sum()
+    if rank == 0:  # a forward for a figure to log, with eval() forgotten
+        answers["forward meets backward"] = error_of(lambda: model(inputs))
+    else:
+        answers["forward meets backward"] = error_of(loss.backward)
+
+
+def test_a_call_of_ours_that_meets_another_says_what_it_is_for(answers: list[Answers]) -> None:
+    for found in answers:
+        said = found["forward meets backward"]
+        assert "for the buffers of a wrapped model before a forward in training (on one rank alone, call eval()" in said
+        assert "for the buffers of a wrapped model after its backward" in said
+
+
+# -- What else scripts do ----------------------------------------------------------------------------------------------
+
+
+def copies(rank: int, answers: Answers) -> None:
+    net = Two()
+    model = ls.DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=[("second.weight", net.get_parameter("second.weight"))],
+        param_to_hook_all_reduce=net.first.weight,
+    )
+    twin = copy.deepcopy(model)
+    twin(ones(rank)).sum().backward()
+    answers["copy with delayed"] = gradient(twin.module.second.weight)
+
+    gone = []
+    gc.disable()  # which would free what reference counts do not, some day
+    try:
+        for _ in range(2):
+            normed = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            model = ls.DistributedDataParallel(normed)
+            model(torch.ones(2, 3)).sum().backward()
+            held = [weakref.ref(normed), weakref.ref(model), weakref.ref(model.reducer.buckets[0])]
+            del normed, model
+            gone += [each() is None for each in held]
+    finally:
+        gc.enable()
+    answers["gone"] = gone
+
+
+def odd_models(rank: int, answers: Answers) -> None:
+    net = Two()
+    net.register_buffer("mine", torch.zeros(rank + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ls.DistributedDataParallel(net, broadcast_buffers=False)
+    model(ones(rank)).sum().backward()
+    net.first.requires_grad_(False)
+    model.zero_grad()
+    model(ones(rank)).sum().backward()
+    answers["own buffers"] = gradient(net.second.weight)
+
+    layer = linear()
+    model = ls.DistributedDataParallel(layer)
+    model(ones(rank)).sum().backward()
+    model.zero_grad()
+    layer.weight.data = torch.ones(1, 4)
+    inputs = torch.full((1, 4), float(rank + 1))
+    with model.no_sync():
+        model(inputs).sum().backward()
+    model(inputs).sum().backward()
+    answers["resized"] = gradient(layer.weight)
+
+    logged = []
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        unused = Two()
+        model = ls.DistributedDataParallel(unused, **options)
+        unused.second.requires_grad_(True)
+        unused.first(ones(rank)).sum().backward()
+        logged.append(model._get_ddp_logging_data())
+    answers["logged"] = [(each.get("static_graph"), each.get("unused_parameter_size")) for each in logged]
+
+
+def two_threads(_rank: int, answers: Answers) -> None:
+    """Let two threads of the engine, one per device, fill a bucket at the same moment."""
+    both_are_in = threading.Barrier(2)
+    sent: list[int] = []
+
+    def hook(_state: object, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        sent.append(bucket.index())
+        with suppress(threading.BrokenBarrierError):
+            both_are_in.wait(0.2)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    world, net = current_world(), Two()
+    assert world.group is not None
+    model = TrainedModel(net)
+    plan = plan_buckets([each.spec for each in model.trained], BucketLimits(sizes_bytes=(1,)), only_gradients=True)
+    layout = lay_out(plan, model.trained, world.group, as_view=True)
+    exchange = Exchange(world, layout, skips_unused=False)
+    exchange.hook = CommHook(function=hook, state=None)
+    for bucket in layout.buckets:
+        bucket.num_pending = 0
+    threads = [threading.Thread(target=exchange.send_full) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers["sent by two threads"] = sent
+
+
+def test_a_copy_reduces_delayed_parameters_too(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["copy with delayed"] == [[4.5] * 3]
+
+
+def test_reference_counts_alone_free_a_wrapped_model(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["gone"] == [True] * 6
+
+
+def test_buffers_that_are_not_broadcast_may_differ(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["own buffers"] == [[4.5] * 3]
+
+
+def test_a_parameter_may_be_resized_before_gradients_are_accumulated(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["resized"] == [[3.0] * 4]
+
+
+def test_logging_data_says_what_torchs_says(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["logged"] == [(None, 12), (1, 12), (None, 12)]
+
+
+def test_two_threads_send_each_bucket_once(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["sent by two threads"] == [0, 1]
+
+
 # -- Compiled autograd -------------------------------------------------------------------------------------------------
 
 
@@ -449,7 +693,21 @@ def test_compiled_autograd_is_an_error(answers: list[Answers], where: str) -> No
 
 def scenarios(run: ls.Run) -> Answers:
     answers: Answers = {}
-    for scenario in (shared, freezing, one_rank, buffers, first_failures, holding, flat, compiled_backward):
+    for scenario in (
+        shared,
+        freezing,
+        one_rank,
+        buffers,
+        first_failures,
+        holding,
+        flat,
+        batches,
+        copies,
+        odd_models,
+        two_threads,
+        compiled_backward,
+        meetings,
+    ):
         scenario(run.rank, answers)
     return answers
 

@@ -10,6 +10,7 @@ group, as the only worker.
 from lockstep.comm.backends import register_backends
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
+from lockstep.comm.calls import calls_for
 from lockstep.comm.group import destroy_process_group, init_process_group
 from lockstep.comm.last_words import tell_peers
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
@@ -23,6 +24,7 @@ __all__ = [
     "World",
     "allocate_buffer",
     "broadcast_tensors",
+    "calls_for",
     "current_world",
     "destroy_process_group",
     "group_store",

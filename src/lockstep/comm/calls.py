@@ -5,7 +5,9 @@ compare it byte for byte and a person reads it in the message.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Final
 
@@ -29,7 +31,23 @@ TORCH_NAMES: Final = {
 """What torch.distributed, and so the user, calls a method of a group."""
 
 
-@lru_cache(maxsize=4096)
+_PURPOSE: Final = ContextVar("what the calls of this thread are for", default="")
+
+
+@contextmanager
+def calls_for(purpose: str) -> Iterator[None]:
+    """Let calls within say what they are for: a person who reads of them did not write them.
+
+    Args:
+        purpose: The same on every rank; ranks compare it, so that a call of the user's is not taken for one of these.
+    """
+    before = _PURPOSE.set(purpose)
+    try:
+        yield
+    finally:
+        _PURPOSE.reset(before)
+
+
 def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str = "") -> bytes:
     """Describe a call in one line.
 
@@ -38,9 +56,14 @@ def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size],
         tensors: Dtype and shape of each tensor that must agree between ranks.
         detail: What else must agree: the reduce operation, the root.
     """
+    return _describe(operation, tensors, detail, _PURPOSE.get())
+
+
+@lru_cache(maxsize=4096)
+def _describe(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str, purpose: str) -> bytes:
     parts = [detail] if detail else []
     parts += [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in tensors]
-    text = f"{operation}({', '.join(parts)})".encode()
+    text = f"{operation}({', '.join(parts)}){' for ' if purpose else ''}{purpose}".encode()
     if len(text) > LONGEST_CALL:
         digest = hashlib.sha256(text).hexdigest()[:16]
         text = text[: LONGEST_CALL - 60] + f"... {len(tensors)} tensors, digest {digest})".encode()

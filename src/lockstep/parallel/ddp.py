@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import parallel as torch_parallel
-from torch.nn.parallel import distributed as torch_distributed
 
-from lockstep.comm import broadcast_tensors, current_world, start_broadcast
+from lockstep.comm import broadcast_tensors, calls_for, current_world, start_broadcast
 from lockstep.devices import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedReduction
@@ -35,9 +34,9 @@ from lockstep.parallel.module_arguments import (
     require_group,
 )
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
-from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, count_samples, name_precisions
+from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
 from lockstep.parallel.statistics import Statistics, describe_wrapper
-from lockstep.parallel.survivor import Survivor
+from lockstep.parallel.survivor import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, Survivor
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
@@ -51,7 +50,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     Same names and meaning as `torch.nn.parallel.DistributedDataParallel` of torch 2.13. Differences that a user can
     see: a forward through `.module` synchronises as well; unused parameters need no flag; parameters may be added,
     frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, before each forward and
-    with its gradients, so that one rank may evaluate alone and all evaluate the same; parameters that differ between ranks in name, order, shape or dtype are an error on every rank.
+    with its gradients, so that one rank may evaluate alone and all evaluate the same; parameters that differ between
+    ranks in name, order, shape or dtype are an error on every rank.
 
     Constructing is collective: every rank of the group must, with the same module.
 
@@ -174,11 +174,16 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
-            check_same_model(model, self._world)
+            check_same_model(model, self._world, with_buffers=sync_at_start or self.forward_sync_buffers)
             buffers = {id(buffer) for _, buffer in model.buffers()} if not sync_at_start else set()
             broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group)
         self._delayed: DelayedReduction | None = None
+        self._delayed_names = [name for name, _ in delayed]
+        self._delaying_name = ""
         if delayed and param_to_hook_all_reduce is not None:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._delaying_name = names.get(id(param_to_hook_all_reduce), "")
+            broadcast_tensors([each.detach() for _, each in delayed], self.process_group)
             self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._world)
         name_precisions(module, getattr(mixed_precision, "param_dtype", None), self.parameters_to_ignore)
         cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
@@ -192,6 +197,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             as_view=self.gradient_as_bucket_view,
             dtype=_reduce_dtype(self.mixed_precision),
             follows_arrival=self.static_graph or not self.find_unused_parameters,
+            compares_buffers=self.forward_sync_buffers,
             skips_unused=self.skip_all_reduce_unused_params,
         )
         self.reducer: Any = None  # torch's attribute is of another type
@@ -209,7 +215,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.module.register_forward_pre_hook(
                 ModuleHook(before, survivor.before_forward, survivor), with_kwargs=True
             ),
-            self.module.register_forward_hook(ModuleHook(after, survivor.after_forward, survivor)),
+            self.module.register_forward_hook(ModuleHook(after, survivor.after_forward, survivor), with_kwargs=True),
         ]
 
     # -- Forward -------------------------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         return output
 
-    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self.reducer is not None:
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
@@ -265,15 +271,13 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self._sync_buffers_from(self._buffer_source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
-            self.reducer.count_samples(count_samples([inputs, kwargs]))
+            self.reducer.begin_forward()
 
-    def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
             self._sync_buffers_from(0)
-        if torch.is_grad_enabled() and self.reducer is not None:
-            for tensor in torch_distributed._find_tensors(output):  # noqa: SLF001 - the same walk as torch's
-                self.reducer.mark(tensor)
+        self._survivor.after_forward(module, inputs, kwargs, output)
         if self._delayed is not None:
             self._delayed.prepare()
 
@@ -302,7 +306,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             waiting = nullcontext() if self.reducer is None else self.reducer.waiting_for("buffers before a forward")
-            with waiting:
+            with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
                 broadcast_tensors(self.modules_buffers, self.process_group, source)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
@@ -317,7 +321,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
             return _do_nothing
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
+        with calls_for(BUFFERS_AFTER_BACKWARD):
+            return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
 
@@ -381,7 +386,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _take_notes(self, notes: Notes) -> None:
         if notes.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
             self._has_warned_of_uneven_batches = True
-            warn_of_uneven_batches(notes.batch_sizes)
+            if self._world.rank == 0:
+                warn_of_uneven_batches(notes.batch_sizes)
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
 
@@ -422,8 +428,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _tell_joined(self, *, buffers: bool) -> None:
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
-            work.wait()
-            self.reducer.divide_by(int(work.result()[0].item()))
+            (num_ranks,) = work.get_future().wait()
+            self.reducer.divide_by(int(num_ranks.item()))
         tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
 
     def _reduces_after_this_forward(self) -> bool:
@@ -472,8 +478,9 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "is_multi_device_module": self.is_multi_device_module,
-            "static_graph": self.static_graph,
         }
+        if self.static_graph:
+            options["static_graph"] = True
         if self._comm_hook_name:
             options["comm_hook"] = self._comm_hook_name
         return {**describe_wrapper(self.module, self._world, self.reducer, options), **self.logger.values()}
@@ -510,7 +517,16 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
                 self.reducer.use_hook(CommHook(function=hook, state=state))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; as torch's, only with the default group."""
+        """Return what a copy needs; as torch's, only with the default group.
+
+        Raises:
+            RuntimeError: It has another group, or delayed parameters that wait for one which is not the module's.
+        """
+        if self._delayed is not None and not self._delaying_name:
+            raise RuntimeError(
+                "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
+                "so a copy would not know for what its delayed parameters wait. Copy the module, and wrap the copy."
+            )
         self._check_default_group()  # type: ignore[no-untyped-call]
         state = dict(self.__dict__)
         for name in ("process_group", "reducer", "_world", "_survivor", "_delayed", "_comm_hooks"):
@@ -524,6 +540,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.process_group = require_group(self._world)
         self._comm_hooks, self._comm_hook_name = [], ""
         self._delayed = None
+        if self._delayed_names:
+            named = dict(self.module.named_parameters())
+            delayed = [named[name] for name in self._delayed_names]
+            self._delayed = DelayedReduction(delayed, named[self._delaying_name], self._world)
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from lockstep.comm import World, broadcast_tensors
+from lockstep.comm import World
 
 
 @final
 class DelayedReduction:
-    """The gradients of `parameters`, averaged when that of `trigger` arrives (collective to construct).
+    """The gradients of `parameters`, averaged when that of `trigger` arrives.
 
     Args:
         parameters: On one device, of one dtype.
@@ -33,7 +33,6 @@ class DelayedReduction:
         self._buffer = torch.zeros(sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device)
         parts = self._buffer.split([each.numel() for each in parameters])
         self._places = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
-        broadcast_tensors([each.detach() for each in parameters], world.group)
         trigger.register_hook(self._reduce)
 
     def prepare(self) -> None:

@@ -6,15 +6,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+_SCALAR = -1
+"""Stands for the first dimension of a tensor that has none."""
 
-def count_samples(arguments: Iterable[Any]) -> int:
-    """Return the first dimension of the first tensor that has one, or 0: how many samples a forward gets, as a rule."""
-    for leaf in tree_leaves(list(arguments)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 0
+
+def puts_time_first(module: nn.Module) -> bool:
+    """Return whether a layer of `module` expects sequences whose first dimension is time, as torch's do unless told."""
+    layers = (each for each in module.modules() if isinstance(each, nn.RNNBase | nn.MultiheadAttention))
+    return any(not layer.batch_first for layer in layers)
+
+
+def count_samples(arguments: Any, output: Any, *, time_first: bool) -> int:
+    """Return how many samples a forward was given, or 0 if that cannot be known.
+
+    It is known if all tensors among the arguments begin with the same dimension, and one of the outputs with it too or
+    is a single number; and of packed sequences.
+
+    Args:
+        arguments: Of the forward.
+        output: What it has returned.
+        time_first: Whether the first dimension may be time; then packed sequences alone tell.
+    """
+    given, returned = _leaves(arguments), _leaves(output)
+    if time_first and not all(isinstance(leaf, PackedSequence) for leaf in given):
+        return 0
+    sizes = set(map(_count, given)) - {_SCALAR}
+    if len(sizes) != 1:
+        return 0
+    (size,) = sizes
+    return size if any(_count(leaf) in (size, _SCALAR) for leaf in returned) else 0
+
+
+def _leaves(values: Any) -> list[Any]:
+    leaves = tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor | PackedSequence)]
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    return value.shape[0] if value.dim() > 0 else _SCALAR
 
 
 def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:

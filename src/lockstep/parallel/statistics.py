@@ -114,6 +114,9 @@ def describe_wrapper(
         facts["gloo_num_threads"] = dist.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]  # noqa: SLF001
     if reducer is not None:
         facts["num_buckets_reduced"] = reducer.num_buckets_sent
+        unused = [bucket.slots[index].parameter.nbytes for bucket in reducer.buckets for index in bucket.absent]
+        if unused or options.get("find_unused_parameters"):
+            facts["unused_parameter_size"] = sum(unused)
         if reducer.is_in_order:
             facts["has_rebuilt_buckets"] = 1
             facts["rebuilt_bucket_sizes"] = sizes

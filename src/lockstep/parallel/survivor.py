@@ -15,9 +15,16 @@ from torch import nn
 from torch.nn.parallel import distributed as torch_distributed
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, broadcast_tensors, group_store, start_broadcast
-from lockstep.parallel.module_inputs import count_samples
+from lockstep.comm import World, broadcast_tensors, calls_for, group_store, start_broadcast
+from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import Reducer, TrainedModel
+
+BUFFERS_BEFORE_FORWARD = (
+    "the buffers of a wrapped model before a forward in training (on one rank alone, call eval() or use no_grad())"
+)
+"""What a call is for, as the ranks tell each other."""
+BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
+"""Likewise."""
 
 
 @final
@@ -40,13 +47,14 @@ class Survivor:
         self._world = world
         self._reducer = reducer
         self._syncs_buffers = syncs_buffers
+        self._puts_time_first = model.module is not None and puts_time_first(model.module)
 
     @property
     def has_group(self) -> bool:
         """Whether the group is there still."""
         return self._world.group is not None and group_store(self._world.group) is not None
 
-    def before_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """Prepare for a forward (collective in training)."""
         if self._reducer is None or self._world.group is None or not self.has_group:
             return
@@ -54,21 +62,23 @@ class Survivor:
         if module.training and torch.is_grad_enabled():
             buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
             if buffers and self._reducer.synchronizes:
-                with self._reducer.waiting_for("buffers before a forward"):
+                with self._reducer.waiting_for("buffers before a forward"), calls_for(BUFFERS_BEFORE_FORWARD):
                     broadcast_tensors(buffers, self._world.group)
-            self._reducer.count_samples(count_samples([inputs, kwargs]))
+            self._reducer.begin_forward()
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
         buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
         assert self._world.group is not None
-        return start_broadcast(buffers, self._world.group)
+        with calls_for(BUFFERS_AFTER_BACKWARD):
+            return start_broadcast(buffers, self._world.group)
 
-    def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def after_forward(self, _module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the outputs."""
         if self._reducer is not None and torch.is_grad_enabled():
-            for tensor in torch_distributed._find_tensors(output):  # noqa: SLF001 - the same walk as torch's
-                self._reducer.mark(tensor)
+            num_samples = count_samples([inputs, kwargs], output, time_first=self._puts_time_first)
+            outputs = torch_distributed._find_tensors(output)  # noqa: SLF001 - the same walk as torch's
+            self._reducer.mark(*outputs, num_samples=num_samples)
 
     def close(self) -> None:
         """Do nothing more, and let the module go (local)."""

@@ -15,7 +15,7 @@ _BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it
 _AFTER_WRAPPING = "It was changed after wrapping: change it alike on every rank, before the same step."
 
 
-def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False) -> None:
+def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False, with_buffers: bool = True) -> None:
     """Compare the parameters and buffers of `model` across ranks (collective).
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
@@ -25,11 +25,12 @@ def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = Fa
         model: This rank's model.
         world: The workers; each must call.
         is_wrapped: Whether this is a model that was trained already and has changed since.
+        with_buffers: Whether buffers are compared: not if they are never broadcast.
 
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
-    described = _describe(model)
+    described = _describe(model, with_buffers=with_buffers)
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
     if len(set(world.gather_objects(fingerprint))) == 1:
         return
@@ -77,11 +78,11 @@ def _bytes(parameter: Tensor) -> bytes:
     return values
 
 
-def _describe(model: TrainedModel) -> dict[str, list[str]]:
+def _describe(model: TrainedModel, *, with_buffers: bool) -> dict[str, list[str]]:
     return {
         "trainable parameter": [str(each.spec) for each in model.trained],
         "frozen parameter": [_describe_tensor(name, value) for name, value in model.frozen()],
-        "buffer": [_describe_tensor(name, value) for name, value in model.buffers()],
+        "buffer": [_describe_tensor(name, value) for name, value in model.buffers() if with_buffers],
     }
 
 

@@ -229,6 +229,9 @@ class DenseBucket:
         as_view: Whether `.grad` should be a view, as torch understands it.
         takes_sparse: Whether a sparse gradient becomes dense, or is an error.
         allocate: Returns a tensor like `buffer`, of zeros.
+
+    Attributes:
+        absent: Indices of the slots that got no gradient here before the last reduction.
     """
 
     def __init__(
@@ -261,6 +264,7 @@ class DenseBucket:
         self._num_holders = 0
         self._addresses = [slot.place.data_ptr() for slot in self.slots]
         self._elsewhere: list[Slot] = []
+        self.absent: list[int] = []
         self.num_pending = len(self.slots)
 
     @property
@@ -334,7 +338,7 @@ class DenseBucket:
 
         Presence is looked at only where something was absent here: on a GPU the look waits for the device.
         """
-        absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
+        absent = self.absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
         counts = read_numbers(self.presence) if absent else []
         for index in absent:
             self.slots[index].settle(counts[index])

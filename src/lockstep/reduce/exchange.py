@@ -8,6 +8,7 @@ last one, except when its own model has changed, which is rare and cannot wait.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import OrderedReductions, World, runs_in_callers_thread
+from lockstep.comm import OrderedReductions, World, calls_for, runs_in_callers_thread
 from lockstep.reduce.bucket import read_numbers
 from lockstep.reduce.hook import CommHook, GradBucket, result_of
 from lockstep.reduce.layout import Bucket, Layout
@@ -71,6 +72,7 @@ class Exchange:
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = runs_in_callers_thread(world.group)
         self._skips_unused = skips_unused
+        self._sending = threading.RLock()
         self._finishes: list[Callable[[], object]] = []
         self._take_besides: Callable[[], None] = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
@@ -90,12 +92,14 @@ class Exchange:
     def send_full(self) -> None:
         """Send buckets in plan order, up to the first that is not full: ranks must send in one order.
 
-        The message with the notes waits for the end. [Note: a whole backward]
+        The message with the notes waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
+        per device, may have filled a bucket at once.
         """
         buckets = self.layout.buckets
         num_free = len(buckets) - (self.layout.last_message is None)
-        while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
-            self._send(len(self._finishes))
+        with self._sending:
+            while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
+                self._send(len(self._finishes))
 
     def complete(self, note: Note) -> Notes | None:
         """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
@@ -112,7 +116,7 @@ class Exchange:
             _write(numbers, self.layout.notes)
             self._all_reduce(last_message, [], is_last=True)
         self._wait()
-        self._take_besides()
+        self._wait_besides()
         while self._awaited:
             self._awaited.pop().wait()
         self.times.end()
@@ -185,9 +189,16 @@ class Exchange:
     def _all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, is_last: bool) -> None:
         if is_last:
             self._take_besides = self.send_besides()
-        waits = is_last and self._group_uses_this_thread
+        number = 1 + len(self._finishes)
+        with calls_for(f"bucket {number} of the gradients of a wrapped model's backward"):
+            self._start_all_reduce(message, kept, waits=is_last and self._group_uses_this_thread)
+
+    def _start_all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, waits: bool) -> None:
         if waits:
-            self._wait()  # the group's calls run one after the other; so it is known which one is waited for
+            # The group's calls run one after the other; so it is known which one is waited for, and an error of one is
+            # heard before this rank waits in the next, to which the others may never come.
+            self._wait()
+            self._wait_besides()
             self._waiting_for = len(self._finishes)
         if self._ordered is not None:
             mine = self.nodes[self._world.rank]
@@ -201,6 +212,10 @@ class Exchange:
         for number, finish in enumerate(self._finishes):
             self._waiting_for = number
             finish()
+
+    def _wait_besides(self) -> None:
+        take, self._take_besides = self._take_besides, _do_nothing
+        take()
 
     def _finish_hook(self) -> None:
         """Wait for the hook that was started last. [Note: one hook at a time]."""

@@ -145,10 +145,13 @@ class LivePlan:
                 for slot in self.slots:
                     slot.fits = True
             return []
+        root = self._model.module
+        if root is None:
+            return []  # only a graph is left of it
         self.has_changed = True
         if self._now is None or self._now.has_changed():
             # Kept, for a model that is frozen and unfrozen in every step looks the same each time.
-            self._now = TrainedModel(self._model.module, self._model.ignored)
+            self._now = TrainedModel(root, self._model.ignored)
         planned = {id(each.parameter): each.spec for each in self._model.trained}
         found = {id(each.parameter): each for each in self._now.trained}
         for slot in self.slots:
@@ -181,7 +184,7 @@ class LivePlan:
         unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
         before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}
         self._model.look()
-        check_same_model(self._model, self._world, is_wrapped=True)
+        check_same_model(self._model, self._world, is_wrapped=True, with_buffers=self._options.compares_buffers)
         late = [each for each in self._model.trained if before.get(id(each.parameter)) != each.spec]
         check_same_values(late, self._world)
         self._begin_anew(self._reduce_late(late, scale) if late else ())

@@ -5,6 +5,7 @@ goes on with what it saw at first, without a word. So before each forward the mo
 walk over its modules would be too slow for that, a look at the dictionaries in which they keep their parts is not.
 """
 
+import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -35,12 +36,12 @@ class TrainedModel:
     """The trainable parameters of a module, each once, in registration order.
 
     Args:
-        module: The model.
+        module: The model; held weakly, for its hooks hold whoever looks at it: reference counts alone must free both.
         ignored: Full names of parameters and buffers that are none of the reducer's business.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.ignored = frozenset(ignored)
         self._parameters: list[nn.Parameter] = []
         self._parts: list[dict[str, Any]] = []
@@ -49,16 +50,23 @@ class TrainedModel:
         self.trained: list[TrainedParameter] = []
         self.look()
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The model; None when it is gone."""
+        return self._module()
+
     def look(self) -> None:
         """See the model as it is now."""
+        root = self.module
+        assert root is not None
         sparse = {
             id(module.weight)
-            for module in self.module.modules()
+            for module in root.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
         named = list(self._named())
         self._parameters = [parameter for _, parameter in named]
-        self._parts = [part for module in self.module.modules() for part in (module._parameters, module._modules)]  # noqa: SLF001
+        self._parts = [part for module in root.modules() for part in (module._parameters, module._modules)]  # noqa: SLF001
         self._seen = self._glance()
         self._held = [list(part.values()) for part in self._parts]  # so that no other object gets the identity of one
         self.trained = [
@@ -83,10 +91,13 @@ class TrainedModel:
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the named buffers, listed anew: a forward may put another tensor in a buffer's place."""
-        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.ignored]
+        root = self.module
+        named = () if root is None else root.named_buffers()
+        return [(name, buffer) for name, buffer in named if name not in self.ignored]
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.module.named_parameters():
+        root = self.module
+        for name, parameter in () if root is None else root.named_parameters():
             if name not in self.ignored:
                 yield name, parameter
 

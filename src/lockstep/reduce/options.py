@@ -26,5 +26,7 @@ class ReducerOptions:
     num_shards: int | None = None
     """Add in the order of the tree over so many shards, of which each rank runs several; None for the group's order.
     With it gradients are dense, and what is accumulated without synchronising is left to `Partials`."""
+    compares_buffers: bool = True
+    """Whether buffers must agree between ranks when the model is seen to have changed."""
     skips_unused: bool = False
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""

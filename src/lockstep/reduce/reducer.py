@@ -29,7 +29,7 @@ import hashlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from functools import partial
@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World, group_store
 from lockstep.compiler import keep_compiler_out
-from lockstep.errors import ReductionError
+from lockstep.errors import PeerLostError, ReductionError
 from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
 from lockstep.reduce.exchange import Exchange
 from lockstep.reduce.hook import CommHook, GradBucket
@@ -114,6 +114,7 @@ class Reducer:
         self._exchange.scale = 1 / world.world_size if options.average else 1.0
         self._on_notes: Callable[[Notes], None] = _ignore_notes
         self._phase = _Phase.IDLE
+        self._entering = threading.RLock()
         self._task = _NO_TASK
         self._plain_task = _NO_TASK - 1
         self._callback: Callable[[], partial[None] | None] = _no_callback
@@ -124,32 +125,38 @@ class Reducer:
         self._always_waits = True  # until a first backward has shown that it need not. [Note: the end of a backward]
         self._has_inner_tasks = False
         self._is_forced = False
-        self._num_samples = 0
+        self._forwards: dict[int, _Forward] = {}
         self._listen()
         weakref.finalize(self, _remove, self._handles)
         self._stop_watching = _watch_for_stalls(self, model, world)
 
     # -- What its owner says -------------------------------------------------------------------------------------------
 
-    def mark(self, output: Tensor) -> None:
-        """Mark where a backward begins: at `output`, a module's output or a loss. [Note: the end of a backward].
+    def mark(self, *outputs: Tensor, num_samples: int = 0) -> None:
+        """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
 
         Whether that backward synchronises is decided here and there: neither may be under `no_sync`.
+
+        Args:
+            outputs: Those of one forward.
+            num_samples: How many samples it was given; they count in each backward that goes through it. 0 if that is
+                not known.
         """
-        if output.grad_fn is not None:
-            refuse_compiled_autograd()
-            # A strong reference: a graph outlives a wrapper that nobody kept, and its backward must synchronise all the
-            # same.
-            output.register_hook(partial(self._on_output, self.synchronizes))
+        forward = _Forward(num_samples)
+        for output in outputs:
+            if output.grad_fn is not None:
+                refuse_compiled_autograd()
+                # A strong reference: a graph outlives a wrapper that nobody kept, and its backward must synchronise all
+                # the same.
+                output.register_hook(partial(self._on_output, self.synchronizes, forward))
 
     def prepare_for_backward(self, _outputs: Sequence[Tensor] = ()) -> None:
         """Let the next backward synchronise, whatever was said when its graph was built (torch's pipelining asks)."""
         self._is_forced = True
 
-    def count_samples(self, num_samples: int) -> None:
-        """Note a forward of so many samples, whose gradients are to come (local)."""
+    def begin_forward(self) -> None:
+        """Note that a forward begins, whose gradients are to come (local)."""
         self._exchange.times.begin_forward()
-        self._num_samples += num_samples
 
     def divide_by(self, num_ranks: int) -> None:
         """Let averages from now on be those of so many ranks (each rank calls)."""
@@ -174,10 +181,10 @@ class Reducer:
         self._exchange.on_end_of_backward = call
 
     def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
-        """Call `start` in each reduction just before its last message; it starts what is to travel beside the gradients.
+        """Call `start` in each reduction just before its last message.
 
-        It returns what waits for that and takes it in. Every rank makes the same calls there, one whose backward has
-        failed too.
+        It starts what is to travel beside the gradients, and returns what waits for that and takes it in. Every rank
+        makes the same calls there, one whose backward has failed too.
         """
         self._exchange.send_besides = start
 
@@ -329,7 +336,15 @@ class Reducer:
         self._any_arrived = True
 
     def _enter(self) -> None:
-        """Begin with a graph task that is not the one that is under way, or is inside it."""
+        """Begin with a graph task that is not the one that is under way, or is inside it.
+
+        Two threads of the autograd engine, one per device, may come here at once with gradients of one task.
+        """
+        with self._entering:
+            if _current_task() != self._task:
+                self._enter_alone()
+
+    def _enter_alone(self) -> None:
         self.finish_interrupted()
         if self._phase is _Phase.IDLE:
             self._begin(_Phase.COLLECTING if self.synchronizes else _Phase.ACCUMULATING)
@@ -338,9 +353,13 @@ class Reducer:
             self._plain_task = _NO_TASK - 1
 
     @keep_compiler_out
-    def _on_output(self, synchronizes: bool, _gradient: Tensor) -> None:
+    def _on_output(self, synchronizes: bool, forward: "_Forward", _gradient: Tensor) -> None:
         refuse_compiled_autograd()
-        wanted = (synchronizes and self.synchronizes) or self._is_forced
+        with self._entering:
+            self._enter_at_output((synchronizes and self.synchronizes) or self._is_forced)
+            self._forwards[id(forward)] = forward
+
+    def _enter_at_output(self, wanted: bool) -> None:
         self.finish_interrupted()
         if self._phase is _Phase.IDLE:
             self._begin(_Phase.COLLECTING if wanted else _Phase.ACCUMULATING)
@@ -391,13 +410,16 @@ class Reducer:
             warnings.warn(_LOCAL_GRADIENTS, stacklevel=2)
 
     def _complete(self) -> None:
-        note = Note(has_changed=self._plan.has_changed, batch_size=self._num_samples)
+        note = Note(has_changed=self._plan.has_changed, batch_size=_count_samples(self._forwards.values()))
         try:
             notes = self._exchange.complete(note)
             for bucket in self.buckets:
                 bucket.settle()
             self.num_reductions += 1
             self._plan.learn_order()
+        except PeerLostError as error:
+            error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
+            raise
         finally:
             self._reset()
         if notes is not None:
@@ -434,7 +456,7 @@ class Reducer:
         self._was_asked = False
         self._waits_for_end = False
         self._is_forced = False
-        self._num_samples = 0
+        self._forwards.clear()
         self._task = _NO_TASK
         self._plain_task = _NO_TASK - 1
         self._phase = _Phase.IDLE
@@ -538,6 +560,26 @@ def _deliver_unplanned(reducer: "weakref.ref[Reducer]", _parameter: nn.Parameter
     alive = reducer()
     if alive is not None:
         alive._take_unplanned()  # noqa: SLF001
+
+
+@final
+class _Forward:
+    """One forward, which a backward may go through at several outputs.
+
+    Args:
+        num_samples: How many samples it was given; 0 if that is not known.
+    """
+
+    __slots__ = ("num_samples",)
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+
+def _count_samples(forwards: Iterable[_Forward]) -> int:
+    """Return of how many samples these are the forwards; 0 if that of one is not known."""
+    counts = [forward.num_samples for forward in forwards]
+    return sum(counts) if all(counts) else 0
 
 
 def _let_go(reducer: "weakref.ref[Reducer]") -> None:

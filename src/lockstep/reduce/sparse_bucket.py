@@ -53,6 +53,7 @@ class SparseBucket:
         self.slots = [SparseSlot(name, parameter)]
         self.presence = presence
         self.num_pending = 1
+        self.absent: list[int] = []
         self._message = _nothing(parameter)
 
     def begin(self) -> None:
@@ -92,6 +93,7 @@ class SparseBucket:
     def settle(self) -> None:
         """Give the parameter its reduced gradient, if any rank had one."""
         (slot,) = self.slots
+        self.absent = [] if slot.has_arrived else [0]
         if slot.fits and self.presence.item() > 0:
             slot.parameter.grad = self._message.coalesce()
         slot.is_unsynced = False

@@ -7,10 +7,11 @@
     3 a moment later: reads all      <-   at 0, at 1               3 the same
     4 logs them                                                    4 logs them
 
-A rank whose process is stopped or gone writes nothing, which is said too. The waiting itself goes on; it ends with the
-group's timeout.
+A rank whose process is stopped or gone writes nothing, which is said too; one that has ended its training has said
+so when its watch ended. The waiting itself goes on; it ends with the group's timeout.
 """
 
+import atexit
 import logging
 import sys
 import threading
@@ -60,6 +61,9 @@ class StallWatch:
         self._ended = threading.Event()
         self._num_seen = 0
         self._has_alarmed = False
+        # At exit too: a thread that is in the store while the interpreter ends aborts the process. The owner cannot be
+        # relied on for that: it may be this thread that lets go of it last, and then it has nobody to wait for.
+        atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="lockstep stall watch", daemon=True)
         self._thread.start()
 
@@ -71,13 +75,21 @@ class StallWatch:
 
     def _run(self) -> None:
         try:
-            while not self._ended.wait(self._pause):
-                waited = self._waited()
-                if waited is None:
-                    return
-                self._look(waited)
+            self._watch()
         except dist.DistError:
             return  # the store has ended, and with it the group
+        finally:
+            atexit.unregister(self.close)
+
+    def _watch(self) -> None:
+        end = f"ended/{self._rank}"
+        self._store.set(end, "")  # an earlier watch may have been of a model like this
+        while not self._ended.wait(self._pause):
+            waited = self._waited()
+            if waited is None:
+                break
+            self._look(waited)
+        self._store.set(end, "has ended its training")
 
     def _look(self, waited: float) -> None:
         if waited < self._seconds:
@@ -98,8 +110,7 @@ class StallWatch:
     def _report(self, key: str) -> str:
         lines = [f"A rank has waited {self._seconds:g} s for the others. Where they stand:"]
         for rank in range(self._world_size):
-            place = f"{key}/{rank}"
-            answer = self._store.get(place).decode() if self._store.check([place]) else "does not answer"
+            answer = self._read(f"{key}/{rank}") or self._read(f"ended/{rank}") or "does not answer"
             lines.append(f"  rank {rank} {answer}")
         lines.append(
             "  If none of them is at work, look for a branch or a loop that differs between ranks: each must run the "
@@ -107,6 +118,9 @@ class StallWatch:
             "(LOCKSTEP_STALL_SECONDS sets when this is said.)"
         )
         return "\n".join(lines)
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def where(thread_id: int) -> str:

@@ -49,6 +49,18 @@ def test_a_rank_that_is_gone_is_said_not_to_answer(caplog: pytest.LogCaptureFixt
     assert "  rank 1 does not answer\n" in caplog.messages[0]
 
 
+def test_a_rank_that_has_ended_its_training_has_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    said = threading.Event()
+    caplog.handler.addFilter(on_record(said.set))
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        watch(store, 1, lambda: 0.0).close()
+        alone = watch(store, 0, lambda: 1.0)
+        assert said.wait(20)
+        alone.close()
+    assert "  rank 1 has ended its training\n" in caplog.messages[0]
+
+
 def test_a_watch_ends_with_its_owner() -> None:
     ended = watch(dist.HashStore(), 0, lambda: None)
     ended._thread.join(20)
