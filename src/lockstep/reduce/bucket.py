@@ -321,11 +321,22 @@ class DenseBucket:
             if not slot.has_arrived and partials.have(slot.parameter):
                 self.presence[index] = 1
         with torch.no_grad():
-            for merged in partials.merged:
-                found = [slot for slot in self.slots if slot.parameter in merged]
-                alone = [slot.place for slot in self.slots if slot.parameter not in merged]
-                add_each([slot.place for slot in found], [merged.pop(slot.parameter) for slot in found])
+            for merge in partials.merged:
+                found = [slot for slot in self.slots if slot.parameter in merge.gradients]
+                alone = [
+                    slot.place
+                    for slot in self.slots
+                    if slot.parameter not in merge.gradients and not (slot.has_arrived and slot.parameter in merge.lent)
+                ]
+                added = {slot.parameter: merge.gradients.pop(slot.parameter) for slot in found}
+                add_each([slot.place for slot in found], list(added.values()))
                 add_zero(alone)
+                added |= {
+                    slot.parameter: merge.lent.pop(slot.parameter)
+                    for slot in self.slots
+                    if slot.parameter in merge.lent
+                }
+                partials.keep_spare(added)
         return [self._pack(gradients) for gradients in partials.kept]
 
     def take(self, result: Tensor) -> None:

@@ -5,30 +5,75 @@ added to in place, and what was added is freed. With k shards that makes as many
 
 [Note: an absent gradient] A parameter that a shard did not use counts as +0.0 there, not as nothing: on another number
 of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
+
+[Note: lent partials] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while its
+backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie in
+fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
+once to each parameter. A reentrant checkpoint runs a backward inside the backward and makes it several;
+`lockstep.reduce.lending` sees to that.
+
+[Note: spare memory] On the CPU, fresh memory costs a page fault per 4 KiB, more than what is computed in it. So large
+gradients that were added to others are kept, filled with -0.0, to which every number may be added without changing
+a bit, and lent to the next shard that has no partial to be added to.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+_LEAST_SPARE_BYTES = 1 << 16
+"""Less is served from memory that malloc keeps anyway."""
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """A partial to which gradients are added in a bucket."""
+
+    gradients: Gradients
+    """What is to be added there."""
+    lent: Gradients = field(default_factory=dict)
+    """What gradients were added to as they came. [Note: lent partials]."""
+
+
+@final
+class Spare:
+    """Memory of gradients that are no longer needed. [Note: spare memory]."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[nn.Parameter, list[Tensor]] = {}
+
+    def keep(self, gradients: Gradients) -> None:
+        """Keep what is worth it."""
+        for parameter, gradient in gradients.items():
+            if gradient.device.type == "cpu" and gradient.nbytes >= _LEAST_SPARE_BYTES:
+                self._tensors.setdefault(parameter, []).append(gradient)
+
+    def take(self) -> Gradients:
+        """Return for each parameter that has one a gradient of -0.0, and keep it no more."""
+        return {parameter: tensors.pop().fill_(-0.0) for parameter, tensors in self._tensors.items() if tensors}
 
 
 @final
 class Partials:
     """Sums of subtrees of shards, a stack.
 
+    Args:
+        spare: Where what was added goes.
+
     Attributes:
         kept: The sums; the last is on top.
         merged: Those to which the gradients that are to come will be added, in turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: Spare | None = None) -> None:
         self.kept: list[Gradients] = []
-        self.merged: list[Gradients] = []
+        self.merged: list[Merge] = []
+        self._spare = Spare() if spare is None else spare
 
     def push(self, gradients: Gradients, num_sums: int) -> None:
         """Put a shard's gradients on top, and then add the top to the one below, `num_sums` times.
@@ -38,16 +83,30 @@ class Partials:
             num_sums: As `lockstep.shards.Turn` says.
         """
         for _ in range(num_sums):
-            gradients = add_gradients(self.kept.pop(), gradients)
+            left, right = self.kept.pop(), gradients
+            gradients = add_gradients(left, right)
+            self._spare.keep({parameter: right[parameter] for parameter in right.keys() & left.keys()})
         self.kept.append(gradients)
 
-    def expect(self, num_sums: int) -> None:
-        """Set apart the `num_sums` partials on top, to which gradients will be added as they arrive."""
-        self.merged = [self.kept.pop() for _ in range(num_sums)]
+    def keep_spare(self, gradients: Gradients) -> None:
+        """Keep the memory of what was added to a bucket."""
+        self._spare.keep(gradients)
+
+    def expect(self, num_sums: int, first: Merge | None = None) -> None:
+        """Set apart the `num_sums` partials on top, to which gradients will be added as they arrive.
+
+        Args:
+            num_sums: How many.
+            first: One that comes before them and is no longer on the stack.
+        """
+        self.merged = [] if first is None else [first]
+        self.merged += [Merge(gradients=self.kept.pop()) for _ in range(num_sums)]
 
     def have(self, parameter: nn.Parameter) -> bool:
         """Whether any partial has a gradient of this parameter."""
-        return any(parameter in gradients for gradients in (*self.kept, *self.merged))
+        return any(parameter in gradients for gradients in self.kept) or any(
+            parameter in merge.gradients or parameter in merge.lent for merge in self.merged
+        )
 
     def clear(self) -> None:
         """Let go of all."""
@@ -61,8 +120,15 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
         gradient = parameter.grad
         if gradient is not None:
             parameter.grad = None
-            taken[parameter] = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+            taken[parameter] = as_dense(gradient)
     return taken
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient without autograd, and dense."""
+    if gradient.is_sparse:
+        return gradient.detach().to_dense()
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 @torch.no_grad()

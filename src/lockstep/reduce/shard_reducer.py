@@ -17,9 +17,10 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm import World
+from lockstep.reduce.lending import Lender
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.partials import Partials, take_gradients
+from lockstep.reduce.partials import Partials, Spare
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.shards import Turn, held_nodes, plan_turns
@@ -37,7 +38,8 @@ class ShardReducer:
     """
 
     def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
-        self._parameters = [each.parameter for each in model.trained]
+        self._spare = Spare()
+        self._lender = Lender((each.parameter for each in model.trained), self._spare)
         self._world = world
         self._num_shards = num_shards
         self._partials = Partials()
@@ -62,7 +64,7 @@ class ShardReducer:
         """
         turns = plan_turns(ranges[self._world.rank], self._num_shards)
         self._last = turns[-1]
-        self._partials = Partials()
+        self._partials = Partials(self._spare)
         if self._reducer is not None:
             self._reducer.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
@@ -71,28 +73,38 @@ class ShardReducer:
 
     def mark(self, loss: Tensor, turn: Turn) -> None:
         """Mark where the backward of a turn begins (local)."""
+        self._lender.watch(loss)
+        lent = None
+        if turn.num_sums and self._lender.lends:
+            lent = self._lender.lend(self._partials.kept.pop())
+        elif self._lender.lends and (self._reducer is None or turn != self._last):
+            self._lender.lend_spare()
         if self._reducer is None:
             return
         if turn == self._last:
-            self._partials.expect(turn.num_sums)
+            self._partials.expect(turn.num_sums - (lent is not None), first=lent)
             self._reducer.synchronizes = True
         self._reducer.mark(loss)
 
     def end(self, turn: Turn) -> None:
         """End a turn, whether or not it had a backward; after the last one gradients are whole (then collective)."""
         if self._reducer is None or turn != self._last:
-            self._partials.push(take_gradients(self._parameters), turn.num_sums)
+            gradients, num_added = self._lender.take()
+            self._partials.push(gradients, turn.num_sums - num_added)
             if turn == self._last:
                 self._on_last_gradient()
                 for parameter, gradient in self._partials.kept.pop().items():
                     parameter.grad = gradient
+                self._lender.end_step()
             return
+        self._lender.forget()
         if self._reducer.num_reductions == self._num_reductions:  # no backward, or one without gradients
             if not self._reducer.synchronizes:
                 self._partials.expect(turn.num_sums)
                 self._reducer.synchronizes = True
             self._reducer.reduce_without_backward()
         self._partials.clear()
+        self._lender.end_step()
 
     def fail(self) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective)."""

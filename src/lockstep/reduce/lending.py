@@ -1,0 +1,139 @@
+"""Letting autograd add a shard's gradients to a partial. [Note: lent partials] in `lockstep.reduce.partials`.
+
+[Note: a backward inside a backward] Autograd numbers the graph tasks of a process. If the number after a backward is
+not the next one, then something in it ran a backward of its own, and parameters may have got their gradients in several
+additions. In the first step nothing is lent; whether it had such backwards decides for all that follow. A model that
+begins with them later is refused.
+"""
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import LossError
+from lockstep.reduce.partials import Gradients, Merge, Spare, add_gradients, add_zero, take_gradients
+
+_current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
+
+
+@final
+class Lender:
+    """Lends partials to the backwards of shards, if that gives the sums of the tree.
+
+    Args:
+        parameters: Those that are trained.
+        spare: Memory for gradients.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], spare: Spare) -> None:
+        self._parameters = list(parameters)
+        self._is_learning = True
+        self._can_lend = True
+        self._sparse: set[nn.Parameter] = set()
+        self._task = 0
+        self._lent: Gradients | None = None
+        self._rest: Gradients = {}
+        self._versions: list[int] = []
+        self._lent_spare: dict[nn.Parameter, int] = {}
+        self._spare = spare
+
+    @property
+    def lends(self) -> bool:
+        """Whether partials may be lent."""
+        return self._can_lend and not self._is_learning
+
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        self._is_learning = False
+
+    def watch(self, loss: Tensor) -> None:
+        """See what the backward from `loss` does."""
+        loss.register_hook(self._note_task)
+
+    def lend(self, partial: Gradients) -> Merge:
+        """Let `.grad` be what the gradients to come are to be added to.
+
+        Returns:
+            What is left to be added, where the gradients go to buckets.
+        """
+        # Adding a sparse gradient whose indices repeat is several additions.
+        self._rest = {parameter: partial.pop(parameter) for parameter in self._sparse & partial.keys()}
+        self._lent = partial
+        for parameter, gradient in partial.items():
+            parameter.grad = gradient
+        self._versions = [gradient._version for gradient in partial.values()]  # noqa: SLF001 - no public name
+        return Merge(gradients=self._rest, lent=dict(partial))
+
+    def lend_spare(self) -> None:
+        """Let `.grad` be spare memory, where there is some. [Note: spare memory]."""
+        for parameter, gradient in self._spare.take().items():
+            if parameter not in self._sparse:
+                parameter.grad = gradient
+                self._lent_spare[parameter] = gradient._version  # noqa: SLF001 - no public name
+
+    def take(self) -> tuple[Gradients, int]:
+        """Return the gradients of a shard whose backward is over, and to how many partials they were added.
+
+        Raises:
+            LossError: The backward ran another one inside, and the first step's did not.
+        """
+        self._learn()
+        lent, self._lent = self._lent, None
+        if lent is None:
+            gradients = take_gradients(self._parameters)
+            unused = [
+                parameter
+                for parameter, version in self._lent_spare.items()
+                if gradients[parameter]._version == version  # noqa: SLF001
+            ]
+            self._lent_spare.clear()
+            self._spare.keep({parameter: gradients.pop(parameter) for parameter in unused})
+            return gradients, 0
+        versions = zip(lent.values(), self._versions, strict=True)
+        untouched = [gradient for gradient, version in versions if gradient._version == version]  # noqa: SLF001
+        with torch.no_grad():
+            add_zero(untouched)
+        found = take_gradients(self._parameters)
+        summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in lent.items()}
+        return {**summed, **add_gradients(self._rest, found)}, 1
+
+    def forget(self) -> None:
+        """End a shard whose gradients have gone to buckets.
+
+        Raises:
+            LossError: As `take`.
+        """
+        self._lent = None
+        self._learn()
+
+    def _learn(self) -> None:
+        task, self._task = self._task, 0
+        if self._is_learning:
+            found = (parameter for parameter in self._parameters if parameter.grad is not None)
+            self._sparse.update(parameter for parameter in found if parameter.grad.is_sparse)  # type: ignore[union-attr]
+        if not task or not self._can_lend or _next_task() == task + 1:
+            return
+        if self._is_learning:
+            self._can_lend = False
+            return
+        raise LossError(
+            "The backward of a loss has run another backward inside, as a reentrant checkpoint does, and in the first "
+            "step none did: so gradients may have been added in another order than on other workers. Use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint from the first step on. No "
+            "parameter was changed."
+        )
+
+    def _note_task(self, _gradient: Tensor) -> None:
+        self._task = _current_task()
+
+
+def _next_task() -> int:
+    """Return the number of the next graph task, using it up."""
+    found = []
+    probe = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        probe.register_hook(lambda _: found.append(_current_task()))
+        torch.autograd.grad(probe * 1.0, probe)
+    return int(found[0])
