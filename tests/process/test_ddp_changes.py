@@ -11,11 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -597,6 +599,16 @@ def odd_models(rank: int, answers: Answers) -> None:
     model(inputs).sum().backward()
     answers["resized"] = gradient(layer.weight)
 
+    store = dist.PrefixStore("by hand", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroup(store, rank, 2)
+    gloo = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    layer = linear()
+    model = ls.DistributedDataParallel(layer, process_group=group)
+    model(ones(rank)).sum().backward()
+    answers["group by hand"] = gradient(layer.weight)
+
     logged = []
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         unused = Two()
@@ -650,6 +662,11 @@ def test_reference_counts_alone_free_a_wrapped_model(answers: list[Answers]) -> 
 def test_buffers_that_are_not_broadcast_may_differ(answers: list[Answers]) -> None:
     for found in answers:
         assert found["own buffers"] == [[4.5] * 3]
+
+
+def test_a_group_may_be_one_that_torch_does_not_know(answers: list[Answers]) -> None:
+    for found in answers:
+        assert found["group by hand"] == [[1.5] * 3]
 
 
 def test_a_parameter_may_be_resized_before_gradients_are_accumulated(answers: list[Answers]) -> None:

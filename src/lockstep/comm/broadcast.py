@@ -66,7 +66,7 @@ def _start_chunk(tensors: list[Tensor], group: ProcessGroup, source: int, *, wai
         flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(offsets, tensors, strict=False)
     ]
-    if dist.get_rank(group) == source:
+    if group.rank() == source:
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor.detach())
     work = dist.broadcast(flat, group=group, group_src=source, async_op=not waits)
@@ -74,7 +74,7 @@ def _start_chunk(tensors: list[Tensor], group: ProcessGroup, source: int, *, wai
     def finish() -> None:
         if work is not None:
             work.wait()
-        if dist.get_rank(group) != source:
+        if group.rank() != source:
             for place, tensor in zip(places, tensors, strict=True):
                 tensor.data.copy_(place)
 

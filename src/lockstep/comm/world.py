@@ -17,6 +17,13 @@ class World:
     """How many workers there are."""
     group: ProcessGroup | None
     """Their group; None for a worker that is alone."""
+    is_torchs: bool = True
+    """Whether torch made the group, and so knows when it is destroyed."""
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the group is there, and was not destroyed since."""
+        return self.group is not None and not (self.is_torchs and group_store(self.group) is None)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every worker's `value`, in rank order (collective; small, picklable values)."""
@@ -39,4 +46,4 @@ def current_world(group: ProcessGroup | None = None) -> World:
         if not (dist.is_available() and dist.is_initialized()):
             return World(rank=0, world_size=1, group=None)
         group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
-    return World(rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group)
+    return World(rank=group.rank(), world_size=group.size(), group=group, is_torchs=group_store(group) is not None)

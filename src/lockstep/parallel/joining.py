@@ -57,6 +57,6 @@ def tell_what_comes(group: ProcessGroup, device: torch.device, *, buffers: bool,
 
 def highest_rank(group: ProcessGroup, device: torch.device, *, is_candidate: bool) -> int:
     """Return the highest rank of the group that is a candidate (collective; one is)."""
-    mine = torch.tensor([dist.get_rank(group) if is_candidate else -1], device=device)
+    mine = torch.tensor([group.rank() if is_candidate else -1], device=device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
     return int(mine.item())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import distributed as torch_distributed
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, broadcast_tensors, calls_for, group_store, start_broadcast
+from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import Reducer, TrainedModel
 
@@ -52,7 +52,7 @@ class Survivor:
     @property
     def has_group(self) -> bool:
         """Whether the group is there still."""
-        return self._world.group is not None and group_store(self._world.group) is not None
+        return self._world.has_group
 
     def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """Prepare for a forward (collective in training)."""

@@ -369,7 +369,7 @@ class Reducer:
 
     def _begin(self, phase: _Phase) -> None:
         self._waits_for_end = self._always_waits
-        if group_store(self._group) is None:
+        if not self._world.has_group:
             phase = _Phase.ACCUMULATING  # the group was destroyed: this rank trains alone
         if phase is _Phase.COLLECTING:
             self._prepare()
