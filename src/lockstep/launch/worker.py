@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.comm import destroy_process_group, init_process_group, tell_peers
 from lockstep.comm.group import choose_backend
 from lockstep.launch.messages import Assignment, Report, Run, write_up
-from lockstep.processes import die_with_parent
+from lockstep.processes import die_with_parent, keep_freed_memory
 from lockstep.train.reproducibility import seed_generators
 
 _RENDEZVOUS_SECONDS = 300
@@ -92,6 +92,8 @@ def _run(assignment: Assignment) -> Report:
 def _set_up(assignment: Assignment) -> Run:
     torch.set_num_threads(assignment.threads)
     device = torch.device(assignment.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore(

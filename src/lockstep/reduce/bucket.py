@@ -328,15 +328,8 @@ class DenseBucket:
                     for slot in self.slots
                     if slot.parameter not in merge.gradients and not (slot.has_arrived and slot.parameter in merge.lent)
                 ]
-                added = {slot.parameter: merge.gradients.pop(slot.parameter) for slot in found}
-                add_each([slot.place for slot in found], list(added.values()))
+                add_each([slot.place for slot in found], [merge.gradients.pop(slot.parameter) for slot in found])
                 add_zero(alone)
-                added |= {
-                    slot.parameter: merge.lent.pop(slot.parameter)
-                    for slot in self.slots
-                    if slot.parameter in merge.lent
-                }
-                partials.keep_spare(added)
         return [self._pack(gradients) for gradients in partials.kept]
 
     def take(self, result: Tensor) -> None:

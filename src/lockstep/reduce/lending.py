@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.reduce.partials import Gradients, Merge, Spare, add_gradients, add_zero, take_gradients
+from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, take_gradients
 
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
 
@@ -24,10 +24,9 @@ class Lender:
 
     Args:
         parameters: Those that are trained.
-        spare: Memory for gradients.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], spare: Spare) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._is_learning = True
         self._can_lend = True
@@ -36,8 +35,7 @@ class Lender:
         self._lent: Gradients | None = None
         self._rest: Gradients = {}
         self._versions: list[int] = []
-        self._lent_spare: dict[nn.Parameter, int] = {}
-        self._spare = spare
+        self._probe = _Probe()
 
     @property
     def lends(self) -> bool:
@@ -64,14 +62,7 @@ class Lender:
         for parameter, gradient in partial.items():
             parameter.grad = gradient
         self._versions = [gradient._version for gradient in partial.values()]  # noqa: SLF001 - no public name
-        return Merge(gradients=self._rest, lent=dict(partial))
-
-    def lend_spare(self) -> None:
-        """Let `.grad` be spare memory, where there is some. [Note: spare memory]."""
-        for parameter, gradient in self._spare.take().items():
-            if parameter not in self._sparse:
-                parameter.grad = gradient
-                self._lent_spare[parameter] = gradient._version  # noqa: SLF001 - no public name
+        return Merge(gradients=self._rest, lent=frozenset(partial))
 
     def take(self) -> tuple[Gradients, int]:
         """Return the gradients of a shard whose backward is over, and to how many partials they were added.
@@ -82,15 +73,7 @@ class Lender:
         self._learn()
         lent, self._lent = self._lent, None
         if lent is None:
-            gradients = take_gradients(self._parameters)
-            unused = [
-                parameter
-                for parameter, version in self._lent_spare.items()
-                if gradients[parameter]._version == version  # noqa: SLF001
-            ]
-            self._lent_spare.clear()
-            self._spare.keep({parameter: gradients.pop(parameter) for parameter in unused})
-            return gradients, 0
+            return take_gradients(self._parameters), 0
         versions = zip(lent.values(), self._versions, strict=True)
         untouched = [gradient for gradient, version in versions if gradient._version == version]  # noqa: SLF001
         with torch.no_grad():
@@ -113,7 +96,7 @@ class Lender:
         if self._is_learning:
             found = (parameter for parameter in self._parameters if parameter.grad is not None)
             self._sparse.update(parameter for parameter in found if parameter.grad.is_sparse)  # type: ignore[union-attr]
-        if not task or not self._can_lend or _next_task() == task + 1:
+        if not task or not self._can_lend or self._probe.next_task() == task + 1:
             return
         if self._is_learning:
             self._can_lend = False
@@ -129,11 +112,21 @@ class Lender:
         self._task = _current_task()
 
 
-def _next_task() -> int:
-    """Return the number of the next graph task, using it up."""
-    found = []
-    probe = torch.zeros((), requires_grad=True)
-    with torch.enable_grad():
-        probe.register_hook(lambda _: found.append(_current_task()))
-        torch.autograd.grad(probe * 1.0, probe)
-    return int(found[0])
+@final
+class _Probe:
+    """Finds out the number of the next graph task, by a task of its own."""
+
+    def __init__(self) -> None:
+        self._found = 0
+        with torch.enable_grad():
+            self._leaf = torch.zeros((), requires_grad=True, device="cpu")
+            self._output = self._leaf * 1.0
+        self._output.register_hook(self._note)
+
+    def next_task(self) -> int:
+        """Return the number of the next graph task, using it up."""
+        torch.autograd.grad(self._output, self._leaf, retain_graph=True)
+        return self._found
+
+    def _note(self, _gradient: Tensor) -> None:
+        self._found = _current_task()

@@ -11,21 +11,15 @@ backward runs: autograd adds each gradient while it is in the cache and frees it
 fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
 once to each parameter. A reentrant checkpoint runs a backward inside the backward and makes it several;
 `lockstep.reduce.lending` sees to that.
-
-[Note: spare memory] On the CPU, fresh memory costs a page fault per 4 KiB, more than what is computed in it. So large
-gradients that were added to others are kept, filled with -0.0, to which every number may be added without changing
-a bit, and lent to the next shard that has no partial to be added to.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-_LEAST_SPARE_BYTES = 1 << 16
-"""Less is served from memory that malloc keeps anyway."""
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
 
@@ -36,44 +30,22 @@ class Merge:
 
     gradients: Gradients
     """What is to be added there."""
-    lent: Gradients = field(default_factory=dict)
-    """What gradients were added to as they came. [Note: lent partials]."""
-
-
-@final
-class Spare:
-    """Memory of gradients that are no longer needed. [Note: spare memory]."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[nn.Parameter, list[Tensor]] = {}
-
-    def keep(self, gradients: Gradients) -> None:
-        """Keep what is worth it."""
-        for parameter, gradient in gradients.items():
-            if gradient.device.type == "cpu" and gradient.nbytes >= _LEAST_SPARE_BYTES:
-                self._tensors.setdefault(parameter, []).append(gradient)
-
-    def take(self) -> Gradients:
-        """Return for each parameter that has one a gradient of -0.0, and keep it no more."""
-        return {parameter: tensors.pop().fill_(-0.0) for parameter, tensors in self._tensors.items() if tensors}
+    lent: Collection[nn.Parameter] = ()
+    """Parameters whose gradients it was added to as they came. [Note: lent partials]."""
 
 
 @final
 class Partials:
     """Sums of subtrees of shards, a stack.
 
-    Args:
-        spare: Where what was added goes.
-
     Attributes:
         kept: The sums; the last is on top.
         merged: Those to which the gradients that are to come will be added, in turn.
     """
 
-    def __init__(self, spare: Spare | None = None) -> None:
+    def __init__(self) -> None:
         self.kept: list[Gradients] = []
         self.merged: list[Merge] = []
-        self._spare = Spare() if spare is None else spare
 
     def push(self, gradients: Gradients, num_sums: int) -> None:
         """Put a shard's gradients on top, and then add the top to the one below, `num_sums` times.
@@ -83,14 +55,8 @@ class Partials:
             num_sums: As `lockstep.shards.Turn` says.
         """
         for _ in range(num_sums):
-            left, right = self.kept.pop(), gradients
-            gradients = add_gradients(left, right)
-            self._spare.keep({parameter: right[parameter] for parameter in right.keys() & left.keys()})
+            gradients = add_gradients(self.kept.pop(), gradients)
         self.kept.append(gradients)
-
-    def keep_spare(self, gradients: Gradients) -> None:
-        """Keep the memory of what was added to a bucket."""
-        self._spare.keep(gradients)
 
     def expect(self, num_sums: int, first: Merge | None = None) -> None:
         """Set apart the `num_sums` partials on top, to which gradients will be added as they arrive.

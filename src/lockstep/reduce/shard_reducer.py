@@ -20,7 +20,7 @@ from lockstep.comm import World
 from lockstep.reduce.lending import Lender
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.partials import Partials, Spare
+from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.shards import Turn, held_nodes, plan_turns
@@ -38,8 +38,7 @@ class ShardReducer:
     """
 
     def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
-        self._spare = Spare()
-        self._lender = Lender((each.parameter for each in model.trained), self._spare)
+        self._lender = Lender(each.parameter for each in model.trained)
         self._world = world
         self._num_shards = num_shards
         self._partials = Partials()
@@ -64,7 +63,7 @@ class ShardReducer:
         """
         turns = plan_turns(ranges[self._world.rank], self._num_shards)
         self._last = turns[-1]
-        self._partials = Partials(self._spare)
+        self._partials = Partials()
         if self._reducer is not None:
             self._reducer.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
@@ -77,8 +76,6 @@ class ShardReducer:
         lent = None
         if turn.num_sums and self._lender.lends:
             lent = self._lender.lend(self._partials.kept.pop())
-        elif self._lender.lends and (self._reducer is None or turn != self._last):
-            self._lender.lend_spare()
         if self._reducer is None:
             return
         if turn == self._last:

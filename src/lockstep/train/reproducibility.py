@@ -2,10 +2,13 @@
 
 import random
 import sys
+from typing import Any
 
 import torch
 
 from lockstep.settings import set_determinism_variables
+
+_DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
 
 
 def seed_generators(seed: int) -> None:
@@ -19,6 +22,24 @@ def seed_generators(seed: int) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def reseed_generators(seed: int) -> None:
+    """Do what `seed_generators` does, in a process whose devices are in use already (local).
+
+    `torch.manual_seed` also notes, with a traceback each, what to seed should a device be used one day: half a
+    millisecond, for every shard of every step.
+    """
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    for device in _DEVICES_WITH_GENERATORS:
+        if device.is_initialized():
+            device.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
 
 
 def set_deterministic(deterministic: bool) -> None:

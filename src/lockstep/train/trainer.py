@@ -40,7 +40,7 @@ from lockstep.train.buffers import BuffersOfShard0
 from lockstep.train.checks import check_batchnorm, check_fingerprints, check_model, check_optimizer
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
-from lockstep.train.reproducibility import seed_generators, set_deterministic
+from lockstep.train.reproducibility import reseed_generators, set_deterministic
 from lockstep.train.step_table import StepSums, StepTable
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -392,7 +392,7 @@ class Trainer:
         return loss.reshape(()), float(weight)
 
     def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
-        seed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
+        reseed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
 
     def _share_buffers(self) -> None:
         """Give every worker shard 0's buffers, which rank 0 has. [Note: buffers of shard 0]."""

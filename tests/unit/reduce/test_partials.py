@@ -65,7 +65,7 @@ def test_what_gradients_are_to_be_added_to_is_set_apart_the_top_first() -> None:
         return [float(each[found[0]]) for each in partials]  # type: ignore[misc]
 
     assert values(stack.kept) == [1.0]
-    assert values(stack.merged) == [3.0, 2.0]
+    assert values([merge.gradients for merge in stack.merged]) == [3.0, 2.0]
     assert stack.have(found[0])
     stack.clear()
     assert not stack.have(found[0])

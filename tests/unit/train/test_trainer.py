@@ -1,5 +1,6 @@
 """The trainer with one worker, against plain PyTorch."""
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lockstep.data import ShardedLoader
@@ -391,3 +393,55 @@ def test_the_gradient_is_held_in_few_copies() -> None:
     training._loss = count
     training.step(next(ShardedLoader(data_set, batch_size=8, num_shards=8).epoch(0)))
     assert most == 3  # while the eighth is to come
+
+
+def checkpointed_net(*, is_reentrant: Any) -> nn.Module:
+    class Net(nn.Module):
+        """Uses one layer in two segments, each of which may be a backward of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(FEATURES, FEATURES)
+            self.last = nn.Linear(FEATURES, 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = inputs.float().requires_grad_(True)
+            for _ in range(2):
+                hidden = checkpoint(self.segment, hidden, use_reentrant=is_reentrant())
+            output: Tensor = self.last(hidden)
+            return output.double()
+
+        def segment(self, hidden: Tensor) -> Tensor:
+            return torch.tanh(self.first(hidden))
+
+    return Net()
+
+
+def test_reentrant_checkpoints_add_in_the_order_of_the_tree() -> None:
+    # Each shard's gradient of a layer comes in two parts, and (a + b1) + b2 is not a + (b1 + b2).
+    net = checkpointed_net(is_reentrant=lambda: True)
+    training = trainer(net, num_shards=2)
+    first, second, _ = loader(num_shards=2).epoch(0)
+    training.step(first)
+    copied = copy.deepcopy(net)
+    expected = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for part in second.slices:
+        copied.zero_grad()
+        (mean_loss(copied, part.data) * (part.num_samples / second.num_samples)).backward()
+        for total, parameter in zip(expected, copied.parameters(), strict=True):
+            total.add_(parameter.grad)  # type: ignore[arg-type]
+    training.step(second)
+    for parameter, total in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, total)
+
+
+def test_a_backward_inside_a_backward_that_begins_late_is_refused() -> None:
+    is_reentrant = [False]
+    training = trainer(checkpointed_net(is_reentrant=lambda: is_reentrant[0]))
+    batches = list(loader().epoch(0))
+    training.step(batches[0])
+    is_reentrant[0] = True
+    with pytest.raises(LossError, match="has run another backward inside"):
+        training.step(batches[1])
