@@ -401,7 +401,7 @@ class DenseBucket:
             if getrefcount(slot.place) > _REFERENCES_WHEN_OURS:
                 slot.leave_to_others()
             places.append(slot.place)
-            gradients.append(slot.as_dense(gradient))
+            gradients.append(slot.as_dense(gradient) if gradient.is_sparse else gradient)
             if slot.lies_in_bucket:
                 slot.parameter.grad = slot.place
         if places:

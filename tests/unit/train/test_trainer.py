@@ -430,7 +430,7 @@ def test_reentrant_checkpoints_add_in_the_order_of_the_tree() -> None:
         copied.zero_grad()
         (mean_loss(copied, part.data) * (part.num_samples / second.num_samples)).backward()
         for total, parameter in zip(expected, copied.parameters(), strict=True):
-            total.add_(parameter.grad)  # type: ignore[arg-type]
+            total.add_(parameter.grad)
     training.step(second)
     for parameter, total in zip(net.parameters(), expected, strict=True):
         assert parameter.grad is not None
