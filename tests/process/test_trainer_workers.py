@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from tests.process.training_cases import CASES, NUM_EPOCHS, Case, image_net, mean_loss
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep as ls
 from lockstep.checkpoint import state_digest
@@ -187,6 +186,8 @@ def make_mistakes(run: ls.Run) -> Answer:
     skip.spoil = lambda loss, _batch: loss
     found["after skipping"] = skip.try_step(1)
     found["digests"] = stop.trainer.digest(), skip.trainer.digest()
+    from torchmetrics.classification import MulticlassAccuracy  # here, for it takes every worker a second to import
+
     theirs = stop.trainer.evaluate(stop.loader, MulticlassAccuracy(num_classes=2, average="micro"))
     ours = stop.trainer.evaluate(stop.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
     found["accuracy"] = float(theirs), ours["metric"].value

@@ -82,7 +82,7 @@ def test_a_run_that_cannot_be_repeated_is_told_where(project: Path) -> None:
 
 
 def test_a_run_that_depends_on_the_number_of_workers_is_told_so(project: Path) -> None:
-    finished = verify(project, "model=mine:Counting", "--workers", "1,2", "--steps", "2")
+    finished = verify(project, "model=mine:Counting", "--workers", "1,2", "--steps", "1")
     assert finished.returncode == 1
     assert "1 worker twice gives the same bits" in finished.stdout
 

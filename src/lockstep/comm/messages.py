@@ -40,10 +40,13 @@ def joined_world(group: ProcessGroup | None) -> World:
         )
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup or None.")
-    try:
-        return current_world(group)
-    except ValueError as error:
-        raise GroupError("The process group was torn down already. Make another, or leave group out.") from error
+    world = current_world(group)
+    if not world.is_torchs:
+        raise GroupError(
+            "The process group was torn down already, or was not made by torch.distributed. Make another, or leave "
+            "group out."
+        )
+    return world
 
 
 def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:

@@ -6,13 +6,13 @@ additions. In the first step nothing is lent; whether it had such backwards deci
 begins with them later is refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.errors import LossError
+from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, take_gradients
 
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
@@ -23,14 +23,18 @@ class Lender:
     """Lends partials to the backwards of shards, if that gives the sums of the tree.
 
     Args:
-        parameters: Those that are trained.
+        trained: The parameters that are trained.
+
+    Attributes:
+        is_in_order: False once a backward has run another inside, which none of the first step did.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, trained: Sequence[TrainedParameter]) -> None:
+        self._parameters = [each.parameter for each in trained]
+        self.is_in_order = True
         self._is_learning = True
         self._can_lend = True
-        self._sparse: set[nn.Parameter] = set()
+        self._sparse = {each.parameter for each in trained if each.spec.is_sparse}
         self._task = 0
         self._lent: Gradients | None = None
         self._rest: Gradients = {}
@@ -65,11 +69,7 @@ class Lender:
         return Merge(gradients=self._rest, lent=frozenset(partial))
 
     def take(self) -> tuple[Gradients, int]:
-        """Return the gradients of a shard whose backward is over, and to how many partials they were added.
-
-        Raises:
-            LossError: The backward ran another one inside, and the first step's did not.
-        """
+        """Return the gradients of a shard whose backward is over, and to how many partials they were added."""
         self._learn()
         lent, self._lent = self._lent, None
         if lent is None:
@@ -83,15 +83,12 @@ class Lender:
         return {**summed, **add_gradients(self._rest, found)}, 1
 
     def forget(self) -> None:
-        """End a shard whose gradients have gone to buckets.
-
-        Raises:
-            LossError: As `take`.
-        """
+        """End a shard whose gradients have gone to buckets."""
         self._lent = None
         self._learn()
 
     def _learn(self) -> None:
+        """Look at a backward that is over: whether it gave sparse gradients, or ran others inside."""
         task, self._task = self._task, 0
         if self._is_learning:
             found = (parameter for parameter in self._parameters if parameter.grad is not None)
@@ -100,13 +97,8 @@ class Lender:
             return
         if self._is_learning:
             self._can_lend = False
-            return
-        raise LossError(
-            "The backward of a loss has run another backward inside, as a reentrant checkpoint does, and in the first "
-            "step none did: so gradients may have been added in another order than on other workers. Use "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint from the first step on. No "
-            "parameter was changed."
-        )
+        else:
+            self.is_in_order = False
 
     def _note_task(self, _gradient: Tensor) -> None:
         self._task = _current_task()

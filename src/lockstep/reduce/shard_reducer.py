@@ -38,7 +38,7 @@ class ShardReducer:
     """
 
     def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
-        self._lender = Lender(each.parameter for each in model.trained)
+        self._lender = Lender(model.trained)
         self._world = world
         self._num_shards = num_shards
         self._partials = Partials()
@@ -48,6 +48,11 @@ class ShardReducer:
         self._reducer: Reducer | None = None
         if world.group is not None and world.world_size > 1:
             self._reducer = Reducer(model, world, ReducerOptions(limits=limits, average=False, num_shards=num_shards))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all gradients so far were added in the order of the tree."""
+        return self._lender.is_in_order
 
     def on_last_gradient(self, call: Callable[[], None]) -> None:
         """Call `call` when the gradients of a worker's last shard are computed, before the wait for others (local)."""

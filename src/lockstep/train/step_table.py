@@ -1,7 +1,7 @@
 """What the workers tell each other once per step besides gradients: losses, and where each of them stands.
 
     row s < num_shards       loss * weight of shard s, its weight
-    row num_shards + r       of worker r: epoch, step, a number for its loader; seconds per shard
+    row num_shards + r       of worker r: epoch, step, a number for its loader, seconds per shard, 1 if out of order
 
 A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
 conclusions from the same numbers.
@@ -20,7 +20,7 @@ from lockstep.comm import World
 from lockstep.data import ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 4
+_NUM_COLUMNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class StepSums:
     """Of every worker: what tells its batch from another."""
     seconds: tuple[float, ...]
     """Of every worker: how long a shard takes there; 0 where it was not measured."""
+    out_of_order: tuple[int, ...]
+    """Workers that may have added gradients in another order than that of the tree."""
 
     @property
     def loss(self) -> float:
@@ -67,15 +69,16 @@ class StepTable:
         self._rows[shard, 0] = loss.detach().double() * weight
         self._rows[shard, 1] = weight
 
-    def share(self, batch: ShardedBatch, seconds: float) -> StepSums:
+    def share(self, batch: ShardedBatch, seconds: float, *, is_in_order: bool) -> StepSums:
         """Return what all workers noted (collective).
 
         Args:
             batch: The batch of this worker.
             seconds: How long a shard took here; 0 where it was not measured.
+            is_in_order: Whether gradients were added in the order of the tree here.
         """
         place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
-        mine = torch.tensor([*place, seconds], dtype=torch.float64)
+        mine = torch.tensor([*place, seconds, not is_in_order], dtype=torch.float64)
         self._rows[self._num_shards + self._world.rank] = mine.to(self._rows.device)
         if self._world.group is not None:
             dist.all_reduce(self._rows, group=self._world.group)
@@ -84,8 +87,9 @@ class StepTable:
         return StepSums(
             losses=tuple(row[0] for row in shards),
             weights=tuple(row[1] for row in shards),
-            places=tuple(tuple(row[:-1]) for row in workers),
-            seconds=tuple(row[-1] for row in workers),
+            places=tuple(tuple(row[:3]) for row in workers),
+            seconds=tuple(row[3] for row in workers),
+            out_of_order=tuple(rank for rank, row in enumerate(workers) if row[4]),
         )
 
 

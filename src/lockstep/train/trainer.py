@@ -193,7 +193,9 @@ class Trainer:
                 self._gradients.fail()
             raise
         self._share_buffers()
-        sums = table.share(batch, self._stopwatch.seconds_per_shard())
+        seconds = self._stopwatch.seconds_per_shard()
+        sums = table.share(batch, seconds, is_in_order=self._gradients.is_in_order)
+        _check_order(sums, batch)
         self._check_places(sums)
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
         if problem:
@@ -482,6 +484,16 @@ class Trainer:
 
 def _place(batch: ShardedBatch) -> str:
     return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
+
+
+def _check_order(sums: StepSums, batch: ShardedBatch) -> None:
+    if sums.out_of_order:
+        raise LossError(
+            f"The backward of a loss on rank {sums.out_of_order[0]} has run another backward inside, as a reentrant "
+            f"checkpoint does, at {_place(batch)}; in its first step none did. So gradients may have been added in "
+            "another order than on another number of workers. Use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False), or checkpoint from the first step on. No parameter was changed."
+        )
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
