@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.main import app
 
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "verify"]
 
@@ -91,6 +94,6 @@ def test_a_run_that_depends_on_the_number_of_workers_is_told_so(project: Path) -
     ("workers", "said"), [("1,x", "expected numbers of workers such as 1,2,3"), ("1,4", "4 workers cannot share")]
 )
 def test_numbers_that_cannot_be_are_refused(project: Path, workers: str, said: str) -> None:
-    finished = verify(project, "--workers", workers)
-    assert finished.returncode == 2
-    assert said in finished.stderr
+    refused = CliRunner().invoke(app, ["verify", str(project / "mine.yaml"), "--workers", workers])
+    assert refused.exit_code == 2
+    assert said in refused.stderr
