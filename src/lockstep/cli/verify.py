@@ -54,7 +54,8 @@ def _compare(config: Config, counts: Sequence[int], num_steps: int) -> bool:
     runs: dict[str, ShortRun] = {}
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as reference:
         for number, count in enumerate(counts):
-            label = _count_words(count) + (", again" if count in counts[:number] else "")
+            before = counts[:number].count(count)
+            label = _count_words(count) + (", again" if before else "") + (f" ({before + 1})" if before > 1 else "")
             typer.echo(f"{label}: {num_steps} steps ...", err=True)
             runs[label] = _run(config, count, num_steps, Path(reference), is_first=number == 0)
         _show_table(runs)
