@@ -33,6 +33,7 @@ _LAST_PAUSE_SECONDS = 0.25
 """How often to look at an address where nobody listens: often at first, when the others are about to come."""
 _LEAST_SECONDS = 1.0
 """What torch is given at least."""
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _GRACE_SECONDS = 3.0
 """How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
 interpreter ends aborts the process."""
@@ -54,6 +55,14 @@ class Meeting:
     """Whether the store lives in rank 0's process, and ends with it."""
     store: Store | None
     """The store itself, if the caller had one."""
+
+    @property
+    def torch_url(self) -> str:
+        """The same, with what torch would read from the environment put in: not every launcher puts it there."""
+        if self.scheme != "env":
+            return self.url
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}?{urlsplit(self.url).query}"
 
     @property
     def address(self) -> str:
@@ -195,7 +204,7 @@ def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds
 
     def open_with_torch() -> Store:
         # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
-        store: Store = next(iter(rendezvous(meeting.url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+        store: Store = next(iter(rendezvous(meeting.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
         return store
 
     attempt = _Attempt(open_with_torch)
@@ -254,6 +263,11 @@ def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OS
         )
     if not isinstance(refusal, ConnectionRefusedError):
         return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
+    if rank != 0 and meeting.host in _LOOPBACK_NAMES:
+        return (
+            f"{found_none} nobody listens there, and {meeting.host} is this host itself, {socket.gethostname()!r}. If "
+            f"rank 0 is on another host, set {host} to that; if it is on this one, look at its log."
+        )
     if not meeting.is_hosted:
         return f"{found_none} nobody listens there. Look at the log of torchrun on the first host."
     if rank == 0:

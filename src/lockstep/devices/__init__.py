@@ -8,7 +8,8 @@ one `DeviceError`; nothing falls back from a GPU to the CPU unless the request s
 """
 
 from lockstep.devices.choose import DeviceRequest, choose_devices
+from lockstep.devices.current import take_gpu
 from lockstep.devices.inventory import count_gpus
 from lockstep.devices.transfer import to_device
 
-__all__ = ["DeviceRequest", "choose_devices", "count_gpus", "to_device"]
+__all__ = ["DeviceRequest", "choose_devices", "count_gpus", "take_gpu", "to_device"]

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from lockstep.devices import DeviceRequest, choose_devices, count_gpus
 from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
-from lockstep.settings import worker_environment
+from lockstep.settings import LAUNCHED, worker_environment
 
 _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""
@@ -66,6 +67,9 @@ def launch(
     notebook cell: it is sent by value, so that no `if __name__ == "__main__"` is needed. Workers take part in no
     Ctrl-C: it interrupts the caller, who stops them.
 
+    In a process that torchrun, srun, mpirun or another launcher has started as one of several workers nothing is
+    started: each worker calls the function itself, and all return the results of all (collective).
+
     Args:
         function: What to run.
         args: Its positional arguments after `run`; anything that pickles.
@@ -84,6 +88,16 @@ def launch(
         WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
     """
+    told = find_launcher()
+    if told is not None:
+        return run_here(
+            lambda run: function(run, *args, **kwargs),
+            told,
+            workers=workers,
+            devices=devices,
+            threads=threads_per_worker,
+            seed=seed,
+        )
     placement = choose_devices(devices, workers=workers, num_gpus=count_gpus())
     try:
         call = pack_call(function, args, kwargs)
@@ -243,6 +257,7 @@ def _variables(assignment: Assignment) -> dict[str, str]:
     """Return the environment of torchrun, for code that reads it; Gloo is kept on loopback."""
     threads = str(assignment.threads)
     return {
+        LAUNCHED: "1",
         "RANK": str(assignment.rank),
         "LOCAL_RANK": str(assignment.rank),
         "WORLD_SIZE": str(assignment.world_size),
