@@ -43,7 +43,8 @@ class Hosts:
 
     def __init__(self, folder: Path, count: int, names: Sequence[str] | None = None) -> None:
         self._switch = _hold(["--net"])
-        self._hosts = []
+        self._hosts: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[str]] = []
         _inside(self._switch, "ip link add name switch type bridge && ip link set switch up")
         addresses = "\n".join(f"{self.address(number)} host{number}" for number in range(count))
         for number in range(count):
@@ -69,24 +70,26 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in (*self._hosts, self._switch):
+        for process in (*self._started, *self._hosts, self._switch):
             process.kill()
-            process.wait()
+            process.communicate()
 
     @staticmethod
     def address(number: int) -> str:
         """Return the address of a host."""
         return f"10.77.0.{number + 1}"
 
-    def start(self, number: int, *command: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(self, number: int, *command: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a Python command on a host, in the environment of this process without what launchers set in it."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*_enter(self._hosts[number]), sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **variables},
+            env={**os.environ, **(variables or {})},
         )
+        self._started.append(process)
+        return process
 
 
 def _hold(spaces: list[str]) -> "subprocess.Popen[str]":

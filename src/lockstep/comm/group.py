@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from lockstep.comm.cluster import find_world, is_announced, told_directly
 from lockstep.comm.interface import choose_interface, describe_interfaces, explain_wrong_interface
 from lockstep.comm.meeting import Meeting, Place, connect_to_other, explain_port_in_use, find_meeting, open_store
-from lockstep.comm.roll_call import PATIENCE_SECONDS, Announcement, call_roll, contest_rank
+from lockstep.comm.roll_call import Announcement, call_roll, contest_rank
 from lockstep.comm.world import World, current_world
 from lockstep.devices import take_gpu
 from lockstep.errors import GroupError
@@ -33,7 +33,9 @@ _STORELESS = frozenset({"mpi", "fake"})
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
 """Backends that nobody is to ask for by name."""
 _HIGHEST_PORT = 65535
-_PATIENCE = datetime.timedelta(seconds=PATIENCE_SECONDS)
+_TELLING = datetime.timedelta(seconds=20)
+"""How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
+and more where no name server answers."""
 _CONTEST = datetime.timedelta(seconds=7)
 """How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
 up the name of its address, and that alone takes 5 s where the name server is silent."""
@@ -112,7 +114,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
         told = _Told(rank=rank, world_size=world_size, backend=asked, problem=problem)
         meeting = find_meeting(init_method or "env://", store, variables)
-        limit = _PATIENCE if problem else timeout or _default_timeout(backend)
+        limit = _TELLING if problem else timeout or _default_timeout(backend)
         place = _gather(told, meeting, limit)
         if _uses_gloo(backend):
             choose_interface(place.store, place.rank, place.world_size, meeting, limit)

