@@ -3,6 +3,8 @@
 A *scene* is a function that every rank runs: `scene(rank, *arguments)`. Ranks are forked from a server that has
 imported torch already, so one costs 10 ms and not 2 s. Nothing waits for luck: both sides speak over a pipe, and give
 up with an error after `PATIENCE` seconds.
+
+`call_on_ranks` is for tests of what ranks compute together, and of no deaths: `ls.launch` on such ranks.
 """
 
 import os
@@ -13,22 +15,26 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
+import cloudpickle
 import psutil
 import torch
 import torch.distributed as dist
 
-import lockstep  # noqa: F401 - registers the backend
+import lockstep as ls
+from lockstep.comm.group import choose_backend
 from lockstep.comm.shm import semaphores
 
 PATIENCE = 30.0
 """Seconds after which a silent rank is an error of the test."""
 CPU = torch.device("cpu")
+_CALL_SECONDS = 50.0
+"""How long a call may take."""
 _SERVER = get_context("forkserver")
 
 
@@ -111,9 +117,9 @@ class Ranks:
         assert pid is not None
         return pid
 
-    def hear(self, rank: int) -> Any:
+    def hear(self, rank: int, within: float = PATIENCE) -> Any:
         """Return what a rank says next."""
-        kind, value = self._receive(rank)
+        kind, value = self._receive(rank, within)
         assert kind == "said", f"rank {rank} {kind}: {value}"
         return value
 
@@ -154,6 +160,33 @@ class Ranks:
         except EOFError:
             raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
         return kind, value
+
+
+def call_on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `function(run, *arguments)` on ranks that have a default group; return what each returned, as `ls.launch`.
+
+    They are on the CPU with a thread each, and what they are sent and return goes by value.
+    """
+    packed = cloudpickle.dumps((function, arguments))
+    with tempfile.TemporaryDirectory() as folder, Ranks(Path(folder), size, _call, packed) as ranks:
+        answers = [cloudpickle.loads(ranks.hear(rank, _CALL_SECONDS)) for rank in range(size)]
+        for rank in range(size):  # together: one that leaves while another communicates is a lost one
+            ranks.say(rank, "leave")
+        ranks.results()
+    return answers
+
+
+def _call(rank: Rank, packed: bytes) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Or loading processes would be started by the server too: they would be its children, and end at once for it.
+    set_start_method("fork", force=True)
+    function, arguments = cloudpickle.loads(packed)
+    ls.init_process_group(choose_backend(CPU), store=rank.store(), rank=rank.number, world_size=rank.size)
+    ls.seed_generators(0)
+    run = ls.Run(rank=rank.number, world_size=rank.size, local_rank=rank.number, device=CPU)
+    rank.say(cloudpickle.dumps(function(run, *arguments)))
+    rank.hear()
+    ls.destroy_process_group()
 
 
 def names_in(folder: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 
 import lockstep as ls
 from lockstep.comm import checked
@@ -133,7 +134,7 @@ def scenarios(run: ls.Run, way: str) -> Answers:
 
 @pytest.fixture(scope="module", params=WAYS)
 def answers(request: pytest.FixtureRequest) -> list[Answers]:
-    return ls.launch(scenarios, request.param, devices="cpu:3")
+    return call_on_ranks(3, scenarios, request.param)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -161,7 +162,7 @@ def test_a_root_that_there_is_not_is_refused(answers: list[Answers]) -> None:
 
 
 def test_ranks_on_several_hosts_say_so_once() -> None:
-    first, *others = ls.launch(scenarios, "apart", devices="cpu:3")
+    first, *others = call_on_ranks(3, scenarios, "apart")
     assert ["ranks 0 and 2 are not on one host" in text for text in first["warnings"]] == [True]
     assert [other["warnings"] for other in others] == [[], []]
 
@@ -175,7 +176,7 @@ def check_by_variable(run: ls.Run) -> str:
 
 
 def test_the_variable_asks_for_checks() -> None:
-    assert ["rank 1 calls" in message for message in ls.launch(check_by_variable, workers=2)] == [True, True]
+    assert ["rank 1 calls" in message for message in call_on_ranks(2, check_by_variable)] == [True, True]
 
 
 def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
@@ -201,7 +202,7 @@ def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
 
 def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
     # It went on as if nothing had been: its next call then met another one of the others.
-    (interrupted, first), (lost, second) = ls.launch(be_interrupted, "shared memory", workers=2)
+    (interrupted, first), (lost, second) = call_on_ranks(2, be_interrupted, "shared memory")
     assert interrupted.startswith("KeyboardInterrupt")
     assert "all_reduce(sum, float32 [10]) was ended on this rank by KeyboardInterrupt" in first
     for message in (lost, second):

@@ -1,6 +1,6 @@
 """`DistributedDataParallel` with what scripts do between steps: wrap again, freeze, hold gradients, fail, compile.
 
-One launch runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
+One call runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
 1.5); each test looks at one answer.
 """
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -731,4 +732,4 @@ def scenarios(run: ls.Run) -> Answers:
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answers]:
-    return ls.launch(scenarios, devices="cpu:2")
+    return call_on_ranks(2, scenarios)

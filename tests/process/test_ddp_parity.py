@@ -1,6 +1,6 @@
 """`DistributedDataParallel` against torch's, and where torch's is silently wrong, against the truth.
 
-One launch runs every scenario, on two ranks that see different inputs; each test looks at one answer.
+One call runs every scenario, on two ranks that see different inputs; each test looks at one answer.
 """
 
 import copy
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -329,7 +330,7 @@ def scenarios(run: ls.Run) -> Answers:
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answers]:
-    return ls.launch(scenarios, devices="cpu:2")
+    return call_on_ranks(2, scenarios)
 
 
 @pytest.mark.parametrize("layout", ["plain", "channels_last"])
@@ -432,7 +433,7 @@ def test_three_ranks_average_over_three() -> None:
         gradient: list[list[float]] = model.module.weight.grad.tolist()
         return gradient
 
-    for found in ls.launch(work, devices="cpu:3"):
+    for found in call_on_ranks(3, work):
         assert found == [pytest.approx([1.0] * 3)]
 
 

@@ -1,6 +1,6 @@
 """`DistributedDataParallel` where torch's is silently wrong, hangs, or fails: the truth, or one error on every rank.
 
-One launch runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
+One call runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
 1.5); each test looks at one answer.
 """
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -775,7 +776,7 @@ def scenarios(run: ls.Run) -> Answers:
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answers]:
-    return ls.launch(scenarios, devices="cpu:2")
+    return call_on_ranks(2, scenarios)
 
 
 def test_the_errors_are_of_the_tree() -> None:

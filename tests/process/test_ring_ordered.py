@@ -1,6 +1,6 @@
 """Ring and ordered reduction on real groups, against the sums that one process computes.
 
-One launch per world size runs every scenario; each test looks at one answer of every rank.
+One call per world size runs every scenario; each test looks at one answer of every rank.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -348,7 +349,7 @@ def scenarios(run: ls.Run, backend: str) -> Answers:
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
 def answers(request: pytest.FixtureRequest) -> list[Answers]:
     backend, world_size = request.param
-    return ls.launch(scenarios, backend, devices=f"cpu:{world_size}", threads_per_worker=1)
+    return call_on_ranks(world_size, scenarios, backend)
 
 
 def wrong(answers: list[Answers], prefix: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import call_on_ranks
 from tests.process.training_cases import CASES, NUM_EPOCHS, NUM_SHARDS, Case, image_net, mean_loss
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ def train_all(run: ls.Run, folder: Path) -> dict[str, dict[str, Answer]]:
 
 @final
 class Runs:
-    """What the workers answered, by their number; launched when first asked for."""
+    """What the workers answered, by their number; run when first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,7 +72,7 @@ class Runs:
         if workers not in self._found:
             if workers != WORKERS[0]:
                 self[WORKERS[0]]
-            self._found[workers] = ls.launch(train_all, self._folder, devices=f"cpu:{workers}")
+            self._found[workers] = call_on_ranks(workers, train_all, self._folder)
         return self._found[workers]
 
 
@@ -119,7 +120,7 @@ def test_a_model_that_is_left_different_on_a_rank_becomes_rank_0s() -> None:
         trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_loss, num_shards=2)
         return trainer.digest(), state_digest(model.state_dict())
 
-    first, second = ls.launch(build, devices="cpu:2")
+    first, second = call_on_ranks(2, build)
     assert first == second
 
 
@@ -199,7 +200,7 @@ def make_mistakes(run: ls.Run) -> Answer:
 
 @pytest.fixture(scope="module")
 def mistakes() -> list[Answer]:
-    return ls.launch(make_mistakes, devices="cpu:2")
+    return call_on_ranks(2, make_mistakes)
 
 
 def test_a_loss_that_is_not_finite_stops_all_workers_and_is_named(mistakes: list[Answer]) -> None:
@@ -264,7 +265,7 @@ def test_what_cannot_have_the_same_bits_is_said_before_the_first_step() -> None:
                 said += [str(warning.message) for warning in caught]
         return said
 
-    for said in ls.launch(build, devices="cpu:2"):
+    for said in call_on_ranks(2, build):
         assert "1 is SyncBatchNorm" in said[0]
         assert "4 shards on 2 workers" in said[0]
         assert "as many shards as workers" in said[1]

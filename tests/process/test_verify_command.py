@@ -3,10 +3,11 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from lockstep.cli.main import app
 
@@ -56,15 +57,10 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "mine.yaml", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=50
-    )
-
-
 def test_equal_runs_are_shown_and_pass(project: Path) -> None:
     # 6 steps are an epoch and a half: 54 samples in batches of 16.
-    finished = verify(project, "--workers", "1,3", "--steps", "6")
+    command = [*COMMAND, "mine.yaml", "--workers", "1,3", "--steps", "6"]
+    finished = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=50)
     assert finished.returncode == 0, finished.stderr
     rows = re.findall(r"│ (\d+) +│ (\w{16}) +│ (\w{16}) +│", finished.stdout)
     assert [row[0] for row in rows] == list("123456")
@@ -75,25 +71,32 @@ def test_equal_runs_are_shown_and_pass(project: Path) -> None:
     assert not list(project.glob("runs*"))
 
 
-def test_a_run_that_cannot_be_repeated_is_told_where(project: Path) -> None:
+@pytest.fixture
+def verify_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run the command in this process, which spares the start of one; its workers are processes all the same."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
+    return lambda *arguments: CliRunner().invoke(app, ["verify", str(project / "mine.yaml"), *arguments])
+
+
+def test_a_run_that_cannot_be_repeated_is_told_where(verify_here: Callable[..., Result]) -> None:
     # One number is run twice.
-    finished = verify(project, "model=mine:Clock", "--workers", "1", "--steps", "2")
-    assert finished.returncode == 1
+    finished = verify_here("model=mine:Clock", "--workers", "1", "--steps", "2")
+    assert finished.exit_code == 1
     said = " ".join(finished.stdout.split())
     assert "NOT equal: 1 worker, again against 1 worker: the first difference is after step 1, in 0.weight (and" in said
     assert "cannot be repeated, whatever the number of workers" in said
 
 
-def test_a_run_that_depends_on_the_number_of_workers_is_told_so(project: Path) -> None:
-    finished = verify(project, "model=mine:Counting", "--workers", "1,2", "--steps", "1")
-    assert finished.returncode == 1
+def test_a_run_that_depends_on_the_number_of_workers_is_told_so(verify_here: Callable[..., Result]) -> None:
+    finished = verify_here("model=mine:Counting", "--workers", "1,2", "--steps", "1")
+    assert finished.exit_code == 1
     assert "1 worker twice gives the same bits" in finished.stdout
 
 
 @pytest.mark.parametrize(
     ("workers", "said"), [("1,x", "expected numbers of workers such as 1,2,3"), ("1,4", "4 workers cannot share")]
 )
-def test_numbers_that_cannot_be_are_refused(project: Path, workers: str, said: str) -> None:
-    refused = CliRunner().invoke(app, ["verify", str(project / "mine.yaml"), "--workers", workers])
+def test_numbers_that_cannot_be_are_refused(verify_here: Callable[..., Result], workers: str, said: str) -> None:
+    refused = verify_here("--workers", workers)
     assert refused.exit_code == 2
     assert said in refused.stderr

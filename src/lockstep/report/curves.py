@@ -1,13 +1,15 @@
-"""`curves.png`: loss and the test metrics of a run, drawn from its metrics file."""
+"""`curves.png`: loss and the test metrics of a run, drawn from its metrics file.
+
+Matplotlib is imported where it draws: a quarter of a second, which workers, who never draw, and bad input would pay.
+"""
 
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from typing import TYPE_CHECKING, Any
 
 from lockstep.report.metrics_file import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _STEP_COLOUR, _TRAIN_COLOUR, _TEST_COLOUR = "#b8c4d6", "#2f5d9b", "#c8553d"
 _SIZE_INCHES = (9.0, 4.0)
@@ -24,6 +26,8 @@ def draw_curves(metrics: Path, picture: Path, title: str) -> None:
     epochs = [row for row in rows if row["kind"] == "epoch"]
     if not epochs:
         return
+    from matplotlib.figure import Figure
+
     names = [key for key, value in epochs[-1].items() if key.startswith("test_") and key != "test_loss" and value]
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
     figure.suptitle(title)
@@ -34,7 +38,9 @@ def draw_curves(metrics: Path, picture: Path, title: str) -> None:
     figure.savefig(picture)
 
 
-def _draw_loss(axes: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+def _draw_loss(axes: "Axes", steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import StrMethodFormatter
+
     per_epoch = epochs[-1]["global_step"] / (epochs[-1]["epoch"] + 1)
     places = [row["global_step"] / per_epoch for row in steps]
     axes.plot(places, [row["loss"] for row in steps], color=_STEP_COLOUR, linewidth=0.8, label="training, each step")
@@ -48,7 +54,9 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, A
     _finish(axes, "loss")
 
 
-def _draw_metrics(axes: Axes, epochs: list[dict[str, Any]], names: list[str]) -> None:
+def _draw_metrics(axes: "Axes", epochs: list[dict[str, Any]], names: list[str]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     for name in names:
         last = epochs[-1][name]
         shown = f"{last:.2%}" if name == "test_accuracy" else f"{last:.4g}"
@@ -59,13 +67,15 @@ def _draw_metrics(axes: Axes, epochs: list[dict[str, Any]], names: list[str]) ->
     _finish(axes, ", ".join(name.removeprefix("test_") for name in names))
 
 
-def _draw_epochs(axes: Axes, epochs: list[dict[str, Any]], key: str, label: str, colour: str | None) -> None:
+def _draw_epochs(axes: "Axes", epochs: list[dict[str, Any]], key: str, label: str, colour: str | None) -> None:
     known = [row for row in epochs if row.get(key) is not None]  # a resumed run may have begun with another metric
     places = [row["epoch"] + 1 for row in known]
     axes.plot(places, [row[key] for row in known], marker="o", markersize=3.5, color=colour, label=label)
 
 
-def _finish(axes: Axes, name: str) -> None:
+def _finish(axes: "Axes", name: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("epoch")
     axes.set_ylabel(name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
