@@ -27,6 +27,12 @@ _LAUNCHER_VARIABLES = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
     "SLURM_STEP_RESV_PORTS",
 )
+_NOTED_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_COMM_"),
+    *("PYTHONHASHSEED", "PYTORCH_", "SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH", "RANK", "LOCAL_", "WORLD_SIZE"),
+    "MASTER_",
+)
+"""Of variables worth noting down: none of them holds a secret."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
@@ -144,6 +150,16 @@ def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
 def set_gloo_interface(name: str) -> None:
     """Tell Gloo, which reads the environment for each group, what interface to use, and note who said so."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ[_CHOSEN_INTERFACE] = name
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that change how a run computes or communicates, or who started it; no others.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return {name: source[name] for name in sorted(source) if name.startswith(_NOTED_PREFIXES)}
 
 
 def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
