@@ -5,6 +5,7 @@ Slurm's daemons, mpirun and Ray are used where they are installed; hosts are net
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 from tests.process import hosts, slurm
 
 SCRIPT = """
@@ -47,6 +49,7 @@ class Alone:
 print(main(Alone), flush=True)
 """
 )
+EXAMPLE = ["examples/cluster/train.py", "--epochs=1"]
 SLURM = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
 HOSTS = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 
@@ -91,12 +94,48 @@ def test_torchrun(script: Path, digest: str) -> None:
     assert_all_have(started.replace("rank", "\nrank"), digest, 2, times=2)
 
 
+@pytest.fixture(scope="module")
+def example_digest() -> str:
+    return run([sys.executable, *EXAMPLE]).split()[-1]
+
+
 @SLURM
-def test_srun_starts_one_worker_for_each_task(script: Path, digest: str, cluster: slurm.Slurm) -> None:
-    command = ["srun", "--nodes=1", "--ntasks=2", "--label", sys.executable, str(script)]
-    output = run(command, cluster.variables)
-    assert_all_have(output.replace("0: ", "").replace("1: ", ""), digest, 2, times=2)
-    assert "rank 1 of 2, 1 here" in output
+def test_the_batch_script_of_the_examples(example_digest: str, cluster: slurm.Slurm, tmp_path: Path) -> None:
+    tasks = ["--nodes=1", "--ntasks-per-node=2"]  # before the file's own: node2 is a name that leads nowhere here
+    variables = {**cluster.variables, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run(
+        ["sbatch", "--wait", f"--output={tmp_path}/out", *tasks, "examples/cluster/train.sbatch", "--epochs=1"],
+        variables,
+    )
+    printed = (tmp_path / "out").read_text()
+    assert "2 workers: accuracy" in printed
+    assert printed.split()[-1] == example_digest
+
+
+def test_the_pods_of_the_examples_manifest(example_digest: str) -> None:
+    """As the operator starts them, but for the names of pods, which only a Kubernetes resolves."""
+    manifest = YAML(typ="safe").load(Path("examples/cluster/pytorchjob.yaml").read_text())
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 3}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pods = []
+    for rank, kind in enumerate(("Master", "Worker")):
+        (container,) = replicas[kind]["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert container["command"] == ["python", EXAMPLE[0]]
+        told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PET_NNODES": 2}
+        pods.append(
+            subprocess.Popen(
+                [sys.executable, *EXAMPLE],
+                env={**os.environ, **{name: str(value) for name, value in told.items()}},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    printed = [pod.communicate(timeout=50)[0] for pod in pods]
+    assert printed[0].split()[-1] == example_digest
+    assert printed[1] == ""
 
 
 @SLURM
