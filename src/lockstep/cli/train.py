@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lockstep.checkpoint import Manifest, read_manifest
 from lockstep.cli.failures import failures_shown
-from lockstep.devices import choose_devices, count_gpus
+from lockstep.devices import Placement, place_workers
 from lockstep.errors import CheckpointError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
 from lockstep.launch import Run, launch
@@ -35,25 +35,25 @@ def train(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run from its newest checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
     """Train the model of a config file."""
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
-        placement = choose_devices(
-            config.device_ids, workers=config.workers, num_gpus=count_gpus(), max_workers=config.num_shards
-        )
-        config.check_workers(len(placement))
+        placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
+        config.check_workers(len(placement.devices))
         # What a config names is found beside it; launch hands the search path on to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
         run_dir, checkpoint = _open_run(config, config_path.stem, resume=resume)
+        _show_placement(placement, config)
         try:
             first, *_ = launch(
                 train_worker,
                 config,
                 run_dir,
                 checkpoint,
-                devices=_as_request(placement),
+                devices=placement,
                 threads_per_worker=config.threads_per_worker,
             )
         finally:
@@ -96,10 +96,10 @@ def _newest_whole(run_dir: Path) -> tuple[Path, Manifest]:
     raise AssertionError("find_run_directory returns only runs with a checkpoint")
 
 
-def _as_request(placement: tuple[str, ...]) -> str | list[int]:
-    if placement[0] == "cpu":
-        return f"cpu:{len(placement)}"
-    return [int(device.partition(":")[2]) for device in placement]
+def _show_placement(placement: Placement, config: Config) -> None:
+    typer.echo(f"devices: {placement.reason}")
+    if placement.hint and config.balance != "speed":
+        typer.echo(f"hint: {placement.hint}")
 
 
 def _make_recorder(run_dir: Path, stack: ExitStack) -> Recorder:
