@@ -6,6 +6,7 @@ Ranks share one GPU over Gloo: NCCL takes a device per rank.
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.sharing import on_one_gpu
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -63,7 +64,7 @@ def test_two_ranks_have_the_numbers_of_torchs() -> None:
         dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
         return compare(run.rank)
 
-    for found in ls.launch(work, devices="cpu:2"):
+    for found in ls.launch(work, devices=on_one_gpu(2)):
         assert {name: messages for name, messages in found.items() if messages} == {}
 
 
