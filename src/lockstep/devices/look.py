@@ -17,6 +17,7 @@ from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.devices.placement import Placement
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
+from lockstep.errors import DeviceError
 from lockstep.settings import VisibleDevices, read_visible_devices
 
 
@@ -60,17 +61,22 @@ def take_inventory(
 
 
 def place_workers(
-    request: DeviceRequest | Request,
+    request: DeviceRequest | Request | Placement,
     *,
     workers: int | None = None,
     force: bool = False,
     max_workers: int | None = None,
 ) -> Placement:
-    """Look at this machine and choose; see `choose_devices`.
+    """Look at this machine and choose, see `choose_devices`; a placement was chosen before, and is returned as it is.
 
     Raises:
         DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there or not free.
     """
+    if isinstance(request, Placement):
+        count = len(request.devices)
+        if workers not in {None, count}:
+            raise DeviceError(f"devices is a placement of {count} workers, but workers is {workers}: let one go.")
+        return request
     return choose_devices(request, workers=workers, inventory=take_inventory(), force=force, max_workers=max_workers)
 
 

@@ -17,8 +17,7 @@ class Device:
 
     def variables(self) -> Mapping[str, str]:
         """Return the environment in which a worker sees this device and no other."""
-        # The order matters only where a card has no UUID and is named by its number: that is nvidia-smi's.
-        return {"CUDA_VISIBLE_DEVICES": self.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return _variables(self.visible)
 
 
 CPU = Device(name="cpu", visible="", label="CPU")
@@ -36,6 +35,15 @@ class Placement:
     hint: str = ""
     """What else there is to know, in one line; empty for nothing."""
 
+    def variables_of_all(self) -> Mapping[str, str]:
+        """Return the environment in which a worker sees the cards of all, in rank order: that of rank 1 as "cuda:1"."""
+        return _variables(",".join(device.visible for device in self.devices if device.visible))
+
     def first(self, num_workers: int) -> "Placement":
         """Return the placement of the first `num_workers` workers alone."""
         return replace(self, devices=self.devices[:num_workers])
+
+
+def _variables(visible: str) -> Mapping[str, str]:
+    # The order matters only where a card has no UUID and is named by its number: that is nvidia-smi's.
+    return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

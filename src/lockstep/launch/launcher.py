@@ -88,7 +88,7 @@ def launch(
         WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
     """
-    placement = devices if isinstance(devices, Placement) else place_workers(devices, workers=workers, force=force)
+    placement = place_workers(devices, workers=workers, force=force)
     try:
         call = pack_call(function, args, kwargs)
     except Exception as error:

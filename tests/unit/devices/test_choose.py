@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.unit.devices.machines import ALICE, GIB, NOW, gpu, held, instance, machine
 
-from lockstep.devices import DeviceRequest, Inventory, Placement, choose_devices, parse_request, resized
+from lockstep.devices import DeviceRequest, Inventory, Placement, choose_devices, parse_request, place_workers, resized
 from lockstep.devices.choose import find_occupants
 from lockstep.devices.describe import gpu_number
 from lockstep.errors import DeviceError
@@ -115,8 +115,14 @@ def test_a_worker_sees_its_own_card_alone_as_the_first() -> None:
 
 
 def test_a_worker_on_the_cpu_sees_no_card() -> None:
-    [device] = choose_devices("cpu", inventory=FOUR).devices
-    assert device.variables()["CUDA_VISIBLE_DEVICES"] == ""
+    placement = choose_devices("cpu:2", inventory=FOUR)
+    assert placement.devices[0].variables()["CUDA_VISIBLE_DEVICES"] == ""
+    assert placement.variables_of_all()["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_where_workers_see_the_cards_of_all_they_are_in_rank_order() -> None:
+    placement = choose_devices([2, 0], inventory=FOUR)
+    assert placement.variables_of_all()["CUDA_VISIBLE_DEVICES"] == f"{FOUR.gpus[2].uuid},{FOUR.gpus[0].uuid}"
 
 
 def test_a_worker_may_have_several_cards() -> None:
@@ -137,6 +143,11 @@ def test_auto_with_memory_says_who_else_is_there() -> None:
     reason = choose_devices("auto:4>=10GiB", inventory=LAB).reason
     assert "GPU 0 is also held by alice" in reason
     assert "GPU 3 has 4.0 GiB of free memory (held by alice" in reason
+
+
+def test_auto_with_memory_takes_idle_cards_first() -> None:
+    mixed = machine(held(0, free=60), gpu(1))
+    assert taken(choose_devices("auto:1>=10GiB", inventory=mixed), mixed) == [1]
 
 
 def test_auto_without_a_free_card_lists_them_all_and_does_not_go_to_the_cpu() -> None:
@@ -292,3 +303,10 @@ def test_a_request_is_resized() -> None:
 def test_the_first_workers_keep_their_devices() -> None:
     placement = choose_devices([3, 1, 0], inventory=FOUR)
     assert taken(placement.first(2), FOUR) == [3, 1]
+
+
+def test_a_placement_is_taken_as_it_is() -> None:
+    placement = choose_devices([3, 1], inventory=FOUR)
+    assert place_workers(placement, workers=2) is placement
+    with pytest.raises(DeviceError, match="a placement of 2 workers, but workers is 3"):
+        place_workers(placement, workers=3)
