@@ -12,14 +12,18 @@ import torch
 
 import lockstep as ls
 from lockstep.devices import Gpu, take_inventory
+from lockstep.devices.choose import find_occupants
 from lockstep.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def whole_gpus() -> list[Gpu]:
-    """Return the visible cards that nobody holds and MIG does not split."""
-    return [gpu for gpu in take_inventory().gpus if gpu.is_visible and gpu.instance is None and not gpu.holders]
+    """Return the visible cards that nobody else computes on and MIG does not split."""
+    inventory = take_inventory()
+    return [
+        gpu for gpu in inventory.gpus if gpu.is_visible and gpu.instance is None and not find_occupants(gpu, inventory)
+    ]
 
 
 @contextmanager
@@ -76,12 +80,14 @@ def test_a_worker_on_the_cpu_sees_no_card() -> None:
     assert ls.launch(lambda _run: torch.cuda.device_count(), devices="cpu:2") == [0, 0]
 
 
-def test_looking_makes_no_context() -> None:
-    inventory = take_inventory()
-    assert inventory.gpus
-    assert inventory.driver
-    assert all(gpu.name != "unknown" and gpu.memory_total_bytes for gpu in inventory.gpus)
-    assert not torch.cuda.is_initialized()
+def test_looking_finds_cards_and_makes_no_context() -> None:
+    script = (
+        "import torch; from lockstep.devices import *; print([gpu.name for gpu in take_inventory().gpus]); "
+        "assert not torch.cuda.is_initialized()"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "NVIDIA" in printed
+    assert "unknown" not in printed
 
 
 def test_a_card_that_a_worker_holds_is_not_free() -> None:

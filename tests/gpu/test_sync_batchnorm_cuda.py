@@ -74,4 +74,4 @@ def test_one_rank_under_nccl_is_batchnorm_bit_for_bit() -> None:
         ours, theirs = (results(kind(3).cuda(), inputs) for kind in (SyncBatchNorm, nn.BatchNorm2d))
         return dist.get_backend(), all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
-    assert ls.launch(work, devices=[0]) == [("nccl", True)]
+    assert ls.launch(work, devices=[0], force=True) == [("nccl", True)]
