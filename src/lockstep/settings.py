@@ -81,6 +81,26 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     return LAUNCHED in (os.environ if environ is None else environ)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleDevices:
+    """Which GPUs CUDA shows to this process, as text; None where nothing is said."""
+
+    devices: str | None
+    """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
+    order: str | None
+    """CUDA_DEVICE_ORDER: how CUDA counts them; None for the fastest first."""
+
+
+def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDevices:
+    """Read what hides GPUs from this process.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
+
+
 def read_check(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether LOCKSTEP_CHECK asks for the calls of all ranks to be compared.
 

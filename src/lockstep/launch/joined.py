@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import join_world, launched_world, tell_peers
-from lockstep.devices import DeviceRequest
+from lockstep.comm import World, join_world, launched_world, tell_peers
+from lockstep.devices import DeviceRequest, Placement, parse_request
+from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError
 from lockstep.launch.messages import Run
 from lockstep.processes import keep_freed_memory
@@ -32,7 +33,7 @@ def run_here(
     told: WorldVariables,
     *,
     workers: int | None,
-    devices: DeviceRequest,
+    devices: DeviceRequest | Placement,
     threads: int,
     seed: int,
 ) -> list[Any]:
@@ -42,12 +43,9 @@ def run_here(
         DeviceError: Other workers or devices are asked for than the launcher has started.
         Exception: What the function raised, or the error that tells of another worker's.
     """
-    wants_cpu = isinstance(devices, str) and devices.strip().startswith("cpu")
-    has_gpu = torch.cuda.is_available() and not wants_cpu
-    if not has_gpu:
-        keep_freed_memory()
-    world = join_world(None if has_gpu else torch.device("cpu"))
+    world = join_started(devices)
     _check_request(workers, devices, world.world_size, told.launcher)
+    has_gpu = _wants_gpu(devices)
     torch.set_num_threads(threads)
     seed_generators(seed)
     try:
@@ -65,17 +63,28 @@ def run_here(
     return world.gather_objects(result)
 
 
-def _check_request(workers: int | None, devices: DeviceRequest, world_size: int, launcher: str) -> None:
+def join_started(devices: DeviceRequest | Placement) -> World:
+    """Join the workers that another launcher has started, on the kind of device that is asked for (collective)."""
+    has_gpu = _wants_gpu(devices)
+    if not has_gpu:
+        keep_freed_memory()
+    return join_world(None if has_gpu else torch.device("cpu"))
+
+
+def _wants_gpu(devices: DeviceRequest | Placement) -> bool:
+    is_cpu = not isinstance(devices, Placement) and isinstance(parse_request(devices), Cpu)
+    return torch.cuda.is_available() and not is_cpu
+
+
+def _check_request(workers: int | None, devices: DeviceRequest | Placement, world_size: int, launcher: str) -> None:
     """Check that the call asks for what is there: it cannot have anything else."""
     started = f"{launcher} started {world_size} workers already"
     if workers is not None and workers != world_size:
         raise DeviceError(
             f"workers is {workers}, but {started}. Leave workers out, and say how many there are to be to {launcher}."
         )
-    if devices is None:
-        return
-    kind, _, count = devices.strip().partition(":") if isinstance(devices, str) else ("list", "", "")
-    if kind not in {"auto", "cpu"} or (count and count != str(world_size)):
+    request = devices if isinstance(devices, Placement) else parse_request(devices)
+    if not isinstance(request, Auto | Cpu) or request.count not in {None, world_size}:
         raise DeviceError(
             f"devices is {devices!r}, but {started}, and each has the device of its number on its host. Say auto, or "
             "cpu; which GPUs there are is set by CUDA_VISIBLE_DEVICES."

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import World
+from lockstep.devices import count_cores, take_inventory
 from lockstep.errors import RunDirectoryError
 from lockstep.settings import read_settings
 
@@ -81,7 +82,8 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "command": shlex.join(sys.argv),
         "directory": str(Path.cwd()),
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "system": {"platform": platform.platform(), "cores": os.cpu_count()},
+        "system": {"platform": platform.platform(), "cores": count_cores()},
+        "driver": take_inventory().driver,
         "torch": _torch_facts(),
         "packages": _packages(),
         "code": _code(run_dir, len(earlier) + 1),
