@@ -53,7 +53,7 @@ def find_world(variables: Variables) -> WorldVariables:
     """
     told = told_directly(variables)
     if "TORCHELASTIC_RUN_ID" in variables:
-        return replace(told, launcher="torchrun")
+        return told
     place = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
     if place is None:
         return replace(told, remedy=_explain_unstarted(variables) or _REMEDY)
@@ -75,7 +75,7 @@ def told_directly(variables: Variables) -> WorldVariables:
         master_addr=variables.get("MASTER_ADDR"),
         master_port=variables.get("MASTER_PORT"),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE"),
-        launcher="the environment",
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment",
         remedy=_REMEDY,
     )
 

@@ -135,13 +135,16 @@ def launched_world() -> WorldVariables | None:
     Raises:
         GroupError: What launchers say contradicts itself, and there is no group yet.
     """
-    if dist.is_initialized():
-        told = told_directly(
-            read_launchers()
-        )  # Ray Train makes the group; what it inherited from others is nothing to us
-        return told if dist.get_world_size() > 1 else None
-    told = find_world(read_launchers())
-    return told if is_announced(told) else None
+    variables = read_launchers()
+    if not dist.is_initialized():
+        told = find_world(variables)
+        return told if is_announced(told) else None
+    if dist.get_world_size() == 1:
+        return None
+    try:
+        return find_world(variables)
+    except GroupError:  # the group is there all the same: Ray Train makes it in processes that Slurm's step started
+        return told_directly(variables)
 
 
 def join_world(device: torch.device | None = None) -> World:
