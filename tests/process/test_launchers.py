@@ -3,6 +3,7 @@
 Slurm's daemons, mpirun and Ray are used where they are installed; hosts are network namespaces, which need root.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -210,3 +211,16 @@ def test_workers_that_a_script_asks_for_under_a_launcher_are_refused(tmp_path: P
     torchrun = shutil.which("torchrun", path=sysconfig.get_path("scripts"))
     said = run([str(torchrun), "--standalone", "--nproc-per-node=2", str(asking)], expect=1)
     assert "workers is 3, but torchrun started 2 workers already" in said
+
+
+def test_the_command_trains_under_torchrun(tmp_path: Path) -> None:
+    """Rank 0 alone makes the run directory and shows what came of it; the digest is that of the command by itself."""
+    command = [str(Path(sysconfig.get_path("scripts")) / "lockstep"), "train", "examples/digits.yaml", "epochs=1"]
+    alone = run([*command, f"run_dir={tmp_path}/alone", "workers=1"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    joined = run([*torchrun, *command, f"run_dir={tmp_path}/joined"])
+    assert [line for line in joined.splitlines() if line.startswith("digest")] == [alone.splitlines()[-1]]
+    (start,) = json.loads((tmp_path / "joined" / "environment.json").read_text())
+    assert [worker["rank"] for worker in start["workers"]] == [0, 1]
+    said = run([*torchrun, *command, f"run_dir={tmp_path}/joined"], expect=1)
+    assert said.count("exists already") == 2
