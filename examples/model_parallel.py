@@ -5,8 +5,10 @@
 With two GPUs or more there is one worker per pair of them: the convolutions are on the first, the scores on the second.
 Elsewhere two workers run on the CPU, and both devices of each are "cpu".
 
-worker 0:  images -> features on cuda:0 -> scores on cuda:1 -> loss     gradients of the same layers are averaged
-worker 1:  images -> features on cuda:2 -> scores on cuda:3 -> loss     between workers, whichever device they are on
+worker 0:  images -> features on GPU 0 -> scores on GPU 1 -> loss     gradients of the same layers are averaged
+worker 1:  images -> features on GPU 2 -> scores on GPU 3 -> loss     between workers, whichever device they are on
+
+A worker sees its own cards alone, so in each of them they are cuda:0 and cuda:1.
 """
 
 import torch
@@ -35,10 +37,10 @@ class TwoDevices(nn.Module):
 
 
 def find_devices(run: ls.Run) -> tuple[torch.device, torch.device]:
-    """Return this worker's two devices: the one it was given and the GPU after that, or the CPU twice."""
+    """Return this worker's two devices, or the CPU twice."""
     if run.device.type == "cpu":
         return run.device, run.device
-    return run.device, torch.device(run.device.type, run.device.index + 1)
+    return torch.device("cuda:0"), torch.device("cuda:1")
 
 
 def main(run: ls.Run, epochs: int) -> Tensor:
@@ -65,6 +67,7 @@ def main(run: ls.Run, epochs: int) -> Tensor:
 
 
 num_pairs = torch.cuda.device_count() // 2
-results = ls.launch(main, 5, devices=[2 * pair for pair in range(num_pairs)] if num_pairs else "cpu:2")
+pairs = [[2 * pair, 2 * pair + 1] for pair in range(num_pairs)]
+results = ls.launch(main, 5, devices=pairs or "cpu:2")
 is_same = all(torch.equal(parameters, results[0]) for parameters in results)
 print(f"{len(results)} workers, {len(results[0]):,} parameters: {'the same' if is_same else 'NOT THE SAME'} on all")

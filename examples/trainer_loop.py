@@ -2,8 +2,7 @@
 
     python examples/trainer_loop.py
 
-The batches, the random numbers and the exact mean are the same on any number of workers; the last bits of the weights,
-and so the digests, are still those of the number of workers.
+The digests are equal: the weights have the same bits on any number of workers.
 """
 
 from typing import Any

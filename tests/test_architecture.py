@@ -34,6 +34,10 @@ FLOORS = (
 
 PURE = (
     "lockstep.devices.choose",
+    "lockstep.devices.describe",
+    "lockstep.devices.placement",
+    "lockstep.devices.request",
+    "lockstep.devices.visible",
     "lockstep.comm.slices",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",

@@ -6,7 +6,7 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     +-- UsageError                   the command line prints the message alone and exits with 2
     |   +-- ConfigError              a config file or one of its values
     |   +-- DataFileError            a data file that is missing, truncated or not what it should be
-    |   +-- DeviceError              devices that are not there, or not as many as asked for
+    |   +-- DeviceError              devices that are not there, not free, or not as many as asked for
     |   +-- RunDirectoryError        a run directory that exists, or cannot be made
     |   +-- CheckpointError          a checkpoint that cannot be written or read
     +-- GroupError                   process groups: set-up, tear-down, use before set-up
@@ -42,7 +42,7 @@ class DataFileError(UsageError):
 
 
 class DeviceError(UsageError):
-    """The devices asked for are not there."""
+    """The devices asked for are not there, or not free."""
 
 
 class RunDirectoryError(UsageError):

@@ -13,6 +13,27 @@ from lockstep.errors import UsageError
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
+LAUNCHED = "LOCKSTEP_LAUNCHED"
+"""Set in the workers of `ls.launch`, which have torchrun's variables too."""
+
+_LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "PMI_KVSNAME", "PMI_ID"),
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
+    "SLURM_STEP_RESV_PORTS",
+)
+_NOTED_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_COMM_"),
+    *("PYTHONHASHSEED", "PYTORCH_", "SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH", "RANK", "LOCAL_", "WORLD_SIZE"),
+    "MASTER_",
+)
+"""Of variables worth noting down: none of them holds a secret."""
+_CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 
@@ -27,29 +48,57 @@ class WorldVariables:
     """WORLD_SIZE: how many workers there are."""
     local_rank: str | None
     """LOCAL_RANK: number of this worker on its host."""
+    local_world_size: str | None
+    """LOCAL_WORLD_SIZE: how many workers are on its host."""
     master_addr: str | None
     """MASTER_ADDR: host of the rendezvous."""
     master_port: str | None
     """MASTER_PORT: its TCP port."""
     agent_store: str | None
     """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
+    launcher: str
+    """Who said so, for people: `"Slurm"`."""
+    remedy: str
+    """What to do if something of the above is missing."""
 
 
-def read_world(environ: Mapping[str, str] | None = None) -> WorldVariables:
-    """Read the `env://` variables of torch.distributed.
+def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return those variables that tell a worker its place, by name; empty ones are left out.
 
     Args:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    return WorldVariables(
-        rank=source.get("RANK"),
-        world_size=source.get("WORLD_SIZE"),
-        local_rank=source.get("LOCAL_RANK"),
-        master_addr=source.get("MASTER_ADDR"),
-        master_port=source.get("MASTER_PORT"),
-        agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE"),
-    )
+    return {name: source[name] for name in _LAUNCHER_VARIABLES if source.get(name)}
+
+
+def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process is a worker that `ls.launch` started.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return LAUNCHED in (os.environ if environ is None else environ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleDevices:
+    """Which GPUs CUDA shows to this process, as text; None where nothing is said."""
+
+    devices: str | None
+    """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
+    order: str | None
+    """CUDA_DEVICE_ORDER: how CUDA counts them; None for the fastest first."""
+
+
+def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDevices:
+    """Read what hides GPUs from this process.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
 
 
 def read_check(environ: Mapping[str, str] | None = None) -> bool:
@@ -105,6 +154,32 @@ def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str
         "GLOO_DEVICE_TRANSPORT",
     )
     return {name.lower(): source.get(name, "N/A") for name in names}
+
+
+def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
+    """Return the interface that the user wants Gloo to use, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    name = source.get("GLOO_SOCKET_IFNAME", "")
+    return "" if name == source.get(_CHOSEN_INTERFACE) else name
+
+
+def set_gloo_interface(name: str) -> None:
+    """Tell Gloo, which reads the environment for each group, what interface to use, and note who said so."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ[_CHOSEN_INTERFACE] = name
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that change how a run computes or communicates, or who started it; no others.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return {name: source[name] for name in sorted(source) if name.startswith(_NOTED_PREFIXES)}
 
 
 def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""What only a GPU can show; every test here skips itself without one."""
+"""What only a GPU can show; every test here skips itself without one.
+
+The GPU is taken by force: in a container this process' own use of it looks like somebody else's.
+"""
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ def train(run: ls.Run) -> tuple[str, str, str]:
 
 
 def test_a_run_on_the_gpu_has_the_same_digest_twice() -> None:
-    [first], [second] = (ls.launch(train, devices=[0]) for _ in range(2))
+    [first], [second] = (ls.launch(train, devices=[0], force=True) for _ in range(2))
     assert first == second
     assert first[1] == "cuda:0"
 
@@ -42,9 +45,9 @@ def test_ddp_on_the_gpu_keeps_gradients_in_its_buckets() -> None:
             pointers.append(model.module.weight.grad.untyped_storage().data_ptr())
         return pointers[0] == pointers[1]
 
-    assert ls.launch(work, devices=[0]) == [True]
+    assert ls.launch(work, devices=[0], force=True) == [True]
 
 
 def test_the_launcher_makes_no_cuda_context() -> None:
-    ls.launch(lambda _run: None, devices=[0])
+    ls.launch(lambda _run: None, devices=[0], force=True)
     assert not torch.cuda.is_initialized()

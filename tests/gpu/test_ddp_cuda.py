@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.sharing import on_one_gpu
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -60,7 +61,7 @@ def both(run: ls.Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    return ls.launch(both, devices="cpu:2")
+    return ls.launch(both, devices=on_one_gpu(2))
 
 
 def test_training_on_a_gpu_is_torchs(answers: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ Ranks share one GPU over Gloo: NCCL takes a device per rank.
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.sharing import on_one_gpu
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -63,7 +64,7 @@ def test_two_ranks_have_the_numbers_of_torchs() -> None:
         dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
         return compare(run.rank)
 
-    for found in ls.launch(work, devices="cpu:2"):
+    for found in ls.launch(work, devices=on_one_gpu(2)):
         assert {name: messages for name, messages in found.items() if messages} == {}
 
 
@@ -73,4 +74,4 @@ def test_one_rank_under_nccl_is_batchnorm_bit_for_bit() -> None:
         ours, theirs = (results(kind(3).cuda(), inputs) for kind in (SyncBatchNorm, nn.BatchNorm2d))
         return dist.get_backend(), all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
-    assert ls.launch(work, devices=[0]) == [("nccl", True)]
+    assert ls.launch(work, devices=[0], force=True) == [("nccl", True)]

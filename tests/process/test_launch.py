@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, WorkerFailedError
 
 CPU2 = "cpu:2"
@@ -330,3 +331,14 @@ def test_an_exception_that_is_known_in_the_worker_only_is_reported_as_text(tmp_p
 
     with pytest.raises(WorkerFailedError, match="Worker 0 returned a value that cannot be read here"):
         ls.launch(return_alien, str(tmp_path), devices="cpu")
+
+
+def test_a_worker_sees_the_device_of_its_placement_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(_run: ls.Run) -> tuple[str | None, str | None]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    assert ls.launch(look, devices="cpu") == [("", "PCI_BUS_ID")]
+    devices = tuple(Device(name="cpu", visible=uuid, label=uuid) for uuid in ("GPU-a", "GPU-b"))
+    found = ls.launch(look, devices=Placement(devices=devices, reason="by hand"))
+    assert found == [("GPU-a", "PCI_BUS_ID"), ("GPU-b", "PCI_BUS_ID")]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.devices import devices
 from lockstep.cli.train import train
 from lockstep.cli.verify import verify
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command(name="devices")(devices)
 app.command(name="train")(train)
 app.command(name="verify")(verify)
 

@@ -1,7 +1,8 @@
 """`lockstep train CONFIG`: train from a config file; the main job."""
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,11 @@ from rich.console import Console
 
 from lockstep.checkpoint import Manifest, read_manifest
 from lockstep.cli.failures import failures_shown
-from lockstep.devices import choose_devices, count_gpus
+from lockstep.devices import DeviceRequest, Placement, place_workers
 from lockstep.errors import CheckpointError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
 from lockstep.launch import Run, launch
+from lockstep.launch.joined import find_launcher, join_started
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
 from lockstep.train.config import Config, read_config
 from lockstep.train.fit import FitResult, fit
@@ -35,32 +37,65 @@ def train(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run from its newest checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
     """Train the model of a config file."""
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
-        placement = choose_devices(
-            config.device_ids, workers=config.workers, num_gpus=count_gpus(), max_workers=config.num_shards
-        )
-        config.check_workers(len(placement))
         # What a config names is found beside it; launch hands the search path on to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
-        run_dir, checkpoint = _open_run(config, config_path.stem, resume=resume)
-        try:
-            first, *_ = launch(
-                train_worker,
-                config,
-                run_dir,
-                checkpoint,
-                devices=_as_request(placement),
-                threads_per_worker=config.threads_per_worker,
-            )
-        finally:
-            Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-            _draw(run_dir)
-            discard_unused(run_dir)
-        _show_result(first, run_dir)
+        if find_launcher() is None:
+            _train_launched(config, config_path.stem, resume=resume, force=force)
+        else:
+            _train_joined(config, config_path.stem, resume=resume)
+
+
+def _train_launched(config: Config, name: str, *, resume: bool, force: bool) -> None:
+    """Start workers, and show what they come to."""
+    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
+    config.check_workers(len(placement.devices))
+    run_dir, checkpoint = _open_run(config, name, resume=resume)
+    _show_placement(placement, config)
+    with _closing(run_dir):
+        result = _launch(config, run_dir, checkpoint, placement)
+    _show_result(result, run_dir)
+
+
+def _train_joined(config: Config, name: str, *, resume: bool) -> None:
+    """Be one of the workers that another launcher has started; the first one shows what they come to."""
+    world = join_started(config.device_ids)
+    config.check_workers(world.world_size)
+    run_dir, checkpoint = world.from_first(lambda: _open_run(config, name, resume=resume))
+    with _closing(run_dir) if world.rank == 0 else nullcontext():
+        result = _launch(config, run_dir, checkpoint, config.device_ids)
+    if world.rank == 0:
+        _show_result(result, run_dir)
+
+
+def _launch(config: Config, run_dir: Path, checkpoint: Path | None, devices: DeviceRequest | Placement) -> FitResult:
+    result: FitResult
+    result, *_ = launch(
+        train_worker,
+        config,
+        run_dir,
+        checkpoint,
+        workers=config.workers,
+        devices=devices,
+        threads_per_worker=config.threads_per_worker,
+    )
+    return result
+
+
+@contextmanager
+def _closing(run_dir: Path) -> Iterator[None]:
+    """Leave the run's directory in order, however the training ends."""
+    try:
+        yield
+    finally:
+        Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
+        _draw(run_dir)
+        discard_unused(run_dir)
 
 
 def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None) -> FitResult:
@@ -96,10 +131,10 @@ def _newest_whole(run_dir: Path) -> tuple[Path, Manifest]:
     raise AssertionError("find_run_directory returns only runs with a checkpoint")
 
 
-def _as_request(placement: tuple[str, ...]) -> str | list[int]:
-    if placement[0] == "cpu":
-        return f"cpu:{len(placement)}"
-    return [int(device.partition(":")[2]) for device in placement]
+def _show_placement(placement: Placement, config: Config) -> None:
+    typer.echo(f"devices: {placement.reason}")
+    if placement.hint and config.balance != "speed":
+        typer.echo(f"hint: {placement.hint}")
 
 
 def _make_recorder(run_dir: Path, stack: ExitStack) -> Recorder:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.devices import DeviceRequest, choose_devices, count_gpus
+from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError
 from lockstep.launch import Run, launch
 from lockstep.train.config import Config, read_config
@@ -29,6 +29,7 @@ def verify(
         str, typer.Option("--workers", help="Numbers of workers to compare; one number is run twice.")
     ] = "1,2",
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train on each.")] = 20,
+    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
     """Train a few steps on several numbers of workers and compare the digests of the weights.
@@ -41,7 +42,9 @@ def verify(
         for count in counts:
             config.check_workers(count)
         sys.path.insert(0, str(config_path.resolve().parent))
-        if not _compare(config, counts, steps):
+        placement = place_workers(resized(parse_request(config.device_ids), max(counts)), force=force)
+        typer.echo(f"devices: {placement.reason}", err=True)
+        if not _compare(config, placement, counts, steps):
             raise typer.Exit(FAILURE_EXIT)
 
 
@@ -50,14 +53,14 @@ def verify_worker(run: Run, config: Config, num_steps: int, reference: Path, is_
     return run_steps(config, run.device, num_steps, reference, is_first=is_first)
 
 
-def _compare(config: Config, counts: Sequence[int], num_steps: int) -> bool:
+def _compare(config: Config, placement: Placement, counts: Sequence[int], num_steps: int) -> bool:
     runs: dict[str, ShortRun] = {}
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as reference:
         for number, count in enumerate(counts):
             before = counts[:number].count(count)
             label = _count_words(count) + (", again" if before else "") + (f" ({before + 1})" if before > 1 else "")
             typer.echo(f"{label}: {num_steps} steps ...", err=True)
-            runs[label] = _run(config, count, num_steps, Path(reference), is_first=number == 0)
+            runs[label] = _run(config, placement.first(count), num_steps, Path(reference), is_first=number == 0)
         _show_table(runs)
         odd = next((label for label, run in runs.items() if run.difference is not None), None)
         if odd is None:
@@ -69,44 +72,30 @@ def _compare(config: Config, counts: Sequence[int], num_steps: int) -> bool:
         again = None
         if not any("again" in label for label in runs):
             typer.echo(f"{_count_words(counts[0])}, again, to see whether it can be repeated ...", err=True)
-            again = _run(config, counts[0], num_steps, Path(reference), is_first=False)
+            again = _run(config, placement.first(counts[0]), num_steps, Path(reference), is_first=False)
     _explain(runs, odd, again)
     return False
 
 
-def _run(config: Config, count: int, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
+def _run(config: Config, placement: Placement, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
     runs = launch(
         verify_worker,
         config,
         num_steps,
         reference,
         is_first,
-        devices=_request(config, count),
+        devices=placement,
         threads_per_worker=config.threads_per_worker,
     )
     odd = find_odd_rank(runs)
     if odd is not None:
         typer.echo(
-            f"NOT equal: on {count} workers rank {odd[0]} has other weights than rank 0 after step {odd[1]}. Something "
-            "in the model or the loss changes parameters by itself, outside the optimizer."
+            f"NOT equal: on {len(placement.devices)} workers rank {odd[0]} has other weights than rank 0 after step "
+            f"{odd[1]}. Something in the model or the loss changes parameters by itself, outside the optimizer."
         )
         raise typer.Exit(FAILURE_EXIT)
     first: ShortRun = runs[0]
     return first
-
-
-def _request(config: Config, count: int) -> DeviceRequest:
-    ids = config.device_ids
-    if isinstance(ids, list):
-        if len(ids) < count:
-            raise UsageError(f"device_ids names {len(ids)} devices, too few for {count} workers. Name more, or cpu.")
-        return ids[:count]
-    if ids.startswith("cpu"):
-        return f"cpu:{count}"
-    placement = choose_devices("auto", workers=count, num_gpus=count_gpus(), max_workers=config.num_shards)
-    if placement[0] == "cpu":
-        return f"cpu:{count}"
-    return [int(device.partition(":")[2]) for device in placement]
 
 
 def _read_counts(text: str) -> list[int]:

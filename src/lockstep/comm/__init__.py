@@ -11,7 +11,7 @@ from lockstep.comm.backends import register_backends
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.calls import calls_for
-from lockstep.comm.group import destroy_process_group, init_process_group
+from lockstep.comm.group import destroy_process_group, init_process_group, join_world, launched_world
 from lockstep.comm.last_words import tell_peers
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
@@ -29,6 +29,8 @@ __all__ = [
     "destroy_process_group",
     "group_store",
     "init_process_group",
+    "join_world",
+    "launched_world",
     "ordered_all_reduce",
     "ordered_hook",
     "ring_all_reduce",

@@ -4,6 +4,7 @@ what this worker was told -> open the store -> call the roll -> torch makes the 
 (here)                       (meeting.py)      (roll_call.py)
 """
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -18,18 +19,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from lockstep.comm.cluster import find_world, is_announced, told_directly
+from lockstep.comm.interface import choose_interface, describe_interfaces, explain_wrong_interface
 from lockstep.comm.meeting import Meeting, Place, connect_to_other, explain_port_in_use, find_meeting, open_store
-from lockstep.comm.roll_call import PATIENCE_SECONDS, Announcement, call_roll, contest_rank
+from lockstep.comm.roll_call import Announcement, call_roll, contest_rank
+from lockstep.comm.world import World, current_world
+from lockstep.devices import take_gpu
 from lockstep.errors import GroupError
-from lockstep.settings import WorldVariables, read_check, read_world
+from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
 
-_REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that meet without a store: no roll can be called."""
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
 """Backends that nobody is to ask for by name."""
 _HIGHEST_PORT = 65535
-_PATIENCE = datetime.timedelta(seconds=PATIENCE_SECONDS)
+_TELLING = datetime.timedelta(seconds=20)
+"""How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
+and more where no name server answers."""
 _CONTEST = datetime.timedelta(seconds=7)
 """How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
 up the name of its address, and that alone takes 5 s where the name server is silent."""
@@ -57,12 +63,16 @@ def init_process_group(  # the parameters are torch's, in torch's order
     is not given: NCCL for CUDA tensors where there are GPUs and Gloo beside it; shared memory for CPU tensors
     elsewhere, which is Gloo where the workers are not all on one host.
 
+    The GPU of this worker's local rank becomes the current device, unless the worker has used one before. Over several
+    hosts, Gloo is told the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
+
     Before torch makes the group, the workers call the roll: if they disagree, or one is missing or there twice, all
     that are there raise an error that names it.
 
     Args:
         backend: `"shm"`, `"nccl"`, `"gloo"`, `"cpu:shm,cuda:nccl"`, ...; None to choose.
-        init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`.
+        init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`. What `env://` needs is told by
+            torchrun, Slurm's srun, mpirun, a PyTorchJob of Kubernetes or whoever else set RANK and its like.
         timeout: How long a collective may take, and how long to wait here for the other workers; None for the
             backend's default.
         world_size: Number of workers; needed unless the method is `env://`.
@@ -94,29 +104,66 @@ def init_process_group(  # the parameters are torch's, in torch's order
     if not isinstance(timeout, datetime.timedelta | None):
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
     backend = choose_backend(device_id) if backend is None else backend
-    problem = _explain_lacking(backend)
+    is_env = store is None and (init_method or "env://").startswith("env://")
+    variables = find_world(read_launchers()) if is_env else told_directly(read_launchers())
+    problem = _explain_lacking(backend) or _explain_unusable(backend, variables, device_id)
     is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
     with _blaming(problem):
-        rank, world_size = _find_place(read_world(), init_method, rank, world_size, has_store=store is not None)
+        rank, world_size = _find_place(variables, init_method, rank, world_size, has_store=store is not None)
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
         told = _Told(rank=rank, world_size=world_size, backend=asked, problem=problem)
-        meeting = find_meeting(init_method or "env://", store, read_world())
-        place = _gather(told, meeting, _PATIENCE if problem else timeout or _default_timeout(backend))
+        meeting = find_meeting(init_method or "env://", store, variables)
+        limit = _TELLING if problem else timeout or _default_timeout(backend)
+        place = _gather(told, meeting, limit)
+        if _uses_gloo(backend):
+            choose_interface(place.store, place.rank, place.world_size, meeting, limit)
         init_method, store, rank, world_size = None, place.store, place.rank, place.world_size
     elif problem:
         raise GroupError(problem)
     if is_checked:
         backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    try:
+    with _network_explained(rank):
         dist.init_process_group(
             backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
         )
-    except dist.DistNetworkError as error:
-        raise GroupError(
-            "All workers were there, but then the store of the rendezvous was lost. Look at the log of rank 0. torch "
-            f"said: {str(error).splitlines()[0]}"
-        ) from error
+
+
+def launched_world() -> WorldVariables | None:
+    """Return what the launcher says that started this process as one of several workers; None if none did (local).
+
+    Raises:
+        GroupError: What launchers say contradicts itself, and there is no group yet.
+    """
+    variables = read_launchers()
+    if not dist.is_initialized():
+        told = find_world(variables)
+        return told if is_announced(told) else None
+    if dist.get_world_size() == 1:
+        return None
+    try:
+        return find_world(variables)
+    except GroupError:  # the group is there all the same: Ray Train makes it in processes that Slurm's step started
+        return told_directly(variables)
+
+
+def join_world(device: torch.device | None = None) -> World:
+    """Return this worker's place in the default group, which is made first if a launcher started this worker.
+
+    Collective where that is so: if torchrun, srun, mpirun or the like started this process as one of several workers
+    and nobody has made the group, this does, and tears it down when the interpreter ends. In any other process without
+    a group the worker is alone.
+
+    Args:
+        device: Where this worker trains; decides on the backend.
+
+    Raises:
+        GroupError: As `init_process_group`.
+    """
+    if not dist.is_initialized() and launched_world() is not None:
+        init_process_group(choose_backend(device))
+        atexit.register(destroy_process_group)
+    return current_world()
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -187,6 +234,27 @@ def _announce(told: _Told, rank: int, world_size: int) -> Announcement:
 
 
 @contextlib.contextmanager
+def _network_explained(rank: int) -> Iterator[None]:
+    """Say what to look at when torch, with all workers there, cannot connect them."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise GroupError(
+            "All workers were there, but then the store of the rendezvous was lost. Look at the log of rank 0. torch "
+            f"said: {str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        given = read_gloo_interface()
+        raise GroupError(
+            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers: something, a "
+            f"firewall say, is between their addresses. Host {socket.gethostname()!r} has {describe_interfaces()}"
+            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextlib.contextmanager
 def _blaming(problem: str) -> Iterator[None]:
     """Raise `problem`, if there is one, in place of an error that comes after it."""
     try:
@@ -213,6 +281,23 @@ def _explain_lacking(backend: str) -> str:
         if part.endswith(":shm") and part != "cpu:shm":
             return f"The backend shm is for CPU tensors, and {part!r} asks it for others. Give 'cpu:shm,cuda:nccl'."
     return ""
+
+
+def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
+    """Say which interface or GPU this worker was told to use and cannot; nothing if all is well.
+
+    Makes the GPU of its local rank the current device, unless the worker has chosen one.
+    """
+    if _uses_gloo(backend) and (problem := explain_wrong_interface()):
+        return problem
+    if device_id is not None or "nccl" not in backend.lower() or not (variables.local_rank or "").isdecimal():
+        return ""
+    return take_gpu(int(variables.local_rank or 0))
+
+
+def _uses_gloo(backend: str) -> bool:
+    """Return whether Gloo is among the backends; shm takes it where workers are on several hosts."""
+    return "gloo" in backend.lower() or "shm" in backend.lower()
 
 
 def _find_place(
@@ -245,7 +330,7 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
     if missing:
         raise GroupError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
-            f"worker does not know its place. {_REMEDY}"
+            f"worker does not know its place. {variables.remedy}"
         )
     for name in needed:
         if name != "master_addr" and not values[name].isdecimal():

@@ -10,6 +10,7 @@ import queue
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import Store, rendezvous
 
+from lockstep.comm.roll_call import WORD_SECONDS
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables
 
@@ -33,6 +35,7 @@ _LAST_PAUSE_SECONDS = 0.25
 """How often to look at an address where nobody listens: often at first, when the others are about to come."""
 _LEAST_SECONDS = 1.0
 """What torch is given at least."""
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _GRACE_SECONDS = 3.0
 """How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
 interpreter ends aborts the process."""
@@ -54,6 +57,14 @@ class Meeting:
     """Whether the store lives in rank 0's process, and ends with it."""
     store: Store | None
     """The store itself, if the caller had one."""
+
+    @property
+    def torch_url(self) -> str:
+        """The same, with what torch would read from the environment put in: not every launcher puts it there."""
+        if self.scheme != "env":
+            return self.url
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}?{urlsplit(self.url).query}"
 
     @property
     def address(self) -> str:
@@ -195,7 +206,7 @@ def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds
 
     def open_with_torch() -> Store:
         # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
-        store: Store = next(iter(rendezvous(meeting.url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+        store: Store = next(iter(rendezvous(meeting.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
         return store
 
     attempt = _Attempt(open_with_torch)
@@ -210,7 +221,9 @@ def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds
 def _await_listener(meeting: Meeting, end: float) -> OSError | None:
     """Wait until somebody listens; return why nobody does at the `end`."""
     pause = _FIRST_PAUSE_SECONDS
+    word = _Word(meeting, end)
     while (refusal := _look(meeting)) is not None and time.monotonic() < end:
+        word.say_when_due(refusal)
         time.sleep(min(pause, max(end - time.monotonic(), 0)))
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
     return refusal
@@ -218,15 +231,38 @@ def _await_listener(meeting: Meeting, end: float) -> OSError | None:
 
 def _await_name(meeting: Meeting, end: float) -> OSError | None:
     """Wait until the host has an address; return why it has none at the `end`."""
+    word = _Word(meeting, end)
     while True:
         try:
             socket.getaddrinfo(meeting.host, meeting.port)
         except OSError as error:
             if time.monotonic() >= end:
                 return error
+            word.say_when_due(error)
         else:
             return None
         time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
+
+
+@final
+class _Word:
+    """What a worker says, once, when it has waited for the rendezvous for a while."""
+
+    def __init__(self, meeting: Meeting, end: float) -> None:
+        self._meeting = meeting
+        self._end = end
+        self._due = time.monotonic() + WORD_SECONDS
+
+    def say_when_due(self, refusal: OSError) -> None:
+        """Warn, if it is time, that there is nobody yet, and why."""
+        if time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        warnings.warn(
+            f"No rendezvous at {self._meeting.address} for {WORD_SECONDS:.3g} s now ({refusal}); this worker will try "
+            f"for {self._end - time.monotonic():.3g} s more.",
+            stacklevel=2,
+        )
 
 
 def _look(meeting: Meeting) -> OSError | None:
@@ -261,9 +297,10 @@ def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OS
             f"{found_none} rank 0 itself is to serve it, from {socket.gethostname()!r}, so that must be the host "
             f"there. Set {host} to it, or start rank 0 elsewhere."
         )
+    own = f" {meeting.host} is each host's own name for itself." if meeting.host in _LOOPBACK_NAMES else ""
     return (
         f"{found_none} rank 0, which is to serve it, did not come. Look at its log; if it waits too, {host} or {port} "
-        "differs between the workers."
+        f"differs between the workers.{own}"
     )
 
 

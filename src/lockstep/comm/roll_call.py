@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -40,6 +41,8 @@ from lockstep.errors import GroupError
 PATIENCE_SECONDS = 5.0
 """How long a living worker may take to answer, and how long those who know of a mistake wait for the late."""
 
+WORD_SECONDS = 20.0
+"""After how long a wait for other workers somebody says who is missing."""
 _CLAIM_SECONDS = 2.0
 """How long a worker that serves the store may take to come to the roll call."""
 _ABSENT = ""
@@ -96,6 +99,7 @@ def call_roll(
     hosted_at: str = "",
     problem: str = "",
     patience_seconds: float = PATIENCE_SECONDS,
+    word_seconds: float = WORD_SECONDS,
 ) -> int | None:
     """Wait until every rank is there and agrees (collective); return the number of the generation.
 
@@ -109,6 +113,7 @@ def call_roll(
         hosted_at: Address of the store, if it lives in rank 0's process; empty if it outlives workers.
         problem: Why this worker cannot take part, if it cannot: then all fail with it.
         patience_seconds: How long a living worker may take to answer.
+        word_seconds: After how long one of those who wait warns of who is missing.
 
     Returns:
         The generation; None if this was still the store of the group before, and rank 0 has torn it down: open the
@@ -123,7 +128,7 @@ def call_roll(
     roll: _Roll | None = None
     try:
         generation = _latest_settled(store)
-        while not (roll := _Roll(store, generation, me, start, patience_seconds)).meet(timeout, problem):
+        while not (roll := _Roll(store, generation, me, start, patience_seconds, word_seconds)).meet(timeout, problem):
             generation += 1
             others = roll.first_of_others() if hosted_at else None
             if others is not None and not _Roll(store, generation, me, start, patience_seconds).has_begun():
@@ -164,13 +169,22 @@ def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PA
 class _Roll:
     """The roll call of one generation, as one worker takes part in it."""
 
-    def __init__(self, store: Store, generation: int, me: Announcement, start: float, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        generation: int,
+        me: Announcement,
+        start: float,
+        patience_seconds: float,
+        word_seconds: float = WORD_SECONDS,
+    ) -> None:
         self._root = store
         self._generation = generation
         self._store = PrefixStore(f"lockstep/{generation}/roll_call", store)
         self._me = me
         self._start = start
         self._patience = patience_seconds
+        self._word = word_seconds
         self.has_place = False
 
     def meet(self, timeout: timedelta, problem: str) -> bool:
@@ -222,9 +236,25 @@ class _Roll:
         patience = min(self._patience, timeout.total_seconds())
         left = self._start + timeout.total_seconds() - time.monotonic()
         # Some patience is always left: the living may be on their way from an abandoned generation.
-        if not self._wait(["stir"], patience if problem else max(left, patience)):
+        if not self._await_stir(patience if problem else max(left, patience)):
             return self._settle_without(problem)
         return self._show_life(problem)
+
+    def _await_stir(self, seconds: float) -> bool:
+        """Wait until something happens; if that takes long, say once who is missing."""
+        if seconds <= self._word:
+            return self._wait(["stir"], seconds)
+        if self._wait(["stir"], self._word):
+            return True
+        present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
+        missing = sorted(set(range(self._me.world_size)) - set(present))
+        if missing and self._me.rank == present[0]:
+            warnings.warn(
+                f"{_name_ranks(missing)} of {self._me.world_size} did not come in {self._word:.3g} s; "
+                f"{_name_ranks(present).lower()} will wait {seconds - self._word:.3g} s more.",
+                stacklevel=2,
+            )
+        return self._wait(["stir"], seconds - self._word)
 
     def object_to(self, other: Announcement, mistake: str) -> _Verdict:
         """Tell all of a mistake that involves `other`, if that is alive (see [Note: proof of life])."""

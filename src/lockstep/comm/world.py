@@ -1,10 +1,13 @@
 """What one worker knows of its group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,20 @@ class World:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+    def from_first(self, call: Callable[[], Result]) -> Result:
+        """Return what `call` returns on rank 0, where alone it is called, or raise what it raises (collective)."""
+        result: Result | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001 - it is raised on every rank
+                failure = error
+        result, failure = self.gather_objects((result, failure))[0]
+        if failure is not None:
+            raise failure
+        return cast("Result", result)
 
 
 def group_store(group: ProcessGroup) -> Store | None:

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.comm import World, current_world
+from lockstep.comm import World, join_world
 from lockstep.data.assignment import Assignment
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
@@ -87,7 +87,8 @@ class ShardedLoader:
         num_workers: Data-loading processes of each worker, as in `torch.utils.data.DataLoader`.
         collate_fn: Makes a batch of a list of samples; torch's default when None.
         pin_memory: Put batches into pinned memory, for GPUs.
-        world: The workers; None for the default group, or alone.
+        world: The workers; None for the default group, which is made if torchrun or another launcher started
+            this worker and it is not there, or alone.
 
     Raises:
         TypeError: A data set without a length or without indexing.
@@ -113,7 +114,7 @@ class ShardedLoader:
                 f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "
                 f"batch. Use a batch_size of at least {num_shards}, or fewer shards."
             )
-        world = current_world() if world is None else world
+        world = join_world() if world is None else world
         self.batch_size = batch_size
         self.num_shards = num_shards
         self._seed = seed

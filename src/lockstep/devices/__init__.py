@@ -1,14 +1,40 @@
 """Devices: what this machine has, and which of it each worker gets.
 
-A *placement* is one device name per worker, in rank order: `("cuda:0", "cuda:2")` or `("cpu", "cpu")`.
-Choosing is pure (`choose.py`); looking is not (`inventory.py`).
+An *inventory* is what the machine has at a moment: GPUs, who holds them, cores. A *request* is what a user asks for:
+`auto:3`, `[0, 2]`. A *placement* is one device per worker, in rank order, and why these.
 
-Invariants: looking creates no CUDA context; a device asked for is there and is asked for once, or the answer is
-one `DeviceError`; nothing falls back from a GPU to the CPU unless the request says `auto` and there is no GPU.
+Reading a request, choosing and wording are pure (`request.py`, `choose.py`, `visible.py`, `describe.py`, over the
+values of `inventory.py` and `placement.py`); looking is not (`look.py`, which asks `nvml.py`, `driver.py`, `holders.py`
+and `capacity.py`).
+
+Invariants: looking creates no CUDA context; a GPU asked for is there, is asked for once, is not hidden from this
+process and is held by nobody else, or the answer is one `DeviceError`; nothing falls back from a GPU to the CPU unless
+the request says `auto` and there is no GPU that this process could ever use.
 """
 
-from lockstep.devices.choose import DeviceRequest, choose_devices
-from lockstep.devices.inventory import count_gpus
+from lockstep.devices.capacity import count_cores
+from lockstep.devices.choose import choose_devices
+from lockstep.devices.current import take_gpu
+from lockstep.devices.inventory import Gpu, Holder, Inventory
+from lockstep.devices.look import place_workers, take_inventory
+from lockstep.devices.placement import Device, Placement
+from lockstep.devices.request import DeviceRequest, Request, parse_request, resized
 from lockstep.devices.transfer import to_device
 
-__all__ = ["DeviceRequest", "choose_devices", "count_gpus", "to_device"]
+__all__ = [
+    "Device",
+    "DeviceRequest",
+    "Gpu",
+    "Holder",
+    "Inventory",
+    "Placement",
+    "Request",
+    "choose_devices",
+    "count_cores",
+    "parse_request",
+    "place_workers",
+    "resized",
+    "take_gpu",
+    "take_inventory",
+    "to_device",
+]

@@ -1,79 +1,242 @@
-"""Turn a request for devices into a placement. Pure: what the machine has comes in as numbers."""
+"""Turn a request for devices into a placement. Pure: what the machine has comes in as an inventory.
 
-import re
-from collections.abc import Sequence
+[Note: busy] A GPU is busy if a process computes on it, or if so much of its memory is in use that somebody must be
+there who cannot be seen, as from inside a container. A desktop that draws on it, and the process that asks, do not
+make it busy.
+"""
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from lockstep.devices.describe import describe_bytes, describe_holder, gpu_number, label, short_label
+from lockstep.devices.inventory import Gpu, Inventory
+from lockstep.devices.placement import CPU, Device, Placement
+from lockstep.devices.request import (
+    Auto,
+    Cpu,
+    DeviceRequest,
+    GpuName,
+    Named,
+    Request,
+    parse_request,
+    with_workers,
+)
 from lockstep.errors import DeviceError
-
-DeviceRequest = str | Sequence[int] | None
-"""`"auto"`, `"auto:3"`, `"cpu"`, `"cpu:2"`, `[0, 2, 5]`, or None for `"auto"`."""
 
 NUM_CPU_WORKERS = 2
 """Workers that `auto` takes where there is no GPU."""
 
-_COUNTED = re.compile(r"(auto|cpu)(?::([+-]?\d+))?")
-_FORMS = 'say "auto", "auto:3", "cpu", "cpu:2" or a list of GPU numbers such as [0, 2]'
+_UNSEEN_BYTES = 2**30
+"""Memory in use that no process accounts for: up to so much, or a twentieth of the GPU's, is the driver's own."""
+_HIDES_ALL = frozenset({"", "-1"})
+"""Values of CUDA_VISIBLE_DEVICES by which people say that they want no GPU."""
 
 
 def choose_devices(
-    request: DeviceRequest, *, workers: int | None = None, num_gpus: int, max_workers: int | None = None
-) -> tuple[str, ...]:
-    """Return one device name per worker, in rank order.
+    request: DeviceRequest | Request,
+    *,
+    workers: int | None = None,
+    inventory: Inventory,
+    force: bool = False,
+    max_workers: int | None = None,
+) -> Placement:
+    """Return which device each worker gets.
 
     Args:
         request: Which devices.
         workers: How many workers, where the request leaves that open; a list or a count must agree with it.
-        num_gpus: How many GPUs this process may use.
+        inventory: What the machine has.
+        force: Take GPUs that others hold, too.
         max_workers: What a bare `auto` takes at the most; an explicit count is not cut.
 
     Raises:
-        DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there.
+        DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there or not free.
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise DeviceError(f"workers is {workers!r}, but a run needs a whole number of workers, 1 or more.")
-    if request is None:
-        request = "auto"
-    if isinstance(request, str):
-        return _by_count(request, workers, num_gpus, max_workers)
-    if isinstance(request, list | tuple):
-        return _by_index(request, workers, num_gpus)
-    raise DeviceError(f"device_ids is {request!r}, which could be a count or a number: {_FORMS}.")
-
-
-def _by_count(request: str, workers: int | None, num_gpus: int, max_workers: int | None) -> tuple[str, ...]:
-    match = _COUNTED.fullmatch(request.strip())
-    if match is None:
-        raise DeviceError(f"device_ids is {request!r}, which names no devices: {_FORMS}.")
-    kind, count = match[1], workers if match[2] is None else int(match[2])
-    if workers is not None and count != workers:
-        raise DeviceError(f"device_ids is {request!r}, but workers is {workers}: let one of them go.")
-    if count is not None and count < 1:
-        raise DeviceError(f"device_ids is {request!r}, but a run needs at least one worker.")
-    if kind == "cpu":
-        return ("cpu",) * (count or 1)
-    if num_gpus == 0:
-        return ("cpu",) * (count or min(NUM_CPU_WORKERS, max_workers or NUM_CPU_WORKERS))
-    if count is not None and count > num_gpus:
+    wanted = with_workers(request if isinstance(request, Auto | Cpu | Named) else parse_request(request), workers)
+    if isinstance(wanted, Cpu):
+        return _on_cpu(wanted.count or 1, "")
+    if isinstance(wanted, Named):
+        return _choose_named(wanted, inventory, force=force)
+    if inventory.is_faulty:
+        raise DeviceError(f"auto looks for GPUs, but {inventory.problem}. Mend that, or say cpu:2 to do without.")
+    why_none = _why_no_gpu(inventory)
+    if why_none and wanted.min_free_bytes is None:
+        return _on_cpu(wanted.count or min(NUM_CPU_WORKERS, max_workers or NUM_CPU_WORKERS), why_none)
+    if why_none:
         raise DeviceError(
-            f"{count} workers need {count} GPUs, but {num_gpus} can be seen here. "
-            f'Ask for at most {num_gpus}, or say device_ids "cpu:{count}" to train on the CPU.'
+            f"device_ids asks for GPUs with {describe_bytes(wanted.min_free_bytes)} of free memory, but {why_none}. "
+            "Say auto to train on the CPU then."
         )
-    taken = count or min(num_gpus, max_workers or num_gpus)
-    return tuple(f"cuda:{index}" for index in range(taken))
+    return _choose_free(wanted, inventory, force=force, max_workers=max_workers)
 
 
-def _by_index(request: Sequence[int], workers: int | None, num_gpus: int) -> tuple[str, ...]:
-    indices = list(request)
-    for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise DeviceError(f"device_ids holds {index!r}, but GPUs are named by whole numbers: {_FORMS}.")
-        if not 0 <= index < num_gpus:
-            seen = f"GPUs 0 to {num_gpus - 1} are here" if num_gpus else "no GPU can be seen here"
-            raise DeviceError(f"device_ids asks for GPU {index}, but {seen}. `nvidia-smi -L` lists them.")
-        if indices.count(index) > 1:
-            raise DeviceError(f"device_ids names GPU {index} twice; each worker needs a GPU of its own.")
-    if not indices:
-        raise DeviceError("device_ids is an empty list, but a run needs at least one worker.")
-    if workers is not None and workers != len(indices):
-        raise DeviceError(f"device_ids names {len(indices)} GPUs, but workers is {workers}: let one of them go.")
-    return tuple(f"cuda:{index}" for index in indices)
+def find_occupants(gpu: Gpu, inventory: Inventory) -> str:
+    """Return who makes a GPU busy ([Note: busy]), as in "held by alice, pid 123, python train.py"; empty for nobody."""
+    holders = [holder for holder in gpu.holders if not holder.is_graphics and not holder.is_self]
+    if holders:
+        return "held by " + " and by ".join(describe_holder(holder, inventory) for holder in holders)
+    unseen = find_unseen_bytes(gpu)
+    return f"in use: {describe_bytes(unseen)} are held by a process that cannot be seen from here" if unseen else ""
+
+
+def find_unseen_bytes(gpu: Gpu) -> int:
+    """Return how much of a GPU's memory somebody holds who cannot be seen ([Note: busy]); 0 for nobody."""
+    total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
+    if total is None or free is None or any(holder.memory_bytes is None for holder in gpu.holders):
+        return 0
+    unseen = total - free - sum(holder.memory_bytes or 0 for holder in gpu.holders)
+    return unseen if unseen > max(total // 20, _UNSEEN_BYTES) else 0
+
+
+def _on_cpu(num_workers: int, why: str) -> Placement:
+    count = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return Placement(devices=(CPU,) * num_workers, reason=f"CPU, {count}" + (f" ({why})" if why else ""))
+
+
+def _why_no_gpu(inventory: Inventory) -> str:
+    """Return why `auto` means the CPU on this machine; empty where it means GPUs, be they free or not."""
+    if inventory.problem:
+        return inventory.problem
+    if not inventory.gpus:
+        return "no GPU can be seen here"
+    if inventory.cuda_visible_devices is not None and inventory.cuda_visible_devices.strip() in _HIDES_ALL:
+        return f"{_hidden_by(inventory)} every GPU"
+    return ""
+
+
+def _choose_named(wanted: Named, inventory: Inventory, *, force: bool) -> Placement:
+    groups = [[_find(name, inventory) for name in group] for group in wanted.groups]
+    gpus = [gpu for group in groups for gpu in group]
+    _check_twice(gpus, [name for group in wanted.groups for name in group])
+    for gpu in gpus:
+        if gpu.problem:
+            raise DeviceError(f"device_ids asks for {label(gpu)}, which cannot be used: {gpu.problem}.")
+    busy = [f"{short_label(gpu)} is {by}" for gpu in gpus if (by := find_occupants(gpu, inventory))]
+    if busy and not force:
+        raise DeviceError(
+            f"device_ids asks for what is not free: {'; '.join(busy)}. Name others, say auto to have free ones picked, "
+            "or insist with --force (in Python force=True)."
+        )
+    return _place(groups, f"taken by force: {'; '.join(busy)}" if busy else "")
+
+
+def _find(name: GpuName, inventory: Inventory) -> Gpu:
+    """Return the GPU of that number or UUID.
+
+    Raises:
+        DeviceError: There is none, several, or it is hidden.
+    """
+    if inventory.problem or not inventory.gpus:
+        why = inventory.problem or "no GPU can be seen here"
+        raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Say "cpu:2" to train on the CPU.')
+    if isinstance(name, int) or ":" in name:
+        found = [gpu for gpu in inventory.gpus if gpu_number(gpu) == str(name)]
+    else:
+        found = [gpu for gpu in inventory.gpus if (gpu.uuid or "").lower().startswith(name.lower())]
+    if len(found) > 1:
+        uuids = " and ".join(str(gpu.uuid) for gpu in found)
+        raise DeviceError(f"device_ids holds {name!r}, with which {uuids} begin. Give more of it.")
+    if not found:
+        raise DeviceError(f"device_ids asks for GPU {name}, but {_what_is_here(name, inventory.gpus)}.")
+    if not found[0].is_visible:
+        shown = ", ".join(short_label(gpu) for gpu in inventory.gpus if gpu.is_visible) or "none"
+        raise DeviceError(
+            f"device_ids asks for {short_label(found[0])}, which {_hidden_by(inventory)} from this process. Unset the "
+            f"variable, or ask for what it shows: {shown}."
+        )
+    return found[0]
+
+
+def _what_is_here(name: GpuName, gpus: Sequence[Gpu]) -> str:
+    instances = [gpu_number(gpu) for gpu in gpus if gpu.index == name]
+    if instances:
+        return f"it is split by MIG. Name one of its instances: {', '.join(instances)}"
+    numbers = ", ".join(gpu_number(gpu) for gpu in gpus)
+    return f"the only ones here are {numbers}; `lockstep devices` lists them"
+
+
+def _check_twice(gpus: Sequence[Gpu], names: Sequence[GpuName]) -> None:
+    for number, times in Counter(gpu_number(gpu) for gpu in gpus).items():
+        if times > 1:
+            used = [str(name) for gpu, name in zip(gpus, names, strict=True) if gpu_number(gpu) == number]
+            how = f" (as {' and as '.join(used)})" if len(set(used)) > 1 else ""
+            raise DeviceError(f"device_ids names GPU {number} twice{how}; each worker needs a GPU of its own.")
+
+
+def _choose_free(wanted: Auto, inventory: Inventory, *, force: bool, max_workers: int | None) -> Placement:
+    obstacles = [_find_obstacle(gpu, wanted, inventory, force=force) for gpu in inventory.gpus]
+    takeable = [gpu for gpu, obstacle in zip(inventory.gpus, obstacles, strict=True) if not obstacle]
+    takeable.sort(key=lambda gpu: (bool(find_occupants(gpu, inventory)), -(gpu.memory_free_bytes or 0)))
+    count = wanted.count or min(len(takeable), max_workers or len(takeable))
+    if not count or count > len(takeable):
+        raise DeviceError(_too_few(wanted, inventory, obstacles))
+    chosen = [gpu for gpu in inventory.gpus if gpu in takeable[:count]]
+    refused = [f"{short_label(gpu)} {why}" for gpu, why in zip(inventory.gpus, obstacles, strict=True) if why]
+    shared = [f"{short_label(gpu)} is also {by}" for gpu in chosen if (by := find_occupants(gpu, inventory))]
+    spare = [f"{short_label(gpu)} is free too" for gpu in takeable if gpu not in chosen]
+    return _place([[gpu] for gpu in chosen], "; ".join((*shared, *refused, *spare)))
+
+
+def _find_obstacle(gpu: Gpu, wanted: Auto, inventory: Inventory, *, force: bool) -> str:
+    """Return why `auto` does not take a GPU, as in "is held by alice"; empty if it does."""
+    if not gpu.is_visible:
+        return f"is hidden by CUDA_VISIBLE_DEVICES={inventory.cuda_visible_devices}"
+    if gpu.problem:
+        return f"cannot be used: {gpu.problem}"
+    if wanted.min_free_bytes is not None:
+        if gpu.memory_free_bytes is None:
+            return "does not tell its free memory"
+        if gpu.memory_free_bytes >= wanted.min_free_bytes:
+            return ""
+        by = find_occupants(gpu, inventory)
+        return f"has {describe_bytes(gpu.memory_free_bytes)} of free memory" + (f" ({by})" if by else "")
+    by = "" if force else find_occupants(gpu, inventory)
+    return by and f"is {by}"
+
+
+def _too_few(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str:
+    num_free = sum(not obstacle for obstacle in obstacles)
+    size = "" if wanted.min_free_bytes is None else f" with {describe_bytes(wanted.min_free_bytes)} of free memory"
+    expected = f"{wanted.count} workers need {wanted.count} GPUs{size}" if wanted.count else f"auto needs a GPU{size}"
+    lines = [f"  {label(gpu)} {why or 'is free'}" for gpu, why in zip(inventory.gpus, obstacles, strict=True)]
+    fewer = f"Ask for at most {num_free}, wait" if num_free else "Wait"
+    forced = "share one (auto>=10GiB asks for free memory alone), insist with --force (in Python force=True)"
+    return "\n".join(
+        [
+            f"{expected}, but of {len(obstacles)} here {num_free or 'none'} can be taken:",
+            *lines,
+            f'{fewer}, {forced}, or say "cpu:{wanted.count or NUM_CPU_WORKERS}" to train on the CPU.',
+        ]
+    )
+
+
+def _hidden_by(inventory: Inventory) -> str:
+    return f"CUDA_VISIBLE_DEVICES={inventory.cuda_visible_devices or repr('')} hides"
+
+
+def _place(groups: Sequence[Sequence[Gpu]], why: str) -> Placement:
+    devices = tuple(
+        Device(
+            name="cuda:0",
+            visible=",".join(gpu.cuda_name for gpu in group),
+            label=" and ".join(label(gpu) for gpu in group),
+        )
+        for group in groups
+    )
+    names = ", ".join("+".join(short_label(gpu) for gpu in group) for group in groups)
+    unequal = _describe_kinds(gpu for group in groups for gpu in group)
+    return Placement(devices=devices, reason=names + (f" ({why})" if why else ""), hint=unequal)
+
+
+def _describe_kinds(gpus: Iterable[Gpu]) -> str:
+    """Return a hint if GPUs are of several models or sizes, to the GiB: the driver keeps a little for itself."""
+    kinds: dict[str, list[str]] = {}
+    for gpu in gpus:
+        size = "" if gpu.memory_total_bytes is None else f", {gpu.memory_total_bytes / 2**30:.0f} GiB"
+        kinds.setdefault(f"{gpu.name}{size}", []).append(short_label(gpu))
+    if len(kinds) < 2:  # noqa: PLR2004
+        return ""
+    parts = "; ".join(f"{', '.join(members)}: {kind}" for kind, members in kinds.items())
+    return f'The cards are unequal ({parts}): balance="speed" moves shards to the faster ones and changes no result.'

@@ -23,10 +23,11 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from lockstep.devices import DeviceRequest, choose_devices, count_gpus
+from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
-from lockstep.settings import worker_environment
+from lockstep.settings import LAUNCHED, worker_environment
 
 _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""
@@ -54,7 +55,8 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     workers: int | None = None,
-    devices: DeviceRequest = None,
+    devices: DeviceRequest | Placement = None,
+    force: bool = False,
     threads_per_worker: int = 1,
     seed: int = 0,
     **kwargs: Any,
@@ -62,15 +64,21 @@ def launch(
     """Call `function(run, *args, **kwargs)` in every one of several new processes; return what each returned.
 
     Each worker has a process group (the default group) when the function begins, its GPU, if any, as current device,
-    and its global generators seeded alike. `run` is a `Run`. The function may be local, or come from a script or a
-    notebook cell: it is sent by value, so that no `if __name__ == "__main__"` is needed. Workers take part in no
-    Ctrl-C: it interrupts the caller, who stops them.
+    and its global generators seeded alike. Whichever its GPU is, it is "cuda:0" there: a worker sees no other. `run` is
+    a `Run`. The function may be local, or come from a script or a notebook cell: it is sent by value, so that no
+    `if __name__ == "__main__"` is needed. Workers take part in no Ctrl-C: it interrupts the caller, who stops them.
+
+    In a process that torchrun, srun, mpirun or another launcher has started as one of several workers nothing is
+    started: each worker calls the function itself, and all return the results of all (collective).
 
     Args:
         function: What to run.
         args: Its positional arguments after `run`; anything that pickles.
         workers: How many; on as many GPUs if there are any, else on the CPU.
-        devices: `"auto"`, `"auto:3"`, `"cpu"`, `"cpu:2"` or GPU numbers such as `[0, 2, 5]`; None for `"auto"`.
+        devices: `"auto"`, `"auto:3"`, `"auto:3>=20GiB"` (of free memory), `"cpu"`, `"cpu:2"`, or GPUs by the numbers
+            that nvidia-smi shows or by UUID, such as `[0, 2, 5]` (`[[0, 1], [2, 3]]` for two per worker); None for
+            `"auto"`. Or a placement, which is taken as it is.
+        force: Take GPUs that others hold, too.
         threads_per_worker: CPU threads of torch's operators in each worker. It is not derived from the number of
             workers, because it changes the last bits of results.
         seed: Of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
@@ -80,11 +88,21 @@ def launch(
         One result per worker, in rank order.
 
     Raises:
-        DeviceError: No or zero workers, or devices that are not there.
+        DeviceError: No or zero workers, or devices that are not there or not free.
         WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
     """
-    placement = choose_devices(devices, workers=workers, num_gpus=count_gpus())
+    told = find_launcher()
+    if told is not None:
+        return run_here(
+            lambda run: function(run, *args, **kwargs),
+            told,
+            workers=workers,
+            devices=devices,
+            threads=threads_per_worker,
+            seed=seed,
+        )
+    placement = place_workers(devices, workers=workers, force=force)
     try:
         call = pack_call(function, args, kwargs)
     except Exception as error:
@@ -98,12 +116,12 @@ def launch(
         crew = _Crew(held)
         stack.callback(crew.stop)
         try:
-            for rank, device in enumerate(placement):
+            for rank, device in enumerate(placement.devices):
                 crew.start(
                     Assignment(
                         rank=rank,
-                        world_size=len(placement),
-                        device=device,
+                        world_size=len(placement.devices),
+                        device=device.name,
                         store_port=store.port,
                         threads=threads_per_worker,
                         seed=seed,
@@ -111,6 +129,7 @@ def launch(
                         argv=tuple(sys.argv),
                         call=call,
                     ),
+                    device,
                     lifeline,
                 )
         finally:
@@ -157,7 +176,7 @@ class _Crew:
         self._workers: list[_Worker] = []
         self._released = False
 
-    def start(self, assignment: Assignment, lifeline: int) -> None:
+    def start(self, assignment: Assignment, device: Device, lifeline: int) -> None:
         """Start one worker; it waits for its assignment while it imports."""
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()
@@ -168,7 +187,7 @@ class _Crew:
                     command,
                     pass_fds=(down_read, up_write, lifeline),
                     stdin=subprocess.DEVNULL,
-                    env=worker_environment(_variables(assignment)),
+                    env=worker_environment({**_variables(assignment), **device.variables()}),
                 )
         except BaseException:
             os.close(down_write)
@@ -243,6 +262,7 @@ def _variables(assignment: Assignment) -> dict[str, str]:
     """Return the environment of torchrun, for code that reads it; Gloo is kept on loopback."""
     threads = str(assignment.threads)
     return {
+        LAUNCHED: "1",
         "RANK": str(assignment.rank),
         "LOCAL_RANK": str(assignment.rank),
         "WORLD_SIZE": str(assignment.world_size),

@@ -6,12 +6,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from lockstep.errors import ConfigError
+from lockstep.devices import parse_request
+from lockstep.errors import ConfigError, DeviceError
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 Arguments = dict[str, Any]
@@ -62,8 +63,8 @@ class Config(BaseModel):
     """Of everything that is random."""
     deterministic: bool = True
     """Deterministic operators only: the same digest each time."""
-    device_ids: str | list[int] = "auto"
-    """Which devices: auto, auto:3, cpu, cpu:2, or a list of GPU numbers."""
+    device_ids: str | list[int | str] = "auto"
+    """Which devices: auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or GPUs by nvidia-smi's number or by UUID."""
     workers: int | None = Field(default=None, ge=1)
     """How many workers, where device_ids leaves that open."""
     threads_per_worker: int = Field(default=1, ge=1)
@@ -74,6 +75,15 @@ class Config(BaseModel):
     """Where the run is kept; must not exist yet. None for a new numbered one under runs/."""
     keep: int = Field(default=2, ge=1)
     """How many checkpoints to keep, the newest."""
+
+    @field_validator("device_ids")
+    @classmethod
+    def _check_devices(cls, request: str | list[int | str]) -> str | list[int | str]:
+        try:
+            parse_request(request)
+        except DeviceError as error:
+            raise ValueError(str(error).removesuffix(".")) from error
+        return request
 
     @model_validator(mode="after")
     def _check_shards(self) -> "Config":
@@ -207,8 +217,8 @@ def _explain(details: ErrorDetails) -> str:
         return f"{details['ctx']['error']}."
     if name == "device_ids":
         return (
-            f"device_ids is {details['input']!r}, expected auto, auto:3, cpu, cpu:2, or a list of GPU numbers such as "
-            "[0, 2]."
+            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or a list of GPU "
+            "numbers or UUIDs such as [0, 2]."
         )
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
     given = "empty" if details["input"] is None else repr(details["input"])

@@ -13,6 +13,7 @@ from lockstep.errors import LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import Config
+from lockstep.train.environment import gather_facts, write_environment
 from lockstep.train.fingerprint import Fingerprint
 from lockstep.train.importing import call_object, import_object
 from lockstep.train.run_directory import restore_trainer, save_trainer
@@ -63,6 +64,10 @@ def fit(
     trainer = parts.trainer
     if resume_from is not None:
         restore_trainer(trainer, parts.scheduler, load_checkpoint(resume_from), config)
+    fingerprint = trainer.fingerprint()
+    workers = gather_facts(trainer.world, device, fingerprint.device)
+    if trainer.world.rank == 0:
+        write_environment(run_dir, workers, fingerprint.to_dict())
     recorder.record(_describe_run(config, parts, device))
     test: dict[str, Any] = {}
     start = trainer.cursor

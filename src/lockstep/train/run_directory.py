@@ -2,6 +2,7 @@
 
 runs/digits/
   config.yaml            the resolved config
+  environment.json       what it was started with and on, each time; see environment.py
   metrics.jsonl          one JSON object per line: steps and epochs
   step-00000132.ckpt     the newest checkpoints, named by the updates behind them
   curves.png             loss and accuracy
@@ -21,6 +22,7 @@ from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.train.config import Config
+from lockstep.train.environment import ENVIRONMENT_NAME
 from lockstep.train.trainer import Scheduler, Trainer
 
 CONFIG_NAME = "config.yaml"
@@ -88,9 +90,10 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 def discard_unused(run_dir: Path) -> None:
     """Remove the directory of a run that ended before it began, so that its name is free for the next try."""
-    config = run_dir / CONFIG_NAME
-    if set(run_dir.iterdir()) <= {config}:
-        config.unlink(missing_ok=True)
+    paths = list(run_dir.iterdir())
+    if all(path.name in {CONFIG_NAME, ENVIRONMENT_NAME} or path.suffix == ".patch" for path in paths):
+        for path in paths:
+            path.unlink()
         run_dir.rmdir()
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import state_digest
-from lockstep.comm import World, broadcast_tensors, current_world
+from lockstep.comm import World, broadcast_tensors, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices import to_device
 from lockstep.errors import (
@@ -108,7 +108,8 @@ class Trainer:
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: Deterministic operators; see `set_deterministic`. It holds for the whole process.
         bucket_limits: Sizes of the gradient buckets.
-        world: The workers; None for the default group, or alone.
+        world: The workers; None for the default group, which is made if torchrun or another launcher started
+            this worker and it is not there, or alone.
 
     Raises:
         ParameterMismatchError: Workers have different models.
@@ -138,7 +139,7 @@ class Trainer:
         check_optimizer(optimizer, model)
         _check_choice("nonfinite", nonfinite, ("stop", "skip"))
         _check_choice("balance", balance, ("even", "speed"))
-        self.world = current_world() if world is None else world
+        self.world = join_world() if world is None else world
         shard_range(self.world.rank, self.world.world_size, num_shards)
         check_batchnorm(model, self.world, num_shards)
         self.model = model

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm.cluster import told_directly
 from lockstep.comm.meeting import Meeting, connect_to_other, find_meeting, open_store
 from lockstep.errors import GroupError
-from lockstep.settings import read_world
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=30)
 
 
 def meeting(url: str, **variables: str) -> Meeting:
-    return find_meeting(url, None, read_world(variables))
+    return find_meeting(url, None, told_directly(variables))
 
 
 def here(port: int, **variables: str) -> Meeting:
@@ -68,7 +68,7 @@ def test_a_method_without_host_or_port_is_refused(url: str) -> None:
 
 def test_a_store_that_the_caller_has_is_used() -> None:
     store = dist.HashStore()
-    place = open_store(find_meeting("env://", store, read_world({})), 1, 2, SHORT)
+    place = open_store(find_meeting("env://", store, told_directly({})), 1, 2, SHORT)
     assert place is not None
     assert place.store is store
     assert (place.rank, place.world_size) == (1, 2)

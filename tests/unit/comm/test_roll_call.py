@@ -149,6 +149,12 @@ def test_missing_ranks_are_named(call: Call) -> None:
     assert_all_raise(outcomes, "Ranks 1, 3 did not come: ranks 0, 2 waited", "WORLD_SIZE is too large")
 
 
+def test_a_long_wait_is_not_silent(call: Call) -> None:
+    with pytest.warns(UserWarning, match="Ranks 1, 3 of 4 did not come in 0.1 s; ranks 0, 2 will wait") as said:
+        call(HashStore(), [worker(0, 4), worker(2, 4)], timeout=timedelta(seconds=1), word_seconds=0.1)
+    assert len(said) == 1
+
+
 def test_many_missing_ranks_are_counted() -> None:
     assert "Ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not come: rank 0 waited" in str(
         answer(HashStore(), worker(0, 100), timeout=timedelta(seconds=0.01))

@@ -1,0 +1,52 @@
+"""One training script for every place: started by hand, by torchrun, by Slurm, by Kubernetes or by mpirun.
+
+    python examples/cluster/train.py                                          one machine: starts its own workers
+    torchrun --nproc-per-node 2 examples/cluster/train.py                     torchrun has started them
+    sbatch examples/cluster/train.sbatch                                      Slurm has
+    kubectl apply -f examples/cluster/pytorchjob.yaml                         Kubernetes has
+
+`ls.launch` sees which it is. The digest at the end is the same in every place, on any number of workers. There is a
+page on each in docs/cluster.md.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep.recipes.digits import Net, datasets
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss of a slice of the batch."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def count_right(model: nn.Module, batch: Any) -> tuple[float, float]:
+    """Return how many of a slice are right, and of how many."""
+    images, labels = batch
+    return float((model(images).argmax(1) == labels).sum()), len(labels)
+
+
+def main(run: ls.Run, epochs: int) -> None:
+    """Train in one worker."""
+    train, test = datasets()
+    model = Net().to(run.device)
+    trainer = ls.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.002), loss=loss_fn, num_shards=8, seed=0)
+    loader = ls.ShardedLoader(train, batch_size=128, num_shards=8, seed=0)  # batch_size is that of all workers
+    for epoch in range(epochs):
+        for batch in loader.epoch(epoch):
+            trainer.step(batch)
+    accuracy = trainer.evaluate(ls.ShardedLoader(test, batch_size=128, num_shards=8, shuffle=False), count_right)
+    if run.rank == 0:
+        print(f"{run.world_size} workers: accuracy {accuracy['metric'].value:.2%}", flush=True)
+        print(f"digest {trainer.digest()}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    ls.launch(main, parser.parse_args().epochs)

@@ -1,0 +1,36 @@
+"""Ask the CUDA driver which GPUs it shows to this process.
+
+It is asked in a process of its own: the first call to the driver reads the environment once and for all and makes later
+forks useless for CUDA, neither of which a process that only looks may bring about. No context is made.
+"""
+
+import subprocess
+import sys
+
+_TIMEOUT_SECONDS = 20.0
+_SCRIPT = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+status = cuda.cuInit(0)
+if status == 100:  # no device: the variable shows none
+    sys.exit(0)
+count = ctypes.c_int()
+if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    sys.exit(1)
+read = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first knows MIG instances
+for number in range(count.value):
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    if cuda.cuDeviceGet(ctypes.byref(device), number) or read(uuid, device):
+        sys.exit(1)
+    print(uuid.raw.hex())
+"""
+
+
+def ask_driver() -> frozenset[str] | None:
+    """Return the UUIDs of what CUDA shows, as the hexadecimal digits of their bytes; None if it cannot be asked."""
+    command = [sys.executable, "-I", "-S", "-c", _SCRIPT]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return frozenset(done.stdout.split()) if done.returncode == 0 else None

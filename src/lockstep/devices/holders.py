@@ -1,0 +1,44 @@
+"""Whose a process is, as far as this process may know."""
+
+import os
+from datetime import datetime
+
+import psutil
+
+from lockstep.devices.inventory import Holder
+
+
+def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
+    """Return what can be seen of a process that holds memory on a GPU.
+
+    The driver's number may belong to a process outside this container, or to one that has ended meanwhile: then
+    nothing is known of it, which is no error.
+
+    Args:
+        pid: Its number, from the driver.
+        memory_bytes: What it holds, from the driver.
+        is_graphics: Whether it only draws, from the driver.
+    """
+    user, command, since = None, None, None
+    try:
+        process = psutil.Process(pid)
+        since = datetime.fromtimestamp(process.create_time()).astimezone()
+        user = process.username()
+        command = _clean(process.cmdline() or [process.name()])
+    except (psutil.Error, OSError, ValueError):  # what was learnt before stays
+        pass
+    return Holder(
+        pid=pid,
+        user=user,
+        command=command,
+        since=since,
+        memory_bytes=memory_bytes,
+        is_graphics=is_graphics,
+        is_self=pid == os.getpid(),
+    )
+
+
+def _clean(words: list[str]) -> str:
+    """Return a command on one line, the program without its folder, and nothing in it that a terminal would obey."""
+    line = " ".join([os.path.basename(words[0]) or words[0], *words[1:]])  # noqa: PTH119 - a name, not a path of ours
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in line).split())

@@ -1,0 +1,114 @@
+"""Look at this machine. Looking makes no CUDA context, so the launcher may look."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from types import ModuleType
+
+import pynvml
+import torch
+
+from lockstep.devices.capacity import count_cores, measure_memory
+from lockstep.devices.choose import choose_devices
+from lockstep.devices.driver import ask_driver
+from lockstep.devices.holders import look_up_holder
+from lockstep.devices.inventory import Gpu, Inventory
+from lockstep.devices.nvml import NoGpusError, read_gpus
+from lockstep.devices.placement import Placement
+from lockstep.devices.request import DeviceRequest, Request
+from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
+from lockstep.errors import DeviceError
+from lockstep.settings import VisibleDevices, read_visible_devices
+
+
+def take_inventory(
+    nvml: ModuleType = pynvml,
+    visible: VisibleDevices | None = None,
+    ask: Callable[[], frozenset[str] | None] = ask_driver,
+    torch_problem: str | None = None,
+) -> Inventory:
+    """Return what this machine has.
+
+    Args:
+        nvml: The module pynvml, or a fake.
+        visible: What the environment says of visible devices; None to read it.
+        ask: Asks the CUDA driver for what it shows.
+        torch_problem: Why torch can use no GPU, empty if it can; None to find out.
+    """
+    visible = read_visible_devices() if visible is None else visible
+    torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
+    driver, is_faulty = None, False
+    try:
+        gpus, driver = read_gpus(nvml, look_up_holder)
+        problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
+        gpus = _mark_visible(gpus, visible, ask)
+    except NoGpusError as error:
+        gpus = () if torch_problem else _read_by_torch(visible.devices)
+        problem = "" if gpus else str(error)
+        is_faulty = error.is_fault and not gpus
+    total, available = measure_memory()
+    return Inventory(
+        taken_at=datetime.now().astimezone(),
+        gpus=gpus,
+        problem=problem,
+        is_faulty=is_faulty,
+        driver=driver,
+        cuda_visible_devices=visible.devices,
+        num_cores=count_cores(),
+        memory_total_bytes=total,
+        memory_available_bytes=available,
+    )
+
+
+def place_workers(
+    request: DeviceRequest | Request | Placement,
+    *,
+    workers: int | None = None,
+    force: bool = False,
+    max_workers: int | None = None,
+) -> Placement:
+    """Look at this machine and choose, see `choose_devices`; a placement was chosen before, and is returned as it is.
+
+    Raises:
+        DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there or not free.
+    """
+    if isinstance(request, Placement):
+        count = len(request.devices)
+        if workers not in {None, count}:
+            raise DeviceError(f"devices is a placement of {count} workers, but workers is {workers}: let one go.")
+        return request
+    return choose_devices(request, workers=workers, inventory=take_inventory(), force=force, max_workers=max_workers)
+
+
+def _find_torch_problem() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    return ""
+
+
+def _mark_visible(
+    gpus: tuple[Gpu, ...], visible: VisibleDevices, ask: Callable[[], frozenset[str] | None]
+) -> tuple[Gpu, ...]:
+    if visible.devices is None:
+        return gpus
+    uuids = ask() if needs_driver(visible.devices, visible.order, gpus) else None
+    shown = find_visible(visible.devices, gpus) if uuids is None else find_by_bytes(uuids, gpus)
+    return tuple(replace(gpu, is_visible=gpu in shown) for gpu in gpus)
+
+
+def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
+    """Return what torch sees where NVML is not to be had, as on AMD's GPUs: numbers, and nothing else for sure."""
+    count = torch.cuda.device_count()
+    # torch counts what the variable shows; a worker's variable must name the same cards as this process' does.
+    names = [str(index) for index in range(count)] if variable is None else variable.split(",")
+    return tuple(
+        Gpu(
+            index=index,
+            uuid=None,
+            cuda_name=name.strip(),
+            name="unknown",
+            memory_total_bytes=None,
+            memory_free_bytes=None,
+        )
+        for index, name in zip(range(count), names, strict=False)
+    )

@@ -1,0 +1,150 @@
+"""Look at NVIDIA's GPUs through NVML, which makes no CUDA context.
+
+What a card does not support, or does not tell this user, is None or nothing: a table with a hole is better than none.
+"""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+from lockstep.devices.inventory import Gpu, Holder
+
+
+class LookUpHolder(Protocol):
+    """Says whose a process is: `look_up_holder`, or a fake."""
+
+    def __call__(self, pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
+        """Return what is known of a process."""
+
+
+class NoGpusError(Exception):
+    """NVML cannot be used; its text says why, as the end of a sentence.
+
+    Attributes:
+        is_fault: Whether somebody should mend that; not so on a machine that is to have no GPU.
+    """
+
+    def __init__(self, message: str, *, is_fault: bool) -> None:
+        super().__init__(message)
+        self.is_fault = is_fault
+
+
+def read_gpus(nvml: ModuleType, look_up: LookUpHolder) -> tuple[tuple[Gpu, ...], str | None]:
+    """Return all GPUs, in PCI order, and the version of the driver.
+
+    Args:
+        nvml: The module pynvml, or a fake.
+        look_up: Says whose a process is.
+
+    Raises:
+        NoGpusError: There is no driver, or it cannot be asked.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise _explain(nvml, error) from error
+    try:
+        driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+        gpus = [gpu for index in range(nvml.nvmlDeviceGetCount()) for gpu in _read_index(nvml, index, look_up)]
+    except nvml.NVMLError as error:
+        raise _explain(nvml, error) from error
+    finally:
+        nvml.nvmlShutdown()
+    return tuple(gpus), driver
+
+
+def _explain(nvml: ModuleType, error: Any) -> NoGpusError:
+    absent = {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here",
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded here",
+    }
+    if error.value in absent:
+        return NoGpusError(absent[error.value], is_fault=False)
+    faults = {
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated but the old one still runs: reboot",
+        nvml.NVML_ERROR_NO_PERMISSION: "this user may not use the NVIDIA driver: see the rights of /dev/nvidia*",
+    }
+    return NoGpusError(faults.get(error.value, f"the NVIDIA driver does not answer: {error}"), is_fault=True)
+
+
+def _read_index(nvml: ModuleType, index: int, look_up: LookUpHolder) -> Iterator[Gpu]:
+    """Yield the GPU of that number, or its MIG instances."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        instances = list(_instances(nvml, handle))
+        if instances or _is_split(nvml, handle):
+            for number, instance in instances:
+                yield _read_gpu(nvml, instance, look_up, index=index, instance=number)
+        else:
+            yield _read_gpu(nvml, handle, look_up, index=index, instance=None)
+    except nvml.NVMLError as error:  # lost: it fell off the bus, or waits to be reset
+        yield Gpu(
+            index=index,
+            uuid=None,
+            cuda_name=str(index),
+            name="unknown",
+            memory_total_bytes=None,
+            memory_free_bytes=None,
+            problem=f"the driver says {str(error)!r}",
+        )
+
+
+def _is_split(nvml: ModuleType, handle: Any) -> bool:
+    mode = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _instances(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:
+    if _is_split(nvml, handle):
+        for number in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            if instance is not None:
+                yield number, instance
+
+
+def _read_gpu(nvml: ModuleType, handle: Any, look_up: LookUpHolder, *, index: int, instance: int | None) -> Gpu:
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    load = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    uuid = _ask(nvml, nvml.nvmlDeviceGetUUID, handle)
+    is_prohibited = _ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED
+    return Gpu(
+        index=index,
+        instance=instance,
+        uuid=uuid,
+        cuda_name=uuid or str(index),
+        name=_ask(nvml, nvml.nvmlDeviceGetName, handle) or "unknown",
+        memory_total_bytes=None if memory is None else memory.total,
+        memory_free_bytes=None if memory is None else memory.free,
+        utilisation_percent=None if load is None else load.gpu,
+        holders=tuple(_read_holders(nvml, handle, look_up)),
+        problem="its compute mode is Prohibited (`nvidia-smi -c`)" if is_prohibited else "",
+    )
+
+
+def _read_holders(nvml: ModuleType, handle: Any, look_up: LookUpHolder) -> Iterator[Holder]:
+    computing = _processes(
+        nvml, handle, nvml.nvmlDeviceGetComputeRunningProcesses_v3, nvml.nvmlDeviceGetComputeRunningProcesses_v2
+    )
+    drawing = _processes(
+        nvml, handle, nvml.nvmlDeviceGetGraphicsRunningProcesses_v3, nvml.nvmlDeviceGetGraphicsRunningProcesses_v2
+    )
+    # A process may stand in both lists, with all its memory in each.
+    for pid, memory_bytes in {**drawing, **computing}.items():
+        yield look_up(pid, memory_bytes=memory_bytes, is_graphics=pid not in computing)
+
+
+def _processes(nvml: ModuleType, handle: Any, *functions: Callable[[Any], Any]) -> dict[int, int | None]:
+    """Return pids and their memory by the first function that this driver has."""
+    answers = (_ask(nvml, function, handle) for function in functions)
+    found: list[Any] = next((answer for answer in answers if answer is not None), [])
+    return {process.pid: process.usedGpuMemory for process in found}
+
+
+def _ask(nvml: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return an answer, or None where this card or driver has none; that a card is lost is raised."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError as error:
+        if error.value in {nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED}:
+            raise
+        return None

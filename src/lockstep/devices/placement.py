@@ -1,0 +1,49 @@
+"""Which device each worker gets, and why. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one worker gets."""
+
+    name: str
+    """What torch calls it in that worker: "cuda:0", since the worker sees no other card, or "cpu"."""
+    visible: str
+    """What CUDA_VISIBLE_DEVICES is in that worker: the UUID of its card; empty on the CPU."""
+    label: str
+    """What people call it: "GPU 2 (NVIDIA GeForce RTX 3090)" or "CPU"."""
+
+    def variables(self) -> Mapping[str, str]:
+        """Return the environment in which a worker sees this device and no other."""
+        return _variables(self.visible)
+
+
+CPU = Device(name="cpu", visible="", label="CPU")
+"""What a worker gets that is to use no GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One device per worker, in rank order."""
+
+    devices: tuple[Device, ...]
+    """Of rank 0, of rank 1, ..."""
+    reason: str
+    """One line: which these are, and why not the others."""
+    hint: str = ""
+    """What else there is to know, in one line; empty for nothing."""
+
+    def variables_of_all(self) -> Mapping[str, str]:
+        """Return the environment in which a worker sees the cards of all, in rank order: that of rank 1 as "cuda:1"."""
+        return _variables(",".join(device.visible for device in self.devices if device.visible))
+
+    def first(self, num_workers: int) -> "Placement":
+        """Return the placement of the first `num_workers` workers alone."""
+        return replace(self, devices=self.devices[:num_workers])
+
+
+def _variables(visible: str) -> Mapping[str, str]:
+    # The order matters only where a card has no UUID and is named by its number: that is nvidia-smi's.
+    return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

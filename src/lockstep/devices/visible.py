@@ -1,0 +1,81 @@
+"""What CUDA_VISIBLE_DEVICES means, read as CUDA reads it. Pure.
+
+The variable holds either UUIDs (or their beginnings) or numbers. What cannot be read, or is not there, ends the list;
+what stands there twice empties it. Numbers count in CUDA's own order, which is the fastest card first unless
+CUDA_DEVICE_ORDER=PCI_BUS_ID: it need not be nvidia-smi's, and only the driver knows it (`driver.py`).
+"""
+
+import re
+from collections.abc import Collection, Sequence
+
+from lockstep.devices.inventory import Gpu
+
+_UUID_KINDS = ("GPU-", "MIG-")
+_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+
+
+def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
+    """Return whether only the driver can tell which GPUs the variable shows.
+
+    So it is with numbers in an order of its own, and where a whole GPU stands for the first of its MIG instances.
+
+    Args:
+        variable: CUDA_VISIBLE_DEVICES.
+        order: CUDA_DEVICE_ORDER, if it is set.
+        gpus: What there is, in PCI order.
+    """
+    if any(gpu.instance is not None for gpu in gpus):
+        return variable.startswith("GPU-") or bool(_read_numbers(variable))
+    return bool(_read_numbers(variable)) and order != "PCI_BUS_ID" and len(gpus) > 1
+
+
+def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    """Return the GPUs that the variable shows, its numbers taken for nvidia-smi's.
+
+    Args:
+        variable: CUDA_VISIBLE_DEVICES.
+        gpus: What there is, in PCI order.
+    """
+    if variable.startswith(_UUID_KINDS):
+        return _find_by_uuid(variable, gpus)
+    numbers = _read_numbers(variable)
+    known = {gpu.index for gpu in gpus}
+    shown = set(_until(numbers, known))
+    return frozenset(gpu for gpu in gpus if gpu.index in shown)
+
+
+def find_by_bytes(uuids: Collection[str], gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    """Return the GPUs whose UUIDs the driver gave, as the hexadecimal digits of their bytes."""
+    return frozenset(gpu for gpu in gpus if gpu.uuid is not None and _digits(gpu.uuid) in uuids)
+
+
+def _find_by_uuid(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    kind = variable[: len(_UUID_KINDS[0])]
+    shown: list[Gpu] = []
+    for entry in variable.split(","):
+        found = [gpu for gpu in gpus if (gpu.uuid or "").startswith(entry)]
+        if not entry.startswith(kind) or len(found) != 1:
+            break
+        shown.append(found[0])
+    return frozenset(shown if len(set(shown)) == len(shown) else ())
+
+
+def _read_numbers(variable: str) -> list[int]:
+    numbers: list[int] = []
+    for entry in variable.split(","):
+        match = _NUMBER.match(entry.strip())  # CUDA reads "1st" as 1
+        if match is None or int(match[0]) < 0:
+            break
+        if int(match[0]) in numbers:
+            return []
+        numbers.append(int(match[0]))
+    return numbers
+
+
+def _until(numbers: Sequence[int], known: Collection[int]) -> list[int]:
+    end = next((place for place, number in enumerate(numbers) if number not in known), len(numbers))
+    return list(numbers[:end])
+
+
+def _digits(uuid: str) -> str:
+    return uuid.partition("-")[2].replace("-", "").lower()

@@ -1,0 +1,179 @@
+"""Looking at machines that NVML, psutil and the environment describe: what is found, and what is not known."""
+
+import os
+import pwd
+from datetime import datetime
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+import torch
+from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, refusal
+
+from lockstep.devices import Inventory, take_inventory
+from lockstep.devices.holders import look_up_holder
+from lockstep.settings import VisibleDevices
+
+NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)
+LOST = refusal(pynvml.NVML_ERROR_GPU_IS_LOST)
+GONE = 2**22 + 1  # above the kernel's largest pid
+
+
+def look_at(*cards: Card, variable: str | None = None, order: str | None = None, **options: Any) -> Inventory:
+    nvml: Any = FakeNvml(*cards, **{name: options.pop(name) for name in ("broken", "is_old") if name in options})
+    inventory = take_inventory(
+        nvml,
+        VisibleDevices(devices=variable, order=order),
+        options.get("ask", lambda: pytest.fail("the driver was asked")),
+        options.get("torch_problem", ""),
+    )
+    assert nvml.num_open == 0, "NVML was not closed"
+    return inventory
+
+
+def card(number: int, **answers: Any) -> Card:
+    return Card(uuid=f"GPU-{number}{number}000000-0000-0000-0000-000000000000", **answers)
+
+
+TWO = card(0), card(1)
+
+
+def shown(inventory: Inventory) -> list[int]:
+    return [gpu.index for gpu in inventory.gpus if gpu.is_visible]
+
+
+def test_a_card_is_described() -> None:
+    inventory = look_at(Card(load=37, memory=(24 * GIB, 20 * GIB)))
+    [gpu] = inventory.gpus
+    assert (gpu.index, gpu.name, gpu.utilisation_percent) == (0, "NVIDIA GeForce RTX 3090", 37)
+    assert (gpu.memory_total_bytes, gpu.memory_free_bytes) == (24 * GIB, 20 * GIB)
+    assert gpu.uuid == gpu.cuda_name == Card().uuid
+    assert (inventory.driver, inventory.problem, gpu.problem, gpu.is_visible) == ("560.35", "", "", True)
+    assert inventory.num_cores >= 1
+    assert 0 < inventory.memory_available_bytes <= inventory.memory_total_bytes
+
+
+def test_holders_are_found_and_who_only_draws_is_told_apart() -> None:
+    both, compute, desktop = os.getpid(), GONE, GONE + 1
+    [gpu] = look_at(Card(computing={both: GIB, compute: None}, drawing={both: GIB, desktop: 5})).gpus
+    found = {holder.pid: holder for holder in gpu.holders}
+    assert [found[pid].is_graphics for pid in (both, compute, desktop)] == [False, False, True]
+    assert [found[pid].memory_bytes for pid in (both, compute, desktop)] == [GIB, None, 5]
+    assert [found[pid].is_self for pid in (both, compute, desktop)] == [True, False, False]
+
+
+def test_an_old_driver_lists_processes_by_its_own_function() -> None:
+    [gpu] = look_at(Card(computing={GONE: 1}, drawing={GONE + 1: 1}), is_old=True).gpus
+    assert {holder.pid for holder in gpu.holders} == {GONE, GONE + 1}
+
+
+@pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION])
+def test_what_a_card_does_not_tell_is_unknown(error: Exception) -> None:
+    [gpu] = look_at(
+        Card(uuid=error, name=error, memory=error, load=error, computing=error, drawing=error, compute_mode=error)
+    ).gpus
+    assert (gpu.uuid, gpu.cuda_name, gpu.name, gpu.holders, gpu.problem) == (None, "0", "unknown", (), "")
+    assert gpu.memory_total_bytes is gpu.memory_free_bytes is gpu.utilisation_percent is None
+
+
+@pytest.mark.parametrize("broken", [{"lost": LOST}, {"memory": LOST}, {"computing": LOST}])
+def test_a_lost_card_keeps_its_place(broken: dict[str, Exception]) -> None:
+    first, second = look_at(Card(**broken), card(1)).gpus
+    assert (first.index, first.problem) == (0, "the driver says 'GPU is lost'")
+    assert (second.index, second.problem) == (1, "")
+
+
+def test_a_card_whose_owner_forbids_computing_has_a_problem() -> None:
+    [gpu] = look_at(Card(compute_mode=pynvml.NVML_COMPUTEMODE_PROHIBITED)).gpus
+    assert "compute mode is Prohibited" in gpu.problem
+
+
+def test_a_split_card_is_its_instances() -> None:
+    parts = {0: Card(uuid="MIG-aa", load=NOT_SUPPORTED), 2: Card(uuid="MIG-bb", load=NOT_SUPPORTED)}
+    found = look_at(Card(mig_mode=1, instances=parts), card(1)).gpus
+    assert [(gpu.index, gpu.instance, gpu.cuda_name) for gpu in found[:2]] == [(0, 0, "MIG-aa"), (0, 2, "MIG-bb")]
+    assert [gpu.index for gpu in look_at(Card(mig_mode=1), card(1)).gpus] == [1]  # split, with no instance made yet
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "is_faulty"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "no NVIDIA driver is installed here", False),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "the NVIDIA driver is not loaded here", False),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "was updated but the old one still runs: reboot", True),
+        (pynvml.NVML_ERROR_NO_PERMISSION, "rights of /dev/nvidia", True),
+        (pynvml.NVML_ERROR_UNKNOWN, "does not answer: Unknown Error", True),
+    ],
+)
+def test_no_nvml_is_one_line(code: int, said: str, is_faulty: bool) -> None:
+    inventory = look_at(broken=refusal(code))
+    assert inventory.gpus == ()
+    assert said in inventory.problem
+    assert inventory.is_faulty == is_faulty
+    assert "\n" not in inventory.problem
+
+
+def test_a_driver_without_cards_and_a_torch_without_cuda_are_problems() -> None:
+    assert look_at().problem == "the NVIDIA driver sees no GPU"
+    inventory = look_at(Card(), torch_problem="this torch is built without CUDA")
+    assert (len(inventory.gpus), inventory.problem) == (1, "this torch is built without CUDA")
+
+
+@pytest.mark.parametrize(("variable", "names"), [(None, ["0", "1"]), ("3, 5", ["3", "5"])])
+def test_cards_that_only_torch_sees_are_taken_from_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, names: list[str]
+) -> None:
+    # AMD's GPUs have no NVML; torch counts what the variable shows.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    inventory = look_at(broken=refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), variable=variable)
+    assert [gpu.index for gpu in inventory.gpus] == [0, 1]
+    assert [gpu.cuda_name for gpu in inventory.gpus] == names
+    assert inventory.problem == ""
+
+
+def test_numbers_in_cudas_own_order_are_the_drivers_to_read() -> None:
+    answer = frozenset({"11" + "0" * 30})
+    assert shown(look_at(*TWO, variable="0", ask=lambda: answer)) == [1]
+
+
+def test_without_an_answer_numbers_are_nvidia_smis() -> None:
+    assert shown(look_at(*TWO, variable="0", ask=lambda: None)) == [0]
+
+
+def test_the_driver_is_not_asked_what_can_be_read() -> None:
+    assert shown(look_at(*TWO)) == [0, 1]
+    assert shown(look_at(*TWO, variable="GPU-11")) == [1]
+    assert shown(look_at(*TWO, variable="1", order="PCI_BUS_ID")) == [1]
+    assert shown(look_at(*TWO, variable="")) == []
+    assert shown(look_at(card(0), variable="0")) == [0]
+
+
+def test_a_process_of_this_machine_is_known() -> None:
+    holder = look_up_holder(os.getpid(), memory_bytes=None, is_graphics=False)
+    assert holder.user == pwd.getpwuid(os.getuid()).pw_name
+    assert holder.command is not None
+    assert "/" not in holder.command.split()[0]
+    assert holder.since is not None
+    assert 0 <= (datetime.now().astimezone() - holder.since).total_seconds() < 3600
+
+
+def test_a_process_that_is_not_here_is_unknown() -> None:
+    holder = look_up_holder(GONE, memory_bytes=7, is_graphics=False)
+    assert (holder.pid, holder.user, holder.command, holder.since, holder.memory_bytes) == (GONE, None, None, None, 7)
+
+
+def test_what_a_process_does_not_tell_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: psutil.Process) -> list[str]:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "cmdline", refuse)
+    holder = look_up_holder(os.getpid(), memory_bytes=None, is_graphics=False)
+    assert holder.user is not None
+    assert holder.command is None
+
+
+def test_a_command_cannot_draw_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: ["/usr/bin/python3", "-c", "print()\n\x1b[2Jboo"])
+    holder = look_up_holder(os.getpid(), memory_bytes=None, is_graphics=False)
+    assert holder.command == "python3 -c print() [2Jboo"
