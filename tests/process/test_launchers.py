@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,34 @@ def test_the_command_trains_under_torchrun(tmp_path: Path) -> None:
     assert [worker["rank"] for worker in start["workers"]] == [0, 1]
     said = run([*torchrun, *command, f"run_dir={tmp_path}/joined"], expect=1)
     assert said.count("exists already") == 2
+
+
+RAY = """
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def loop(config):
+    import sys
+
+    sys.path.insert(0, {folder!r})
+    import train
+
+    train.ls.launch(train.main, 1)
+
+
+ray.init(num_cpus=3, include_dashboard=False)
+TorchTrainer(
+    loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path={storage!r})
+).fit()
+"""
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_ray_train(example_digest: str, tmp_path: Path) -> None:
+    starter = tmp_path / "start.py"
+    starter.write_text(RAY.format(folder=str(Path("examples/cluster").resolve()), storage=str(tmp_path / "ray")))
+    printed = run([sys.executable, str(starter)])
+    assert "2 workers: accuracy" in printed
+    assert f"digest {example_digest}" in printed
