@@ -38,6 +38,8 @@ PURE = (
     "lockstep.devices.placement",
     "lockstep.devices.request",
     "lockstep.devices.visible",
+    "lockstep.comm.cluster",
+    "lockstep.comm.node_list",
     "lockstep.comm.slices",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
