@@ -7,6 +7,7 @@ what Lockstep does, and a test can hand in a mapping of its own.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lockstep.errors import UsageError
 
@@ -107,9 +108,32 @@ def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str
     return {name.lower(): source.get(name, "N/A") for name in names}
 
 
-def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a child process: this one's, with `overrides` on top."""
-    return {**(os.environ if environ is None else environ), **overrides}
+def read_visible_gpus(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set, and all GPUs can be seen.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("OMP_NUM_THREADS")
+
+
+def worker_environment(
+    overrides: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Return the environment for a child process: this one's, with `overrides` on top and `defaults` underneath."""
+    return {**defaults, **(os.environ if environ is None else environ), **overrides}
 
 
 def set_determinism_variables(deterministic: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.run import CONTEXT, run
 from lockstep.cli.train import train
 from lockstep.cli.verify import verify
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command(name="run", context_settings=CONTEXT)(run)
 app.command(name="train")(train)
 app.command(name="verify")(verify)
 
