@@ -9,6 +9,7 @@ import typer
 from lockstep.cli.failures import failures_shown
 from lockstep.devices import DeviceRequest, choose_devices, count_gpus
 from lockstep.errors import UsageError
+from lockstep.launch.output import tell
 from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -100,7 +101,7 @@ def run(  # the options are the interface
         typer.echo(job.describe(), err=True)
         ending = run_script(job)
         if ending.message:
-            typer.echo(ending.message, err=True)
+            tell(ending.message)
         raise typer.Exit(ending.exit_code)
 
 

@@ -14,7 +14,7 @@ from lockstep.devices import choose_devices, count_gpus
 from lockstep.errors import CheckpointError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
 from lockstep.launch import Run, launch
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
+from lockstep.report import MetricsFile, PlainLines, ProgressBar
 from lockstep.train.config import Config, read_config
 from lockstep.train.fit import FitResult, fit
 from lockstep.train.run_directory import (
@@ -112,6 +112,10 @@ def _draw(run_dir: Path) -> None:
     metrics = run_dir / METRICS_NAME
     if not metrics.exists():
         return
+    from lockstep.report.curves import (
+        draw_curves,
+    )  # not at the top: matplotlib takes half a second, whatever the command
+
     try:
         draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
     except OSError as error:  # a picture is not worth hiding how the run ended

@@ -13,8 +13,7 @@ _CONNECTORS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-_SYNTAX_FRAME = re.compile(r'  File ".*", line \d+')
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Interrupt|Exit)\b")
+_PLACE = re.compile(r'  File ".*", line \d+')
 
 
 def exit_status(code: int) -> int:
@@ -68,16 +67,19 @@ def find_traceback(text: str) -> str:
     """
     lines = text.split("\n")
     starts = [index for index, line in enumerate(lines) if line.endswith(_HEADER)]
-    if starts:
+    start = starts.pop() if starts else len(lines)
+    # One of an exception group's members has a "|" in front, and belongs to the group's.
+    while starts and ("|" in lines[start] or _is_connected(lines[starts[-1] : start])):
         start = starts.pop()
-        # One of an exception group's members has a "|" in front, and belongs to the group's.
-        while starts and ("|" in lines[start] or _is_connected(lines[starts[-1] : start])):
-            start = starts.pop()
-        return "\n".join(lines[start:])
-    places = [index for index, line in enumerate(lines) if _SYNTAX_FRAME.match(line)]
-    if places and any(_EXCEPTION.match(line) for line in lines[places[-1] :]):
-        return "\n".join(lines[places[-1] :])
-    return ""
+    places = [index for index, line in enumerate(lines) if _PLACE.match(line) and _begins(lines[index - 1 : index])]
+    if places and (start == len(lines) or places[-1] > start):
+        start = places[-1]
+    return "\n".join(lines[start:])
+
+
+def _begins(before: Sequence[str]) -> bool:
+    """Whether a place after this line is no frame of a traceback: frames follow its header or each other."""
+    return not any(line.startswith(" ") or line.endswith(_HEADER) for line in before)
 
 
 def _is_connected(lines: Sequence[str]) -> bool:

@@ -46,6 +46,9 @@ class Relays:
         """Return the end of a new pipe for a worker to write to, and what will hold the last of it.
 
         The caller closes the former once the worker has it.
+
+        Raises:
+            UsageError: Another launch has a log file of that name.
         """
         source, written = os.pipe()
         tail = Tail()
@@ -56,7 +59,7 @@ class Relays:
             target=_TARGETS[stream],
             terminal=self._terminal,
             cutter=LineCutter(prefix) if self._cuts_lines else None,
-            log=None if self._log_dir is None else log_path(self._log_dir, rank, stream).open("xb", buffering=0),
+            log=None if self._log_dir is None else _open_log(log_path(self._log_dir, rank, stream)),
             tail=tail,
         )
         thread = threading.Thread(target=relay.run, name=f"output of worker {rank}", daemon=True)
@@ -172,12 +175,29 @@ def make_log_directory(directory: Path) -> None:
             f"The log directory {directory} cannot be made: {error.strerror}. Name another one."
         ) from error
     if found:
-        raise UsageError(
-            f"The log directory {directory} holds the logs of another launch ({found[0].name}), which are not written "
-            "over. Name another directory, or remove them."
-        )
+        raise _logs_of_another(found[0])
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"The log directory {directory} cannot be written to. Name another one.")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("xb", buffering=0)
+    except FileExistsError as error:
+        raise _logs_of_another(path) from error
+
+
+def _logs_of_another(path: Path) -> UsageError:
+    return UsageError(
+        f"The log directory {path.parent} holds the logs of another launch ({path.name}), which are not written over. "
+        "Name another directory, or remove them."
+    )
+
+
+def tell(message: str) -> None:
+    """Write a message to stderr, if that is still there: the terminal may have been closed."""
+    with contextlib.suppress(OSError):
+        write_all(_TARGETS["stderr"], f"{message}\n".encode(errors="replace"))
 
 
 def flush_own_output() -> None:

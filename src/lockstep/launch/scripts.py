@@ -31,7 +31,7 @@ from lockstep.launch.signals import SignalMailbox
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.settings import read_num_threads, read_visible_gpus, worker_environment
 
-GRACE_SECONDS = 1.5
+GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
 _SETTLE_SECONDS = 0.3
 """After the first failure: how long to wait for one that came before it but is heard of later."""
@@ -121,9 +121,9 @@ def run_script(job: ScriptJob) -> Ending:
 class _ScriptWorker:
     """One started process, as the launcher sees it."""
 
-    def __init__(self, rank: int, pid: int, stderr: Tail | None) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], stderr: Tail | None) -> None:
         self.rank = rank
-        self.pid = pid
+        self.process = process
         self.stderr = stderr
         self.exit_code: int | None = None
         self.ended_at = float("inf")
@@ -179,11 +179,11 @@ class _ScriptCrew:
         stdout, _ = self._relays.open(rank, "stdout")
         stderr, tail = self._relays.open(rank, "stderr")
         try:
-            pid = self._sessions.start(command, environment, stdin, (stdout, stderr))
+            process = self._sessions.start(command, environment, stdin, (stdout, stderr))
         finally:
             os.close(stdout)
             os.close(stderr)
-        self._workers.append(_ScriptWorker(rank, pid, tail))
+        self._workers.append(_ScriptWorker(rank, process, tail))
 
     def wait(self, mailbox: SignalMailbox) -> Signals | None:
         """Wait until all have ended, or one has failed and nobody has before it; return a signal that asks to stop."""
@@ -201,7 +201,7 @@ class _ScriptCrew:
 
     def _look(self) -> None:
         for worker in self._workers:
-            if worker.exit_code is None and (code := exit_code(worker.pid)) is not None:
+            if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
                 worker.exit_code, worker.ended_at = code, time.monotonic()
 
     def end(self, mailbox: SignalMailbox, stop: Signals | None) -> None:
@@ -230,7 +230,7 @@ class _ScriptCrew:
         if first.stderr is not None and not _traceback(first):
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
             message += f"\n\nThe last that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
-        return Ending(exit_status(first.exit_code or 0), message)
+        return Ending(exit_status(first.exit_code or 0), f"error: {message}")
 
     def close(self) -> None:
         """Kill what is left, and forget all."""

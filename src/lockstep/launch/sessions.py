@@ -52,7 +52,7 @@ class Sessions:
             )
         finally:
             os.close(source)
-        self._leaders: list[subprocess.Popen[bytes]] = []
+        self._leaders: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(
         self,
@@ -60,8 +60,8 @@ class Sessions:
         environment: Mapping[str, str],
         stdin: int | None,
         outputs: tuple[int | None, int | None],
-    ) -> int:
-        """Start a program; return the number of its process.
+    ) -> subprocess.Popen[bytes]:
+        """Start a program. Ask `exit_code` how it ended, and wait for it in no other way.
 
         Args:
             command: A path, and arguments.
@@ -78,8 +78,8 @@ class Sessions:
             env=dict(environment),
             start_new_session=True,
         )
-        self._leaders.append(process)
-        return process.pid
+        self._leaders[process.pid] = process
+        return process
 
     def end(self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool]) -> None:
         """End everything in the sessions; nothing is left when this returns.
@@ -91,12 +91,12 @@ class Sessions:
             is_hurried: Waits so many seconds, and tells whether somebody asks for the end at once.
         """
         deadline = time.monotonic() + patience
-        for leader in self._leaders:
-            if exit_code(leader.pid) is None:
-                _send(os.killpg if first is signal.SIGINT else os.kill, leader.pid, first)
+        for session, leader in self._leaders.items():
+            if exit_code(leader) is None:
+                _send(os.killpg if first is signal.SIGINT else os.kill, session, first)
         asked: set[int] = set()
         while left := self._find_members():
-            orphans = {member for member, session in left.items() if exit_code(session) is not None}
+            orphans = {member for member, session in left.items() if exit_code(self._leaders[session]) is not None}
             for orphan in orphans - asked:
                 _send(os.kill, orphan, signal.SIGTERM)
             asked |= orphans
@@ -107,9 +107,9 @@ class Sessions:
     def close(self) -> None:
         """Forget the sessions; what is left in them is killed."""
         self._kill()
-        for leader in self._leaders:
+        for session, leader in self._leaders.items():
             with contextlib.suppress(BrokenPipeError):  # the guardian was killed
-                os.write(self._pipe, b"-%d\n" % leader.pid)
+                os.write(self._pipe, b"-%d\n" % session)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 leader.wait(_KILLED_SECONDS)
         self._leaders.clear()
@@ -118,8 +118,8 @@ class Sessions:
 
     def _kill(self) -> None:
         deadline = time.monotonic() + _KILLED_SECONDS
-        for leader in self._leaders:
-            _send(os.killpg, leader.pid, signal.SIGKILL)
+        for session in self._leaders:
+            _send(os.killpg, session, signal.SIGKILL)
         while (left := self._find_members()) and time.monotonic() < deadline:
             for member in left:
                 _send(os.kill, member, signal.SIGKILL)
@@ -127,19 +127,20 @@ class Sessions:
 
     def _find_members(self) -> dict[int, int]:
         """Return the session of each process that is in one of them and has not ended."""
-        sessions = {leader.pid for leader in self._leaders}
         members = {}
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
                 session = os.getsid(pid)
-                if session in sessions and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                if session in self._leaders and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                     members[pid] = session
         return members
 
 
-def exit_code(child: int) -> int | None:
-    """Return how a child process ended, -N for signal N, without waiting for it; None while it runs."""
-    found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
+    """Return how a process ended, -N for signal N, and keep its number from being used again; None while it runs."""
+    if sys.platform == "darwin":  # where Python 3.11 has no waitid
+        return leader.poll()
+    found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
