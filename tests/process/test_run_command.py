@@ -63,8 +63,15 @@ def run(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess
     return subprocess.run([*COMMAND, *arguments], cwd=folder, check=False, **options)
 
 
+SHOWING = """
+import json, os, pathlib, sys
+has_torch = "libtorch" in pathlib.Path(f"/proc/{os.getppid()}/maps").read_text()
+print(json.dumps([dict(os.environ), sys.argv, has_torch]))
+"""
+
+
 def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Path) -> None:
-    write(tmp_path, "import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv]))")
+    write(tmp_path, SHOWING)
     # --lr, --workers and -- stand after the script, and are its own.
     options = ["--standalone", "--nnodes=1", "--nproc-per-node", "2", "--threads-per-worker", "3"]
     found = run(tmp_path, *options, "script.py", "--lr", "0.1", "--workers", "9", "--", "-m")
@@ -74,7 +81,8 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
     assert [line[:9] for line in lines] == ["[rank 0] ", "[rank 1] "]
     environments = []
     for rank, line in enumerate(lines):
-        environment, argv = json.loads(line[9:])
+        environment, argv, has_torch = json.loads(line[9:])
+        assert not has_torch, "the launcher has imported torch, and kept the script waiting for it"
         environments.append(environment)
         assert argv == ["script.py", "--lr", "0.1", "--workers", "9", "--", "-m"]
         names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
@@ -278,12 +286,15 @@ def test_nothing_survives_a_killed_launcher(tmp_path: Path, marker: str, with_gu
 
 MEETING = """
 import os, pathlib, socket, sys, time
-port, rank = os.environ["MASTER_PORT"], os.environ["RANK"]
-folder = pathlib.Path("ports")
-(folder / f"{port}-{rank}").touch()
+port, folder = int(os.environ["MASTER_PORT"]), pathlib.Path("ports")
+(folder / f"{port}-{os.environ['RANK']}").touch()
 while len(list(folder.iterdir())) < int(sys.argv[1]):  # until every worker of every launch is there
-    time.sleep(0.05)
-socket.create_connection(("127.0.0.1", int(port)), timeout=20).close()
+    time.sleep(0.1)
+try:
+    socket.socket().bind(("127.0.0.1", port))
+except OSError:
+    sys.exit()
+sys.exit("the port is free for others")
 """
 
 

@@ -1,6 +1,8 @@
 """`lockstep run SCRIPT ARGS`: start any script once per worker, as torchrun does on one host."""
 
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +31,14 @@ def _refuse_several_hosts(given: str | None) -> None:
 def _refuse_hosts(given: str | None) -> None:
     if given not in _ONE_HOST:
         _refuse_several_hosts(given)
+
+
+def main() -> None:
+    """Run this command alone, without what the others import."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the reason in `lockstep.cli.main`
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings=CONTEXT)(run)
+    app(sys.argv[2:], prog_name="lockstep run")
 
 
 def run(  # the options are the interface

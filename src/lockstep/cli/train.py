@@ -13,7 +13,8 @@ from lockstep.cli.failures import failures_shown
 from lockstep.devices import choose_devices, count_gpus
 from lockstep.errors import CheckpointError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
-from lockstep.launch import Run, launch
+from lockstep.launch.launcher import launch
+from lockstep.launch.messages import Run
 from lockstep.report import MetricsFile, PlainLines, ProgressBar
 from lockstep.train.config import Config, read_config
 from lockstep.train.fit import FitResult, fit
