@@ -123,7 +123,7 @@ def work(rank, world_size):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     total = torch.ones(1)
     dist.all_reduce(total)
-    print("sum", total.item(), flush=True)
+    os.write(1, b"sum %.1f\\n" % total.item())  # in one piece: both write to one pipe
     dist.destroy_process_group()
 
 if __name__ == "__main__":
