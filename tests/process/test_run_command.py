@@ -201,6 +201,16 @@ def test_the_first_failure_is_told_and_the_rest_are_stopped(tmp_path: Path, mark
     assert "holds the logs of another launch (rank-0.stderr.log)" in again.stderr
 
 
+def test_a_process_that_is_left_and_writes_on_does_not_keep_the_launcher(tmp_path: Path, marker: str) -> None:
+    writer = "import os\nwhile True: os.write(1, b'still here ' * 100)"
+    start = f"subprocess.Popen([sys.executable, '-c', {writer!r}, sys.argv[1]], start_new_session=True)"
+    write(tmp_path, f"import subprocess, sys\nprint('done', flush=True)\n{start}")
+    found = run(tmp_path, "--workers", "2", "script.py", marker)
+    assert found.returncode == 0
+    assert "done" in found.stdout
+    wait_until(lambda: not bearing(marker), what="the writers, whose pipes are closed now")
+
+
 def test_a_worker_that_is_killed_is_told_with_the_signal_and_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text(
         "#!/bin/sh\nif [ $RANK = 0 ]; then trap '' TERM; while :; do sleep 0.1; done; fi\n"

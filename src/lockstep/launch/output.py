@@ -19,6 +19,8 @@ from lockstep.launch.lines import LineCutter, Tail
 
 Stream = Literal["stdout", "stderr"]
 _CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""At least what a pipe holds: of what comes when all workers have ended, more is not theirs."""
 _TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
@@ -103,6 +105,7 @@ class _Relay:
         self._log = log
         self._tail = tail
         self._is_shown = True
+        self._num_left_bytes = _PIPE_BYTES
 
     def run(self) -> None:
         """Pass on what comes until the pipe ends, or until all is over and it is empty."""
@@ -124,13 +127,17 @@ class _Relay:
     def _read(self) -> bytes:
         """Return the next chunk; nothing at the end."""
         ready, _, _ = select.select([self._source, self._over], [], [])
-        return os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
+        chunk = os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
+        if self._over in ready:
+            # A process that a worker has left behind may go on writing.
+            self._num_left_bytes -= len(chunk)
+        return chunk if self._num_left_bytes >= 0 else b""
 
     def _write_log(self, chunk: bytes) -> None:
         if self._log is None:
             return
         try:
-            self._log.write(chunk)
+            write_all(self._log.fileno(), chunk)
         except OSError as error:  # a full disk is no reason to stop the worker
             self._show(f"warning: no more is written to {self._log.name}: {error.strerror}.\n".encode())
             self._log.close()

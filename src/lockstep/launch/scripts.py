@@ -109,8 +109,8 @@ def run_script(job: ScriptJob) -> Ending:
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
         crew = _ScriptCrew(job)
         stack.callback(crew.close)
-        crew.start(rendezvous)
         kills = read_oom_kills()
+        crew.start(rendezvous)
         stop = crew.wait(mailbox)
         killer = name_killer(kills, read_oom_kills())
         crew.end(mailbox, stop)
@@ -134,8 +134,9 @@ class _ScriptWorker:
     def failed_at(self) -> float:
         """Return when it failed: when it wrote the traceback it ended with, for it may take long to end after that."""
         traceback_at = self.stderr.traceback_at if self.stderr is not None else None
-        is_recent = traceback_at is not None and self.ended_at - traceback_at < _TRACEBACK_SECONDS
-        return traceback_at if traceback_at is not None and is_recent else self.ended_at
+        if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
+            return self.ended_at
+        return traceback_at
 
 
 @final
