@@ -201,13 +201,21 @@ def test_the_first_failure_is_told_and_the_rest_are_stopped(tmp_path: Path, mark
     assert "holds the logs of another launch (rank-0.stderr.log)" in again.stderr
 
 
+LEAVING = """
+import os, subprocess, sys, time
+writer = "import os; print('started', flush=True); open('ready-' + os.environ['RANK'], 'w').close()\\n"
+writer += "while True: os.write(1, b'still here ' * 100)"
+subprocess.Popen([sys.executable, "-c", writer, sys.argv[1]], start_new_session=True)
+while not os.path.exists("ready-" + os.environ["RANK"]):
+    time.sleep(0.02)
+"""
+
+
 def test_a_process_that_is_left_and_writes_on_does_not_keep_the_launcher(tmp_path: Path, marker: str) -> None:
-    writer = "import os\nwhile True: os.write(1, b'still here ' * 100)"
-    start = f"subprocess.Popen([sys.executable, '-c', {writer!r}, sys.argv[1]], start_new_session=True)"
-    write(tmp_path, f"import subprocess, sys\nprint('done', flush=True)\n{start}")
-    found = run(tmp_path, "--workers", "2", "script.py", marker)
+    write(tmp_path, LEAVING)
+    found = run(tmp_path, "--workers", "2", "script.py", marker, timeout=30)
     assert found.returncode == 0
-    assert "done" in found.stdout
+    assert sorted(line[:16] for line in found.stdout.splitlines())[:2] == ["[rank 0] started", "[rank 0] still h"]
     wait_until(lambda: not bearing(marker), what="the writers, whose pipes are closed now")
 
 
