@@ -49,6 +49,8 @@ PURE = (
     "lockstep.data.order",
     "lockstep.data.cursor",
     "lockstep.checkpoint.manifest",
+    "lockstep.launch.environment",
+    "lockstep.launch.lines",
 )
 EFFECTS = {
     *("asyncio", "datetime", "io", "os", "pathlib", "random", "select", "selectors", "shutil", "signal", "socket"),

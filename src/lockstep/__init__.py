@@ -34,7 +34,8 @@ from lockstep.errors import (
     UsageError,
     WorkerFailedError,
 )
-from lockstep.launch import Run, launch
+from lockstep.launch.launcher import launch
+from lockstep.launch.messages import Run
 from lockstep.parallel import (
     DataParallel,
     DataParallelCriterion,

@@ -7,6 +7,7 @@ what Lockstep does, and a test can hand in a mapping of its own.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lockstep.errors import UsageError
 
@@ -182,9 +183,23 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: source[name] for name in sorted(source) if name.startswith(_NOTED_PREFIXES)}
 
 
-def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a child process: this one's, with `overrides` on top."""
-    return {**(os.environ if environ is None else environ), **overrides}
+def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("OMP_NUM_THREADS")
+
+
+def worker_environment(
+    overrides: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Return the environment for a child process: this one's, with `overrides` on top and `defaults` underneath."""
+    return {**defaults, **(os.environ if environ is None else environ), **overrides}
 
 
 def set_determinism_variables(deterministic: bool) -> None:

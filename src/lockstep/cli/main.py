@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.devices import devices
+from lockstep.cli.run import CONTEXT, run
 from lockstep.cli.train import train
 from lockstep.cli.verify import verify
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(name="devices")(devices)
+app.command(name="run", context_settings=CONTEXT)(run)
 app.command(name="train")(train)
 app.command(name="verify")(verify)
 

@@ -14,9 +14,10 @@ from lockstep.cli.failures import failures_shown
 from lockstep.devices import DeviceRequest, Placement, place_workers
 from lockstep.errors import CheckpointError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
-from lockstep.launch import Run, launch
 from lockstep.launch.joined import find_launcher, join_started
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
+from lockstep.launch.launcher import launch
+from lockstep.launch.messages import Run
+from lockstep.report import MetricsFile, PlainLines, ProgressBar
 from lockstep.train.config import Config, read_config
 from lockstep.train.fit import FitResult, fit
 from lockstep.train.run_directory import (
@@ -147,6 +148,10 @@ def _draw(run_dir: Path) -> None:
     metrics = run_dir / METRICS_NAME
     if not metrics.exists():
         return
+    from lockstep.report.curves import (
+        draw_curves,
+    )  # not at the top: matplotlib takes half a second, whatever the command
+
     try:
         draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
     except OSError as error:  # a picture is not worth hiding how the run ended

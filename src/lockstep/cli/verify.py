@@ -13,7 +13,8 @@ from rich.table import Table
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError
-from lockstep.launch import Run, launch
+from lockstep.launch.launcher import launch
+from lockstep.launch.messages import Run
 from lockstep.train.config import Config, read_config
 from lockstep.train.verify import ShortRun, find_odd_rank, run_steps
 

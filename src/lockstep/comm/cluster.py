@@ -75,9 +75,16 @@ def told_directly(variables: Variables) -> WorldVariables:
         master_addr=variables.get("MASTER_ADDR"),
         master_port=variables.get("MASTER_PORT"),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE"),
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment",
+        launcher=_name_launcher(variables),
         remedy=_REMEDY,
     )
+
+
+def _name_launcher(variables: Variables) -> str:
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return "the environment"
+    return "lockstep run" if run_id.startswith("lockstep-") else "torchrun"
 
 
 def is_announced(world: WorldVariables) -> bool:

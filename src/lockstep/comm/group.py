@@ -24,7 +24,7 @@ from lockstep.comm.interface import choose_interface, describe_interfaces, expla
 from lockstep.comm.meeting import Meeting, Place, connect_to_other, explain_port_in_use, find_meeting, open_store
 from lockstep.comm.roll_call import Announcement, call_roll, contest_rank
 from lockstep.comm.world import World, current_world
-from lockstep.devices import take_gpu
+from lockstep.devices.current import take_gpu
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
 

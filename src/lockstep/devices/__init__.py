@@ -10,16 +10,16 @@ and `capacity.py`).
 Invariants: looking creates no CUDA context; a GPU asked for is there, is asked for once, is not hidden from this
 process and is held by nobody else, or the answer is one `DeviceError`; nothing falls back from a GPU to the CPU unless
 the request says `auto` and there is no GPU that this process could ever use.
+
+`lockstep run` chooses devices without torch, so what needs it, `transfer.py` and `current.py`, is imported by name.
 """
 
 from lockstep.devices.capacity import count_cores
 from lockstep.devices.choose import choose_devices
-from lockstep.devices.current import take_gpu
 from lockstep.devices.inventory import Gpu, Holder, Inventory
 from lockstep.devices.look import place_workers, take_inventory
 from lockstep.devices.placement import Device, Placement
 from lockstep.devices.request import DeviceRequest, Request, parse_request, resized
-from lockstep.devices.transfer import to_device
 
 __all__ = [
     "Device",
@@ -34,7 +34,5 @@ __all__ = [
     "parse_request",
     "place_workers",
     "resized",
-    "take_gpu",
     "take_inventory",
-    "to_device",
 ]

@@ -1,12 +1,16 @@
 """Look at this machine. Looking makes no CUDA context, so the launcher may look."""
 
+import importlib.util
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pynvml
-import torch
 
 from lockstep.devices.capacity import count_cores, measure_memory
 from lockstep.devices.choose import choose_devices
@@ -81,9 +85,20 @@ def place_workers(
 
 
 def _find_torch_problem() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"this torch ({torch.__version__}) is built without CUDA"
+    """Say so if torch is built for the CPU; without importing it, which takes a second."""
+    build = _torch_build()
+    if build.get("cuda", "") is None and build.get("hip", "") is None:
+        return f"this torch ({build['__version__']}) is built without CUDA"
     return ""
+
+
+def _torch_build() -> dict[str, Any]:
+    """Return what torch's module `version` says."""
+    if "torch" in sys.modules:
+        build: dict[str, Any] = vars(sys.modules["torch"].version)
+        return build
+    found = importlib.util.find_spec("torch")
+    return {} if found is None else runpy.run_path(str(Path(str(found.origin)).with_name("version.py")))
 
 
 def _mark_visible(
@@ -98,6 +113,8 @@ def _mark_visible(
 
 def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
     """Return what torch sees where NVML is not to be had, as on AMD's GPUs: numbers, and nothing else for sure."""
+    import torch
+
     count = torch.cuda.device_count()
     # torch counts what the variable shows; a worker's variable must name the same cards as this process' does.
     names = [str(index) for index in range(count)] if variable is None else variable.split(",")

@@ -1,13 +1,16 @@
-"""Launching: starting workers and bringing home what they return, or why they failed.
+"""Launching: starting workers, functions or scripts, and bringing home what they return, or why they failed.
 
-The *launcher* is the process that calls `launch`; a *worker* is a process that it starts. Which code runs where is the
-file: `launcher.py` in the parent, `worker.py` in the child, `messages.py` is what crosses.
+The *launcher* is the process that calls `launch` or `run_script`; a *worker* is a process that it starts. Which code
+runs where is the file:
+
+    process     functions (`launch`)     scripts (`lockstep run`)
+    launcher    launcher.py              scripts.py, sessions.py, output.py, signals.py, store.py
+    worker      worker.py                script_entry.py, then the script
+    guardian                             guardian.py
+    crosses     messages.py              environment.py
 
 Invariants: no worker outlives the launcher, however the launcher ends; two launches never clash, because the kernel
 picks the port and the launcher holds it; the first failure in time is the one that is reported.
+
+Nothing is imported here: starting a script needs no torch, which launching a function does.
 """
-
-from lockstep.launch.launcher import launch
-from lockstep.launch.messages import Run
-
-__all__ = ["Run", "launch"]

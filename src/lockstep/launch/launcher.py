@@ -13,20 +13,19 @@ import os
 import pickle
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, final
 
-import torch.distributed as dist
-
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.exits import describe_exit, describe_failures
 from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
+from lockstep.launch.store import LOOPBACK_INTERFACE, open_store
 from lockstep.settings import LAUNCHED, worker_environment
 
 _SETTLE_SECONDS = 0.5
@@ -111,7 +110,7 @@ def launch(
             "made inside the function."
         ) from error
     with ExitStack() as stack:
-        store = _open_store()
+        store = open_store()
         lifeline, held = os.pipe()
         crew = _Crew(held)
         stack.callback(crew.stop)
@@ -137,15 +136,6 @@ def launch(
         crew.assign()
         reports = crew.wait()
     return [_load_result(report) for report in reports]
-
-
-def _open_store() -> dist.TCPStore:
-    """Open the rendezvous: on loopback, on a port that is never free for another to take."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @final
@@ -271,7 +261,7 @@ def _variables(assignment: Assignment) -> dict[str, str]:
         "MASTER_PORT": str(assignment.store_port),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
     }
 
 
@@ -335,7 +325,8 @@ def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
     if report is None:
         assert worker.died_at is not None
         try:
-            reason = _describe_exit(worker.process.wait(_TERMINATE_SECONDS))
+            code = worker.process.wait(_TERMINATE_SECONDS)
+            reason = describe_exit(code) + (" and no report" if code >= 0 else "")
         except subprocess.TimeoutExpired:
             reason = "closed its pipe to the launcher and runs on"
         failure = WorkerFailure(rank=worker.rank, reason=reason, traceback="", error=None)
@@ -345,28 +336,7 @@ def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
     )
 
 
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code} and no report"
-    known = {number.value: number.name for number in signal.Signals}
-    name = known.get(-code, f"signal {-code}")
-    hint = ", by somebody or by the kernel because memory ran out" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
-
-
-def _failed_error(failures: Sequence[WorkerFailure]) -> WorkerFailedError:
-    first, *others = failures
-    message = f"Worker {first.rank} failed first: {first.reason}"
-    if first.traceback:
-        message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
-    alike = [str(other.rank) for other in others if other.reason == first.reason]
-    after = [
-        f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others if other.reason != first.reason
-    ]
-    if alike:
-        message += f"\n\nFailed in the same way: worker {', '.join(alike)}."
-    if after:
-        message += f"\n\nFailed after it, probably because of it: {', '.join(after)}."
-    error = WorkerFailedError(message, tuple(failures))
-    error.__cause__ = first.error
+def _failed_error(failures: tuple[WorkerFailure, ...]) -> WorkerFailedError:
+    error = WorkerFailedError(describe_failures(failures), failures)
+    error.__cause__ = failures[0].error
     return error

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import parallel as torch_parallel
 
 from lockstep.comm import broadcast_tensors, calls_for, current_world, start_broadcast
-from lockstep.devices import to_device
+from lockstep.devices.transfer import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedReduction
 from lockstep.parallel.joining import WrapperJoinHook, highest_rank, tell_what_comes

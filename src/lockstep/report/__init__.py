@@ -1,10 +1,10 @@
 """Reporting: what a run shows and leaves behind.
 
 Everything here is a recorder of events, or reads what one wrote. A worker that is not rank 0 reports nothing.
+`curves.py` is imported by who draws, for matplotlib takes its time to import.
 """
 
-from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.progress import PlainLines, ProgressBar
 
-__all__ = ["MetricsFile", "PlainLines", "ProgressBar", "draw_curves"]
+__all__ = ["MetricsFile", "PlainLines", "ProgressBar"]

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoint import state_digest
 from lockstep.comm import World, broadcast_tensors, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
-from lockstep.devices import to_device
+from lockstep.devices.transfer import to_device
 from lockstep.errors import (
     CheckpointError,
     GroupError,

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.devices import to_device
+from lockstep.devices.transfer import to_device
 
 META = torch.device("meta")
 

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, draw_curves
+from lockstep.report import MetricsFile, PlainLines, ProgressBar
+from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import read_metrics
 
 STARTED = RunStarted(

@@ -1,0 +1,144 @@
+"""`lockstep run SCRIPT ARGS`: start any script once per worker, as torchrun does on one host."""
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.failures import failures_shown
+from lockstep.devices import place_workers
+from lockstep.errors import UsageError
+from lockstep.launch.output import tell
+from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
+
+CONTEXT = {"allow_interspersed_args": False}
+"""Settings of the command: what follows SCRIPT is the script's."""
+_ONE_HOST = frozenset({"1", "1:1"})
+
+
+def _refuse_several_hosts(given: str | None) -> None:
+    if given is not None:
+        raise typer.BadParameter(
+            "`lockstep run` starts the workers of one host, and picks the port by itself, so there is nothing to say "
+            "about other hosts, addresses, ports or a rendezvous. Leave it out; for several hosts start the script "
+            "with torchrun or Slurm, whose environment Lockstep reads."
+        )
+
+
+def _refuse_hosts(given: str | None) -> None:
+    if given not in _ONE_HOST:
+        _refuse_several_hosts(given)
+
+
+def main() -> None:
+    """Run this command alone, without what the others import."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the reason in `lockstep.cli.main`
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings=CONTEXT)(run)
+    app(sys.argv[2:], prog_name="lockstep run")
+
+
+def run(  # the options are the interface
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; a module with -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own; nothing after SCRIPT is read here.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", "--nproc-per-node", "--nproc_per_node", help="How many; on as many GPUs if there are any."
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, auto:3, auto:3>=20GiB, cpu, cpu:2, GPU numbers such as 0,2,5, UUIDs.  [default: auto]"
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
+    threads_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="OMP_NUM_THREADS.  [default: as it is set, or cores / workers]"),
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", "--no_python", help="SCRIPT is an executable.")] = False,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", "--log_dir", help="Write rank-0.stdout.log, rank-0.stderr.log, ... there too."),
+    ] = None,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not put [rank 1] in front of lines.")] = False,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that workers have to end when they are stopped, before SIGKILL.")
+    ] = GRACE_SECONDS,
+    pass_local_rank: Annotated[
+        bool, typer.Option("--local-rank", help="Pass --local-rank=N to the script, as torch.distributed.launch did.")
+    ] = False,
+    pass_local_rank_underscore: Annotated[
+        bool, typer.Option("--local_rank", help="Pass --local_rank=N to the script.")
+    ] = False,
+    virtual_local_rank: Annotated[
+        bool,
+        typer.Option(
+            "--virtual-local-rank", "--virtual_local_rank", help="Each worker sees its own GPU alone, LOCAL_RANK 0."
+        ),
+    ] = False,
+    _standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
+    _nnodes: Annotated[str | None, typer.Option("--nnodes", hidden=True, callback=_refuse_hosts)] = None,
+    _several_hosts: Annotated[
+        str | None,
+        typer.Option(
+            *("--node-rank", "--node_rank", "--master-addr", "--master_addr", "--master-port", "--master_port"),
+            *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
+            *("--rdzv-conf", "--rdzv_conf", "--local-addr", "--local_addr"),
+            hidden=True,
+            callback=_refuse_several_hosts,
+        ),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+) -> None:
+    """Start a script once per worker on this host, as torchrun does."""
+    with failures_shown(debug=debug):
+        job = ScriptJob(
+            program=_find_program(script, is_module=is_module, no_python=no_python),
+            arguments=tuple(arguments or ()),
+            placement=place_workers(devices, workers=workers, force=force),
+            num_threads=threads_per_worker,
+            own_card_only=virtual_local_rank,
+            local_rank_option="--local_rank" if pass_local_rank_underscore else "--local-rank" * pass_local_rank,
+            has_prefix=not no_prefix,
+            log_dir=log_dir,
+            grace_seconds=grace,
+        )
+        typer.echo(job.describe(), err=True)
+        ending = run_script(job)
+        if ending.message:
+            tell(ending.message)
+        raise typer.Exit(ending.exit_code)
+
+
+def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str, ...]:
+    """Return how to start what the user named.
+
+    Raises:
+        UsageError: It is not there, or not what the options say.
+    """
+    if no_python:
+        if is_module:
+            raise UsageError("-m and --no-python contradict each other: a module needs Python. Leave one of them out.")
+        found = shutil.which(script)
+        if found is None:
+            raise UsageError(
+                f"{script} is no executable file, nor is one of that name on PATH. Name an executable (chmod +x makes "
+                "a file one), or leave out --no-python to run a Python script."
+            )
+        return (found,)
+    path = Path(script)
+    if not is_module and not (path.is_file() or (path / "__main__.py").is_file()):
+        what = "a directory without a __main__.py" if path.is_dir() else "not there"
+        raise UsageError(
+            f"The script {script} is {what}; expected a Python file. For a module say -m, as in -m package.train."
+        )
+    return python_program(script, is_module=is_module)

@@ -1,0 +1,56 @@
+"""What a script's worker is told by its environment: torchrun's variables, and its GPUs. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.devices import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPlace:
+    """A script's worker and its launch."""
+
+    rank: int
+    """Number of the worker."""
+    world_size: int
+    """How many there are, all on this host."""
+    port: int
+    """Of the rendezvous, on loopback."""
+    is_served: bool
+    """Whether the launcher serves it, and not rank 0."""
+    run_id: str
+    """Of this launch, unlike any other."""
+    own_card_only: bool
+    """Whether the worker sees its own GPU alone, as number 0."""
+
+
+def world_variables(place: ScriptPlace) -> dict[str, str]:
+    """Return the variables that torchrun sets."""
+    rank, world_size = str(place.rank), str(place.world_size)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": "0" if place.own_card_only else rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.is_served),
+    }
+
+
+def device_variables(placement: Placement, rank: int, *, own_card_only: bool) -> Mapping[str, str]:
+    """Return what makes a worker see its devices: all cards of the launch, in rank order, or its own alone."""
+    return placement.devices[rank].variables() if own_card_only else placement.variables_of_all()
+
+
+def share_cores(num_cores: int, num_workers: int) -> int:
+    """Return how many threads each worker gets, if nobody said."""
+    return max(num_cores // num_workers, 1)

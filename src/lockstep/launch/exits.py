@@ -1,0 +1,88 @@
+"""How workers ended, in words. No effects: exit codes and text come in, text goes out."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+from lockstep.errors import WorkerFailure
+
+UNKNOWN_KILLER = "by somebody or by the kernel because memory ran out"
+_SIGNAL_BASE = 128
+_HEADER = "Traceback (most recent call last):"
+_CONNECTORS = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_PLACE = re.compile(r'  File ".*", line \d+')
+
+
+def exit_status(code: int) -> int:
+    """Return the exit code with which a shell would report this end: 128 + N for signal N, which comes in as -N."""
+    return code if code >= 0 else _SIGNAL_BASE - code
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" for 9; "signal 40" for one without a name."""
+    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
+
+
+def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
+    """Say how a process ended.
+
+    Args:
+        code: Its exit code; -N for signal N.
+        killer: Who sent it SIGKILL, if that is how it ended.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal_name(-code)
+    return f"killed by {name}, {killer}" if name == "SIGKILL" and killer else f"killed by {name}"
+
+
+def describe_failures(failures: Sequence[WorkerFailure]) -> str:
+    """Say which worker failed first, with its traceback, and which others did after it.
+
+    Args:
+        failures: At least one, the first in time first.
+    """
+    first, *others = failures
+    message = f"Worker {first.rank} failed first: {first.reason}"
+    if first.traceback:
+        message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
+    alike = [str(other.rank) for other in others if other.reason == first.reason]
+    after = [
+        f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others if other.reason != first.reason
+    ]
+    if alike:
+        message += f"\n\nFailed in the same way: worker {', '.join(alike)}."
+    if after:
+        message += f"\n\nFailed after it, probably because of it: {', '.join(after)}."
+    return message
+
+
+def find_traceback(text: str) -> str:
+    """Return the last traceback in what a process wrote to stderr, with those it was caused by; empty if there is none.
+
+    That of a SyntaxError has no header: it begins with the place.
+    """
+    lines = text.split("\n")
+    starts = [index for index, line in enumerate(lines) if line.endswith(_HEADER)]
+    start = starts.pop() if starts else len(lines)
+    # One of an exception group's members has a "|" in front, and belongs to the group's.
+    while starts and ("|" in lines[start] or _is_connected(lines[starts[-1] : start])):
+        start = starts.pop()
+    places = [index for index, line in enumerate(lines) if _PLACE.match(line) and _begins(lines[index - 1 : index])]
+    if places and (start == len(lines) or places[-1] > start):
+        start = places[-1]
+    return "\n".join(lines[start:])
+
+
+def _begins(before: Sequence[str]) -> bool:
+    """Whether a place after this line is no frame of a traceback: frames follow its header or each other."""
+    return not any(line.startswith(" ") or line.endswith(_HEADER) for line in before)
+
+
+def _is_connected(lines: Sequence[str]) -> bool:
+    """Whether these lines, up to the next header, end by saying that the next exception came of this one."""
+    said = [line for line in lines if line.strip(" |")]
+    return bool(said) and said[-1].strip(" |") in _CONNECTORS

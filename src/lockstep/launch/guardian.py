@@ -1,0 +1,66 @@
+"""The guardian: kills a launch's workers, and whatever they have started, when the launcher is gone.
+
+A process of its own, run as a script, that outlives the launcher whatever ends it, `kill -9` included. It reads from a
+pipe which the launcher holds open:
+
+    +123    a worker with process id 123 leads a session and a process group of that number
+    -123    it is over; its number may soon be another process' own
+    (end)   the launcher is gone: kill every session that is left
+
+Nothing but the standard library's smallest modules, so that it starts in a few milliseconds and takes little memory.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+_CHUNK_BYTES = 4096
+_MAX_PASSES = 100
+
+
+def main() -> None:
+    """Read until the launcher is gone, then kill."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    source = int(sys.argv[1])
+    sessions: set[int] = set()
+    unread = b""
+    while chunk := os.read(source, _CHUNK_BYTES):
+        *lines, unread = (unread + chunk).split(b"\n")
+        for line in lines:
+            (sessions.add if line.startswith(b"+") else sessions.discard)(int(line[1:]))
+    kill(sessions)
+
+
+def kill(sessions: set[int]) -> None:
+    """Kill each session's own process group, which is done at one stroke, then what a shell put into other groups."""
+    for session in sessions:
+        with contextlib.suppress(OSError):  # nothing is left of it
+            os.killpg(session, signal.SIGKILL)
+    # Repeated, because a process may have started another one while this looked.
+    for _ in range(_MAX_PASSES):
+        members = find_members(sessions)
+        if not members:
+            return
+        for member in members:
+            with contextlib.suppress(OSError):
+                os.kill(member, signal.SIGKILL)
+
+
+def find_members(sessions: set[int]) -> list[int]:
+    """Return the processes of these sessions that have not ended (Linux; elsewhere none is found)."""
+    members = []
+    for entry in os.scandir("/proc") if sessions and sys.platform == "linux" else ():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError), open(f"{entry.path}/stat", "rb") as stream:  # noqa: PTH123 - pathlib is slow
+            # State, parent, group, session: after the name of the program, which may hold anything.
+            state, _, _, session, *_ = stream.read().rpartition(b")")[2].split()
+            if int(session) in sessions and state not in {b"Z", b"X"}:
+                members.append(int(entry.name))
+    return members
+
+
+if __name__ == "__main__":
+    main()

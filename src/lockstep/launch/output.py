@@ -1,0 +1,214 @@
+"""What workers write: from their pipes to the terminal, whole lines at a time, and to log files.
+
+A thread per pipe, so that a terminal that does not take anything for a while holds up those who write, as it would
+without a launcher, and not the launcher, which has to see signals and failures. Nothing piles up: what is not yet
+written stays in the pipe.
+"""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO, Literal, final
+
+from lockstep.errors import UsageError
+from lockstep.launch.lines import LineCutter, Tail
+
+Stream = Literal["stdout", "stderr"]
+_CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""At least what a pipe holds: of what comes when all workers have ended, more is not theirs."""
+_TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
+
+
+@final
+class Relays:
+    """The output of all workers of a launch.
+
+    Args:
+        has_prefix: Whether lines begin with the worker's rank.
+        cuts_lines: Whether workers share the terminal, so that only whole lines go there.
+        log_dir: Where to write it too.
+    """
+
+    def __init__(self, *, has_prefix: bool, cuts_lines: bool, log_dir: Path | None) -> None:
+        self._has_prefix = has_prefix
+        self._cuts_lines = cuts_lines
+        self._log_dir = log_dir
+        self._terminal = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        # Closed to say that all workers have ended: what is in the pipes then is the last of it. Their end is not
+        # waited for, because a process that a worker left behind may hold them open.
+        self._over, self._bell = os.pipe()
+
+    def open(self, rank: int, stream: Stream) -> tuple[int, Tail]:
+        """Return the end of a new pipe for a worker to write to, and what will hold the last of it.
+
+        The caller closes the former once the worker has it.
+
+        Raises:
+            UsageError: Another launch has a log file of that name.
+        """
+        source, written = os.pipe()
+        tail = Tail()
+        prefix = f"[rank {rank}] ".encode() if self._has_prefix else b""
+        relay = _Relay(
+            source=source,
+            over=self._over,
+            target=_TARGETS[stream],
+            terminal=self._terminal,
+            cutter=LineCutter(prefix) if self._cuts_lines else None,
+            log=None if self._log_dir is None else _open_log(log_path(self._log_dir, rank, stream)),
+            tail=tail,
+        )
+        thread = threading.Thread(target=relay.run, name=f"output of worker {rank}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return written, tail
+
+    def finish(self) -> None:
+        """Say that every worker has ended."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+    def join(self, seconds: float) -> bool:
+        """Wait so long for each pipe; return whether everything is written."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+@final
+class _Relay:
+    """One pipe's way out."""
+
+    def __init__(
+        self,
+        *,
+        source: int,
+        over: int,
+        target: int,
+        terminal: threading.Lock,
+        cutter: LineCutter | None,
+        log: BinaryIO | None,
+        tail: Tail,
+    ) -> None:
+        self._source = source
+        self._over = over
+        self._target = target
+        self._terminal = terminal
+        self._cutter = cutter
+        self._log = log
+        self._tail = tail
+        self._is_shown = True
+        self._num_left_bytes = _PIPE_BYTES
+
+    def run(self) -> None:
+        """Pass on what comes until the pipe ends, or until all is over and it is empty."""
+        try:
+            while chunk := self._read():
+                now = time.monotonic()
+                self._tail.add(chunk, now)
+                self._write_log(chunk)
+                self._show(chunk if self._cutter is None else self._cutter.feed(chunk, now))
+                if not self._is_shown and self._log is None:
+                    return  # nobody reads it: the worker finds its pipe closed, as it would without a launcher
+            if self._cutter is not None:
+                self._show(self._cutter.finish())
+        finally:
+            os.close(self._source)
+            if self._log is not None:
+                self._log.close()
+
+    def _read(self) -> bytes:
+        """Return the next chunk; nothing at the end."""
+        ready, _, _ = select.select([self._source, self._over], [], [])
+        chunk = os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
+        if self._over in ready:
+            # A process that a worker has left behind may go on writing.
+            self._num_left_bytes -= len(chunk)
+        return chunk if self._num_left_bytes >= 0 else b""
+
+    def _write_log(self, chunk: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            write_all(self._log.fileno(), chunk)
+        except OSError as error:  # a full disk is no reason to stop the worker
+            self._show(f"warning: no more is written to {self._log.name}: {error.strerror}.\n".encode())
+            self._log.close()
+            self._log = None
+
+    def _show(self, text: bytes) -> None:
+        if not self._is_shown or not text:
+            return
+        with self._terminal:
+            try:
+                write_all(self._target, text)
+            except OSError:  # closed at the other end, as by `| head`
+                self._is_shown = False
+
+
+def write_all(descriptor: int, text: bytes) -> None:
+    """Write everything, also where somebody has made the descriptor non-blocking."""
+    rest = memoryview(text)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+
+
+def log_path(directory: Path, rank: int, stream: Stream) -> Path:
+    """Return where a worker's output is written."""
+    return directory / f"rank-{rank}.{stream}.log"
+
+
+def make_log_directory(directory: Path) -> None:
+    """Make the directory for log files; one that is there already is used, if no logs are in it.
+
+    Raises:
+        UsageError: It cannot be made, or holds logs.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        found = sorted(directory.glob("rank-*.log"))
+    except OSError as error:
+        raise UsageError(
+            f"The log directory {directory} cannot be made: {error.strerror}. Name another one."
+        ) from error
+    if found:
+        raise _logs_of_another(found[0])
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"The log directory {directory} cannot be written to. Name another one.")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("xb", buffering=0)
+    except FileExistsError as error:
+        raise _logs_of_another(path) from error
+
+
+def _logs_of_another(path: Path) -> UsageError:
+    return UsageError(
+        f"The log directory {path.parent} holds the logs of another launch ({path.name}), which are not written over. "
+        "Name another directory, or remove them."
+    )
+
+
+def tell(message: str) -> None:
+    """Write a message to stderr, if that is still there: the terminal may have been closed."""
+    with contextlib.suppress(OSError):
+        write_all(_TARGETS["stderr"], f"{message}\n".encode(errors="replace"))
+
+
+def flush_own_output() -> None:
+    """Write what this process has buffered, before others write beside it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

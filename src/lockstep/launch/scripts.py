@@ -1,0 +1,275 @@
+"""The parent of scripts: starts any program once per worker, as torchrun does on one host.
+
+launcher                                           worker r
+--------                                           --------
+1 rendezvous on a port that the kernel picks
+2 start the process in a session of its own   ->   script_entry.py: tell the guardian, become the script
+3 pass on what it writes                      <-   stdout, stderr
+4 wait for ends and signals
+5 on the first failure: wait a moment for an earlier one; then, or on a signal, stop all that are left
+"""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import final
+
+from lockstep.devices import Placement, count_cores
+from lockstep.errors import WorkerFailure
+from lockstep.launch.environment import ScriptPlace, device_variables, share_cores, world_variables
+from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
+from lockstep.launch.lines import Tail
+from lockstep.launch.out_of_memory import name_killer, read_oom_kills
+from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory
+from lockstep.launch.sessions import Sessions, exit_code
+from lockstep.launch.signals import SignalMailbox
+from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
+from lockstep.settings import read_num_threads, worker_environment
+
+GRACE_SECONDS = 1.0
+"""How long workers may take to end when asked to, before they are killed."""
+_SETTLE_SECONDS = 0.3
+"""After the first failure: how long to wait for one that came before it but is heard of later."""
+_TRACEBACK_SECONDS = 5.0
+"""A traceback that was written longer than this before the end was of an exception that was caught."""
+_DRAIN_SECONDS = 1.0
+"""After a signal: how long the terminal may take for what the workers have written."""
+_JOIN_SECONDS = 0.05
+_NUM_LAST_LINES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptJob:
+    """What to start, and how."""
+
+    program: tuple[str, ...]
+    """Path of an executable, and its arguments up to the script itself."""
+    arguments: tuple[str, ...]
+    """The script's own."""
+    placement: Placement
+    """One device per worker, in rank order."""
+    num_threads: int | None = None
+    """CPU threads of each worker; None for OMP_NUM_THREADS, or, if that is not set, an equal share of the cores."""
+    own_card_only: bool = False
+    """Whether each worker sees its own GPU alone, and has local rank 0."""
+    local_rank_option: str = ""
+    """The option with which scripts are told their local rank, if at all: "--local-rank" or "--local_rank"."""
+    has_prefix: bool = True
+    """Whether the lines of several workers begin with their rank."""
+    log_dir: Path | None = None
+    """Where to write what each worker writes."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long workers may take to end when asked to."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return len(self.placement.devices)
+
+    @property
+    def threads(self) -> str:
+        """OMP_NUM_THREADS of each worker."""
+        if self.num_threads is not None:
+            return str(self.num_threads)
+        return read_num_threads() or str(share_cores(count_cores(), self.world_size))
+
+    def describe(self) -> str:
+        """Say in a line what will be started."""
+        threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
+        hint = f"\nhint: {self.placement.hint}" if self.placement.hint else ""
+        return f"devices: {self.placement.reason}; {threads} each ({count_cores()} cores){hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a launch ended."""
+
+    exit_code: int
+    """For the command: 0, that of the worker that failed first, or 128 and the number of the signal that ended it."""
+    message: str
+    """What to tell; empty if all went well."""
+
+
+def run_script(job: ScriptJob) -> Ending:
+    """Start the workers and wait for them; none is left when this returns. Main thread only.
+
+    Raises:
+        UsageError: The log directory cannot be used.
+    """
+    if job.log_dir is not None:
+        make_log_directory(job.log_dir)
+    flush_own_output()
+    with ExitStack() as stack:
+        mailbox = stack.enter_context(SignalMailbox())
+        rendezvous = stack.enter_context(open_rendezvous(job.world_size))
+        crew = _ScriptCrew(job)
+        stack.callback(crew.close)
+        kills = read_oom_kills()
+        crew.start(rendezvous)
+        stop = crew.wait(mailbox)
+        killer = name_killer(kills, read_oom_kills())
+        crew.end(mailbox, stop)
+        return _interrupted(stop) if stop is not None else crew.judge(killer)
+
+
+@final
+class _ScriptWorker:
+    """One started process, as the launcher sees it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], stderr: Tail | None) -> None:
+        self.rank = rank
+        self.process = process
+        self.stderr = stderr
+        self.exit_code: int | None = None
+        self.ended_at = float("inf")
+
+    def has_failed(self) -> bool:
+        return self.exit_code not in {None, 0}
+
+    def failed_at(self) -> float:
+        """Return when it failed: when it wrote the traceback it ended with, for it may take long to end after that."""
+        traceback_at = self.stderr.traceback_at if self.stderr is not None else None
+        if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
+            return self.ended_at
+        return traceback_at
+
+
+@final
+class _ScriptCrew:
+    """The workers of one launch of a script."""
+
+    def __init__(self, job: ScriptJob) -> None:
+        self._job = job
+        self._workers: list[_ScriptWorker] = []
+        self._sessions = Sessions()
+        # A single worker has the terminal for itself, as if started by hand: it may ask, and show a progress bar.
+        self._relays = (
+            Relays(has_prefix=job.has_prefix and job.world_size > 1, cuts_lines=job.world_size > 1, log_dir=job.log_dir)
+            if job.world_size > 1 or job.log_dir is not None
+            else None
+        )
+
+    def start(self, rendezvous: Rendezvous) -> None:
+        """Start all of them."""
+        run_id = f"lockstep-{uuid.uuid4().hex}"
+        for rank in range(self._job.world_size):
+            place = ScriptPlace(
+                rank=rank,
+                world_size=self._job.world_size,
+                port=rendezvous.port,
+                is_served=rendezvous.is_served,
+                run_id=run_id,
+                own_card_only=self._job.own_card_only,
+            )
+            self._start_one(rank, _environment(self._job, place, is_piped=self._relays is not None))
+
+    def _start_one(self, rank: int, environment: dict[str, str]) -> None:
+        local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
+        command = [*self._job.program, *local_rank, *self._job.arguments]
+        stdin = None if self._job.world_size == 1 else subprocess.DEVNULL
+        if self._relays is None:
+            self._workers.append(
+                _ScriptWorker(rank, self._sessions.start(command, environment, stdin, (None, None)), None)
+            )
+            return
+        stdout, _ = self._relays.open(rank, "stdout")
+        stderr, tail = self._relays.open(rank, "stderr")
+        try:
+            process = self._sessions.start(command, environment, stdin, (stdout, stderr))
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+        self._workers.append(_ScriptWorker(rank, process, tail))
+
+    def wait(self, mailbox: SignalMailbox) -> Signals | None:
+        """Wait until all have ended, or one has failed and nobody has before it; return a signal that asks to stop."""
+        deadline: float | None = None
+        while any(worker.exit_code is None for worker in self._workers):
+            seconds = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if (stop := mailbox.wait(seconds)) is not None:
+                return stop
+            self._look()
+            if deadline is None and any(worker.has_failed() for worker in self._workers):
+                deadline = time.monotonic() + _SETTLE_SECONDS
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return None
+
+    def _look(self) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
+                worker.exit_code, worker.ended_at = code, time.monotonic()
+
+    def end(self, mailbox: SignalMailbox, stop: Signals | None) -> None:
+        """Stop all that are left, and whatever they have left; pass on the last that they wrote."""
+        is_interrupted = stop is Signals.SIGINT
+        self._sessions.end(
+            Signals.SIGINT if is_interrupted else Signals.SIGTERM,
+            self._job.grace_seconds,
+            is_hurried=lambda seconds: mailbox.wait(seconds) is not None,
+        )
+        if self._relays is None:
+            return
+        self._relays.finish()
+        deadline = time.monotonic() + _DRAIN_SECONDS if stop is not None else float("inf")
+        while not self._relays.join(_JOIN_SECONDS) and time.monotonic() < deadline:
+            if mailbox.wait(0) is not None:
+                break
+
+    def judge(self, killer: str) -> Ending:
+        """Say how those ended that were not stopped."""
+        failed = sorted((worker for worker in self._workers if worker.has_failed()), key=_ScriptWorker.failed_at)
+        if not failed:
+            return Ending(0, "")
+        first = failed[0]
+        message = describe_failures([_describe(worker, self._job.log_dir, killer) for worker in failed])
+        if first.stderr is not None and not _traceback(first):
+            last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
+            message += f"\n\nThe last that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
+        return Ending(exit_status(first.exit_code or 0), f"error: {message}")
+
+    def close(self) -> None:
+        """Kill what is left, and forget all."""
+        self._sessions.close()
+        if self._relays is not None:
+            self._relays.finish()
+
+
+def _environment(job: ScriptJob, place: ScriptPlace, *, is_piped: bool) -> dict[str, str]:
+    """Return all variables of a worker: ours, over the user's, over what is ours if the user has not said otherwise."""
+    devices = device_variables(job.placement, place.rank, own_card_only=place.own_card_only)
+    defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if is_piped:
+        defaults["PYTHONUNBUFFERED"] = "1"
+    overrides = {**world_variables(place), **devices, "OMP_NUM_THREADS": job.threads}
+    return worker_environment(overrides, defaults=defaults)
+
+
+def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> WorkerFailure:
+    reason = describe_exit(worker.exit_code or 0, killer=killer)
+    if log_dir is not None:
+        reason += f" (log: {log_path(log_dir, worker.rank, 'stderr')})"
+    return WorkerFailure(rank=worker.rank, reason=reason, traceback=_traceback(worker), error=None)
+
+
+def _traceback(worker: _ScriptWorker) -> str:
+    """Return the traceback that a worker ended with; one that was killed may have caught all that it wrote."""
+    if worker.stderr is None or (worker.exit_code or 0) < 0:
+        return ""
+    return find_traceback(worker.stderr.text())
+
+
+def _interrupted(stop: Signals) -> Ending:
+    how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
+    return Ending(exit_status(-stop), f"{how}; every worker has ended.")
+
+
+def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:
+    """Return what starts a Python script, or a module, as by hand."""
+    return (sys.executable, "-m", script) if is_module else (sys.executable, script)

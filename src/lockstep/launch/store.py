@@ -1,0 +1,85 @@
+"""The rendezvous of one host: a store on a port of loopback that the kernel picks, so that no two launches clash."""
+
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+"""What Gloo is kept on."""
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the workers of a launch meet."""
+
+    port: int
+    """On loopback."""
+    is_served: bool
+    """Whether the launcher serves the store; if not, rank 0 does."""
+
+
+def open_store() -> "TCPStore":
+    """Open the rendezvous: on loopback, on a port that is never free for another to take."""
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    listener.listen(_BACKLOG)
+    return _serve(listener)
+
+
+@contextmanager
+def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
+    """Hold the rendezvous of a script's workers.
+
+    It is served from the moment on at which the first of them connects: who never does saves the launcher from
+    importing torch, which takes a second and 150 MB.
+
+    A single worker serves its store itself, because a script that goes on to start processes of its own
+    (`torch.multiprocessing.spawn`) makes a rendezvous for them, and TORCHELASTIC_USE_AGENT_STORE would send them all
+    looking for one that is served already. Its port is kept for it by a socket that is bound and does not listen: the
+    kernel gives the port to nobody who asks for any, and to a store, which sets SO_REUSEADDR.
+    """
+    with socket.socket() as reserved:
+        if num_workers == 1:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, 0))
+        port = reserved.getsockname()[1]
+        if num_workers == 1:
+            yield Rendezvous(port, is_served=False)
+            return
+        reserved.listen(_BACKLOG)
+        over, bell = os.pipe()
+        serving = threading.Thread(target=_serve_when_asked, args=(reserved, over), name="rendezvous")
+        serving.start()
+        try:
+            yield Rendezvous(port, is_served=True)
+        finally:
+            os.close(bell)
+            serving.join()
+            os.close(over)
+
+
+def _serve_when_asked(listener: socket.socket, over: int) -> None:
+    """Serve the store from the first connection on, until `over` is closed at its other end."""
+    ready, _, _ = select.select([listener.fileno(), over], [], [])
+    if over not in ready:
+        store = _serve(listener)
+        select.select([over], [], [])
+        del store
+
+
+def _serve(listener: socket.socket) -> "TCPStore":
+    from torch.distributed import TCPStore
+
+    port = listener.getsockname()[1]
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,395 @@
+"""`lockstep run` as a user runs it: real scripts, real signals, and a count of what is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.main import app
+
+COMMAND = [str(Path(sys.executable).with_name("lockstep")), "run"]
+GONE_SECONDS = 2.0
+"""Within this time after the launcher's end, or a signal to it, everything has to be gone."""
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """A word that stands in the arguments of all that a test starts; what bears it after the test is killed."""
+    word = f"marked-{uuid.uuid4().hex}"
+    yield word
+    for process in bearing(word):
+        process.kill()
+
+
+def bearing(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if marker in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until_gone(marker: str, launcher: subprocess.Popen[bytes], seconds: float = GONE_SECONDS) -> None:
+    """Wait for the end of everything but the launcher, which has to say something after it."""
+    wait_until(lambda: {process.pid for process in bearing(marker)} <= {launcher.pid}, seconds, "the end of everything")
+
+
+def wait_until(is_so: Callable[[], object], seconds: float = 40.0, what: str = "it") -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> None:
+    (folder / name).write_text(text)
+
+
+def run(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess[Any]:
+    options = {"capture_output": True, "text": True, "timeout": 50, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, check=False, **options)
+
+
+SHOWING = """
+import json, os, pathlib, sys
+has_torch = "libtorch" in pathlib.Path(f"/proc/{os.getppid()}/maps").read_text()
+print(json.dumps([dict(os.environ), sys.argv, has_torch]))
+"""
+
+
+def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Path) -> None:
+    write(tmp_path, SHOWING)
+    # --lr, --workers and -- stand after the script, and are its own.
+    options = ["--standalone", "--nnodes=1", "--nproc-per-node", "2", "--threads-per-worker", "3"]
+    found = run(tmp_path, *options, "script.py", "--lr", "0.1", "--workers", "9", "--", "-m")
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.startswith("devices: CPU, 2 workers")
+    assert "; 3 threads each (" in found.stderr
+    lines = sorted(found.stdout.splitlines())
+    assert [line[:9] for line in lines] == ["[rank 0] ", "[rank 1] "]
+    environments = []
+    for rank, line in enumerate(lines):
+        environment, argv, has_torch = json.loads(line[9:])
+        assert not has_torch, "the launcher has imported torch, and kept the script waiting for it"
+        environments.append(environment)
+        assert argv == ["script.py", "--lr", "0.1", "--workers", "9", "--", "-m"]
+        names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
+        assert [environment[name] for name in names] == [*[str(rank)] * 3, "2", "2", "0", "3"]
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert len({environment["MASTER_PORT"] for environment in environments}) == 1
+    assert len({environment["TORCHELASTIC_RUN_ID"] for environment in environments}) == 1
+
+
+FOR_LAUNCH = """
+import argparse, torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--lr", type=float)
+arguments = parser.parse_args()
+dist.init_process_group("gloo", init_method="env://")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print("sum", total.item(), "local rank", arguments.local_rank, "lr", arguments.lr)
+dist.destroy_process_group()
+"""
+FOR_TORCHRUN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+assert dist.get_rank() == int(os.environ["RANK"]) and dist.get_node_local_rank() == int(os.environ["LOCAL_RANK"])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+print("gradient", model.module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+FOR_SPAWN = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ.setdefault("MASTER_PORT", "12355")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    os.write(1, b"sum %.1f\\n" % total.item())  # in one piece: both write to one pipe
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_script_for_torch_distributed_launch_runs_unchanged(tmp_path: Path) -> None:
+    write(tmp_path, FOR_LAUNCH)
+    found = run(tmp_path, "--workers", "2", "--local_rank", "script.py", "--lr=0.5")
+    expected = [f"[rank {rank}] sum 3.0 local rank {rank} lr 0.5" for rank in (0, 1)]
+    assert sorted(found.stdout.splitlines()) == expected, found.stderr
+
+
+def test_a_script_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
+    write(tmp_path, FOR_TORCHRUN)
+    found = run(tmp_path, "--devices", "cpu:2", "--no-prefix", "script.py")
+    assert found.stdout.splitlines() == ["gradient [[0.5, 0.5]]"] * 2, found.stderr
+
+
+def test_a_script_that_spawns_its_processes_itself_runs_unchanged(tmp_path: Path) -> None:
+    write(tmp_path, FOR_SPAWN)
+    found = run(tmp_path, "--workers", "1", "script.py")
+    assert found.stdout.splitlines() == ["sum 2.0"] * 2, found.stderr
+
+
+def test_a_single_worker_is_as_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", "import sys\nprint('read', input(), sys.argv[1:])\nsys.exit(7)", "__main__.py")
+    found = run(tmp_path, "--workers", "1", "-m", "package", "-m", input="a line\n", stdin=None)
+    assert found.stdout == "read a line ['-m']\n"
+    assert found.returncode == 7
+    assert "error: Worker 0 failed first: ended with exit code 7" in found.stderr
+
+
+FAILING = """
+import os, subprocess, sys, time
+rank = os.environ["RANK"]
+print("output of", rank)
+if rank == "1":
+    # Holds the pipes open, in a session of its own, so nobody ends it: it must not hold up the launcher.
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]], start_new_session=True)
+    while not all(os.path.exists(f"ready-{other}") for other in (0, 2)):
+        time.sleep(0.02)
+    try:
+        {}["the cause"]
+    except KeyError as error:
+        raise ValueError("boom") from error
+open(f"ready-{rank}", "w").close()
+time.sleep(60)
+"""
+
+
+def test_the_first_failure_is_told_and_the_rest_are_stopped(tmp_path: Path, marker: str) -> None:
+    write(tmp_path, FAILING)
+    found = run(tmp_path, "--workers", "3", "--log-dir", "new/logs", "script.py", marker)
+    assert found.returncode == 1
+    report = found.stderr.partition("error: ")[2]
+    assert report.startswith("Worker 1 failed first: ended with exit code 1 (log: new/logs/rank-1.stderr.log)")
+    assert "Traceback of worker 1:\nTraceback (most recent call last):" in report
+    assert "KeyError: 'the cause'" in report
+    assert report.endswith("ValueError: boom\n")
+    assert sorted(found.stdout.splitlines()) == [f"[rank {rank}] output of {rank}" for rank in range(3)]
+    logs = tmp_path / "new" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == sorted(
+        f"rank-{rank}.{stream}.log" for rank in range(3) for stream in ("stdout", "stderr")
+    )
+    assert (logs / "rank-2.stdout.log").read_text() == "output of 2\n"
+    assert (logs / "rank-1.stderr.log").read_text().startswith("Traceback")
+    [left] = bearing(marker)
+    assert left.cmdline()[1] == "-c"
+    # The logs of another launch are not written over.
+    again = CliRunner().invoke(app, ["run", "--log-dir", str(logs), str(tmp_path / "script.py")])
+    assert again.exit_code == 2
+    assert "holds the logs of another launch (rank-0.stderr.log)" in again.stderr
+
+
+LEAVING = """
+import os, subprocess, sys, time
+writer = "import os; print('started', flush=True); open('ready-' + os.environ['RANK'], 'w').close()\\n"
+writer += "while True: os.write(1, b'still here ' * 100)"
+subprocess.Popen([sys.executable, "-c", writer, sys.argv[1]], start_new_session=True)
+while not os.path.exists("ready-" + os.environ["RANK"]):
+    time.sleep(0.02)
+"""
+
+
+def test_a_process_that_is_left_and_writes_on_does_not_keep_the_launcher(tmp_path: Path, marker: str) -> None:
+    write(tmp_path, LEAVING)
+    found = run(tmp_path, "--workers", "2", "script.py", marker, timeout=30)
+    assert found.returncode == 0
+    assert sorted(line[:16] for line in found.stdout.splitlines())[:2] == ["[rank 0] started", "[rank 0] still h"]
+    wait_until(lambda: not bearing(marker), what="the writers, whose pipes are closed now")
+
+
+def test_a_worker_that_is_killed_is_told_with_the_signal_and_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "worker").write_text(
+        "#!/bin/sh\nif [ $RANK = 0 ]; then trap '' TERM; while :; do sleep 0.1; done; fi\n"
+        "echo last words >&2\nyes | head -1\nkill -SEGV $$\n"
+    )
+    (tmp_path / "worker").chmod(0o755)
+    found = run(tmp_path, "--workers", "2", "--no-python", "--grace", "0.2", "./worker")
+    assert found.returncode == 128 + signal.SIGSEGV
+    assert found.stdout == "[rank 1] y\n"
+    assert "[rank 1] last words" in found.stderr
+    # `yes` died of a closed pipe without a word: SIGPIPE is as it was.
+    assert found.stderr.endswith(
+        "error: Worker 1 failed first: killed by SIGSEGV\n\nThe last that worker 1 wrote to stderr:\nlast words\n"
+    )
+
+
+WAITING = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]]
+subprocess.Popen(sleep)                    # as a data-loading process
+subprocess.Popen(sleep, process_group=0)   # as a shell with job control would start one
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(f"ready-{os.environ['RANK']}", "w").close()
+time.sleep(60)
+"""
+FROM_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def start_waiting(folder: Path, marker: str, *arguments: str, **options) -> subprocess.Popen[bytes]:
+    """Start two workers that start two processes each, and return when they have."""
+    write(folder, WAITING)
+    command = [*options.pop("before", ()), *COMMAND, "--workers", "2", "script.py", marker, *arguments]
+    process = subprocess.Popen(command, cwd=folder, **options)
+    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)), what="the workers")
+    assert len(bearing(marker)) == 1 + 2 * 3
+    return process
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_nothing_survives_a_polite_end(tmp_path: Path, marker: str, is_stubborn: bool) -> None:
+    number, *extra = (signal.SIGTERM, "stubborn") if is_stubborn else (signal.SIGINT,)
+    process = start_waiting(tmp_path, marker, *extra, stderr=subprocess.PIPE)
+    process.send_signal(number)
+    wait_until_gone(marker, process)
+    _, told = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert told.decode().endswith("every worker has ended.\n")
+
+
+def test_nothing_survives_a_closed_terminal(tmp_path: Path, marker: str) -> None:
+    master, terminal = os.openpty()
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    before = [sys.executable, "-c", FROM_TERMINAL]
+    process = start_waiting(tmp_path, marker, before=before, start_new_session=True, **streams)
+    os.close(terminal)
+    os.close(master)
+    wait_until_gone(marker, process)
+    assert process.wait(10) == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("with_guardian", [False, True])
+def test_nothing_survives_a_killed_launcher(tmp_path: Path, marker: str, with_guardian: bool) -> None:
+    process = start_waiting(tmp_path, marker, "stubborn")
+    [guardian] = [child for child in psutil.Process(process.pid).children() if "guardian" in " ".join(child.cmdline())]
+    workers = [child for child in bearing(marker) if child.ppid() == process.pid]
+    assert len(workers) == 2
+    if with_guardian:  # then the kernel still ends the workers, though not what they have started
+        guardian.kill()
+    process.kill()
+    process.wait()
+    expected = workers if with_guardian else [*bearing(marker), guardian]
+    _, alive = psutil.wait_procs(expected, timeout=GONE_SECONDS)
+    assert not alive
+    if not with_guardian:
+        assert not bearing(marker)
+
+
+MEETING = """
+import os, pathlib, socket, sys, time
+port, folder = int(os.environ["MASTER_PORT"]), pathlib.Path("ports")
+(folder / f"{port}-{os.environ['RANK']}").touch()
+while len(list(folder.iterdir())) < int(sys.argv[1]):  # until every worker of every launch is there
+    time.sleep(0.1)
+try:
+    socket.socket().bind(("127.0.0.1", port))
+except OSError:
+    sys.exit()
+sys.exit("the port is free for others")
+"""
+
+
+def test_launches_at_the_same_moment_do_not_clash(tmp_path: Path) -> None:
+    write(tmp_path, MEETING)
+    (tmp_path / "ports").mkdir()
+    command = [*COMMAND, "--workers", "2", "script.py", "10"]
+    processes = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) for _ in range(5)]
+    assert [process.wait(50) for process in processes] == [0] * 5
+    assert len({path.name.partition("-")[0] for path in (tmp_path / "ports").iterdir()}) == 5
+
+
+FLOOD = """
+import os, sys
+rank = int(os.environ["RANK"])
+for number in range(200):
+    os.write(1, b"".join(b"%d %d %s\\n" % (rank, number * 100 + line, b"x" * 80) for line in range(100)))
+os.write(1, b"long" * 1_000_000 + b"\\n")
+os.write(2, b"\\r  1%\\r  2%\\r100%\\nbytes \\xff\\xfe and no line break")
+"""
+
+
+def test_a_flood_of_output_arrives_whole_line_by_line(tmp_path: Path) -> None:
+    write(tmp_path, FLOOD)
+    found = run(tmp_path, "--workers", "2", "script.py", text=False)
+    assert found.returncode == 0
+    for rank in (0, 1):
+        prefix = b"[rank %d] " % rank
+        lines = [bytes(line[len(prefix) :]) for line in found.stdout.splitlines() if line.startswith(prefix)]
+        assert [line[:12].split()[:2] for line in lines[:20_000]] == [
+            [b"%d" % rank, b"%d" % number] for number in range(20_000)
+        ]
+        assert b"".join(lines[20_000:]) == b"long" * 1_000_000
+        errors = [line for line in found.stderr.splitlines() if line.startswith(prefix)]
+        assert errors[-2:] == [prefix + b"100%", prefix + b"bytes \xff\xfe and no line break"]
+    assert all(line.startswith(b"[rank ") for line in found.stdout.splitlines())
+
+
+def test_output_that_nobody_reads_does_not_keep_the_launcher_from_ending(tmp_path: Path, marker: str) -> None:
+    write(tmp_path, "import os\nwhile True: os.write(1, b'y' * 1000 + b'\\n')")
+    reading, writing = os.pipe()
+    process = subprocess.Popen([*COMMAND, "--workers", "2", "script.py", marker], cwd=tmp_path, stdout=writing)
+    os.close(writing)
+    assert os.read(reading, 6) == b"[rank "
+    process.terminate()
+    wait_until_gone(marker, process)
+    assert process.wait(10) == 128 + signal.SIGTERM
+    os.close(reading)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "Missing argument 'SCRIPT'"),
+        (["missing.py"], "The script missing.py is not there; expected a Python file. For a module say -m"),
+        (["."], "The script . is a directory without a __main__.py"),
+        (["--no-python", "./plain"], "./plain is no executable file"),
+        (["--no-python", "-m", "x"], "-m and --no-python contradict each other"),
+        (["--workers", "0", "plain"], "workers is 0, but a run needs a whole number of workers, 1 or more"),
+        (["--workers", "two", "plain"], "Invalid value for '--workers'"),
+        (["--unknown", "plain"], "No such option: --unknown"),
+        (["--workers", "3", "--devices", "cpu:2", "plain"], "let one of them go"),
+        (["--devices", "99", "plain"], "asks for GPU 99"),
+        (["--threads-per-worker", "0", "plain"], "Invalid value for '--threads-per-worker'"),
+        (["--log-dir", "plain/logs", "plain"], "The log directory plain/logs cannot be made"),
+        (["--nnodes", "2", "plain"], "starts the workers of one host"),
+        (["--rdzv-endpoint=node0:29400", "plain"], "there is nothing to say about other hosts"),
+        (["--master-port", "29501", "plain"], "picks the port by itself"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "", "plain")
+    found = CliRunner().invoke(app, ["run", *arguments])
+    assert found.exit_code == 2
+    assert told in " ".join(found.stderr.replace("│", "").split())
+    assert "Traceback" not in found.stderr

@@ -1,0 +1,49 @@
+"""How workers ended, in words."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.errors import WorkerFailure
+from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
+
+CHAINED = "try:\n  1 / 0\nexcept ZeroDivisionError as error:\n  raise ValueError('two\\nlines') from error"
+IN_HANDLER = "try:\n  1 / 0\nexcept ZeroDivisionError:\n  {}['key']"
+GROUP = "raise ExceptionGroup('several', [ValueError(1), ExceptionGroup('more', [KeyError(2)])])"
+
+
+@pytest.mark.parametrize("code", ["1 / 0", CHAINED, IN_HANDLER, GROUP, "def f(:", "if True:\npass"])
+def test_a_traceback_is_found_as_python_writes_it(code: str) -> None:
+    noise = "import traceback\ntry:\n  {}[0]\nexcept KeyError:\n  traceback.print_exc()\n"
+    run = [sys.executable, "-I", "-S", "-c"]
+    written = subprocess.run([*run, code], capture_output=True, text=True, check=False).stderr
+    earlier = subprocess.run([*run, noise], capture_output=True, text=True, check=False).stderr
+    assert earlier.startswith("Traceback")
+    assert find_traceback(written) == written
+    assert find_traceback(f"{earlier}a log line\n{written}after it") == f"{written}after it"
+
+
+def test_no_traceback_is_found_where_there_is_none() -> None:
+    assert find_traceback("") == ""
+    assert find_traceback("loading\nusage: x [-h]\nx: error: the following arguments are required: lr\n") == ""
+
+
+def test_an_end_is_told_with_code_or_signal() -> None:
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-11) == "killed by SIGSEGV"
+    assert describe_exit(-9) == "killed by SIGKILL, by somebody or by the kernel because memory ran out"
+    assert describe_exit(-9, killer="by the kernel") == "killed by SIGKILL, by the kernel"
+    assert describe_exit(-40) == "killed by signal 40"
+    assert [exit_status(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_failures_are_told_the_first_in_full_and_the_others_in_a_line() -> None:
+    first, *others = (
+        WorkerFailure(rank=rank, reason=reason, traceback=traceback, error=None)
+        for rank, reason, traceback in ((2, "one", "Trace\n"), (0, "one", "Other"), (1, "two\nlines", ""))
+    )
+    assert describe_failures([first]) == "Worker 2 failed first: one\n\nTraceback of worker 2:\nTrace"
+    told = describe_failures([first, *others])
+    assert "Failed in the same way: worker 0." in told
+    assert told.endswith("Failed after it, probably because of it: worker 1 (two).")

@@ -1,0 +1,59 @@
+"""Cutting output into lines."""
+
+import pytest
+
+from lockstep.launch.lines import MAX_LINE_BYTES, PROGRESS_SECONDS, TAIL_BYTES, LineCutter, Tail
+
+
+def cut(*chunks: bytes, prefix: bytes = b"> ") -> bytes:
+    cutter = LineCutter(prefix)
+    return b"".join(cutter.feed(chunk, 0.0) for chunk in chunks) + cutter.finish()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_lines_are_whole_however_they_arrive(size: int) -> None:
+    text = b"one\n\ntwo \xff\xfe not text\r\nthree"
+    assert (
+        cut(*(text[at : at + size] for at in range(0, len(text), size)))
+        == b"> one\n> \n> two \xff\xfe not text\n> three\n"
+    )
+
+
+def test_nothing_is_shown_before_its_line_is_complete() -> None:
+    cutter = LineCutter(b"")
+    assert cutter.feed(b"half", 0.0) == b""
+    assert cutter.feed(b" and half\nnext", 0.0) == b"half and half\n"
+    assert cutter.finish() == b"next\n"
+    assert cutter.finish() == b""
+
+
+def test_a_progress_bar_is_shown_now_and_then_and_at_its_end() -> None:
+    cutter = LineCutter(b"> ")
+    shown = b"".join(cutter.feed(b"\r%3d%%" % percent, percent * PROGRESS_SECONDS / 10) for percent in range(100))
+    assert shown.splitlines()[:2] == [b">   0%", b">  10%"]
+    assert len(shown.splitlines()) == 10
+    assert cutter.feed(b"\r100%\n", 10.0 * PROGRESS_SECONDS).endswith(b"> 100%\n")
+
+
+def test_a_bar_that_ends_its_updates_with_a_carriage_return_keeps_the_last() -> None:
+    assert cut(b"1%\r", b"2%\r", b"done\r").splitlines()[-1] == b"> done"
+
+
+def test_an_endless_line_goes_out_in_parts() -> None:
+    cutter = LineCutter(b"> ")
+    chunk = b"x" * (1 << 16)
+    out = b"".join(cutter.feed(chunk, 0.0) for _ in range(40)) + cutter.finish()
+    assert max(map(len, out.splitlines())) <= MAX_LINE_BYTES + len(chunk) + 2
+    assert out.replace(b"\n", b"").replace(b"> ", b"") == chunk * 40
+
+
+def test_the_tail_keeps_the_end_and_when_the_last_traceback_began() -> None:
+    tail = Tail()
+    tail.add(b"a" * 10 * TAIL_BYTES, 1.0)
+    tail.add(b"Traceback (most recent", 2.0)
+    before = tail.traceback_at
+    tail.add(b" call last):\nboom\xff", 3.0)
+    tail.add(b" and more", 4.0)
+    assert (before, tail.traceback_at) == (None, 3.0)
+    assert tail.text().endswith("aTraceback (most recent call last):\nboom\ufffd and more")
+    assert len(tail.text()) <= 2 * TAIL_BYTES

@@ -1,0 +1,58 @@
+"""Who sent a SIGKILL, from recorded files of the kernel."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.out_of_memory import OomKills, name_killer, read_oom_kills
+
+V2 = {
+    "proc/self/cgroup": "0::/user.slice/job.scope\n",
+    "proc/vmstat": "nr_free_pages 12\noom_kill 7\nnuma_hit 3\n",
+    "sys/fs/cgroup/user.slice/job.scope/memory.events": "low 0\nhigh 0\nmax 31\noom 2\noom_kill 2\noom_group_kill 0\n",
+}
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/4716a9\n0::/\n",
+    "proc/vmstat": "oom_kill 7\n",
+    "sys/fs/cgroup/memory/docker/4716a9/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+}
+CONTAINER = {
+    "proc/self/cgroup": "4:memory:/process/4716a9\n0::/\n",
+    "proc/vmstat": "oom_kill 0\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+}
+
+
+def record(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "group", "host"), [(V2, 2, 7), (V1, 5, 7), (CONTAINER, 1, 0), ({"proc/vmstat": "x 1\n"}, None, None)]
+)
+def test_counters_are_read(tmp_path: Path, files: dict[str, str], group: int | None, host: int | None) -> None:
+    assert read_oom_kills(record(tmp_path, files)) == OomKills(group=group, host=host)
+
+
+def test_a_system_without_counters_tells_nothing(tmp_path: Path) -> None:
+    assert read_oom_kills(tmp_path) == OomKills(group=None, host=None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ((2, 7), (3, 8), "by the kernel's out-of-memory killer: the memory limit of this control group"),
+        ((2, 7), (2, 8), "probably by the kernel's out-of-memory killer, which was at work on this host"),
+        ((None, 7), (None, 8), "probably by the kernel's"),
+        ((2, 7), (2, 7), "by somebody: the kernel's out-of-memory killer was not at work meanwhile"),
+        ((2, None), (2, None), "by somebody or by the kernel because memory ran out"),
+    ],
+)
+def test_the_killer_is_named(
+    before: tuple[int | None, int | None], after: tuple[int | None, int | None], told: str
+) -> None:
+    readings = [OomKills(group=group, host=host) for group, host in (before, after)]
+    assert name_killer(*readings).startswith(told)
