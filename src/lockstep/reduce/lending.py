@@ -15,7 +15,8 @@ not the next one, then something in it ran a backward of its own. All workers ar
 seen, if it is not the first, fails on all of them alike, whether anything was lent there or not.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import final
@@ -28,17 +29,18 @@ from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, 
 
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
 _GRADIENT = attrgetter("grad")
+_VERSION = attrgetter("_version")
 _NO_TASK = -1
 
 
 def may_be_lent(
-    partial: Collection[nn.Parameter],
+    partial: AbstractSet[nn.Parameter],
     *,
     adds_once: bool,
     is_waiting: bool,
-    sparse: Collection[nn.Parameter],
-    hooked: Collection[nn.Parameter],
-) -> set[nn.Parameter]:
+    sparse: AbstractSet[nn.Parameter],
+    hooked: AbstractSet[nn.Parameter],
+) -> AbstractSet[nn.Parameter]:
     """Return the parameters of a partial that autograd may add to. [Note: what may be lent].
 
     Args:
@@ -50,7 +52,7 @@ def may_be_lent(
     """
     if not adds_once or is_waiting:
         return set()
-    return {parameter for parameter in partial if parameter not in sparse and parameter not in hooked}
+    return partial - (sparse | hooked)
 
 
 @final
@@ -113,11 +115,11 @@ class Lender:
         )
         if not chosen:
             return None
-        self._rest = {parameter: gradient for parameter, gradient in partial.items() if parameter not in chosen}
-        self._lent = {parameter: gradient for parameter, gradient in partial.items() if parameter in chosen}
-        for parameter, gradient in self._lent.items():
+        self._rest = {parameter: partial.pop(parameter) for parameter in partial.keys() - chosen}
+        self._lent = partial
+        for parameter, gradient in partial.items():
             parameter.grad = gradient
-        self._versions = [gradient._version for gradient in self._lent.values()]  # noqa: SLF001 - no public name
+        self._versions = list(map(_VERSION, partial.values()))
         return Merge(gradients=self._rest, lent=chosen)
 
     def take(self) -> tuple[Gradients, int]:
@@ -127,8 +129,8 @@ class Lender:
         self._lent, self._rest = None, {}
         if lent is None:
             return take_gradients(self._parameters, self._sparse), 0
-        versions = zip(lent.values(), self._versions, strict=True)
-        untouched = [gradient for gradient, version in versions if gradient._version == version]  # noqa: SLF001
+        versions = zip(lent.values(), map(_VERSION, lent.values()), self._versions, strict=True)
+        untouched = [gradient for gradient, version, before in versions if version == before]
         with torch.no_grad():
             add_zero(untouched)
         found = take_gradients(self._parameters, self._sparse)
