@@ -1,6 +1,8 @@
 """Who runs which shards in which step, where that may change during a run."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 from lockstep.data.cursor import Cursor
@@ -11,32 +13,50 @@ from lockstep.shards import even_ranges
 class Assignment:
     """The shards of every worker, step by step; the same on every worker.
 
-    A loader asks ahead of time, for it loads ahead. So a change holds from a step on that no worker can have asked for.
+    A loader asks ahead of time, for it loads ahead, and so may the user. So a change holds from a step on that no
+    worker has asked for.
 
     Args:
         world_size: How many workers there are.
         num_shards: Number of shards of the run.
-        num_steps_ahead: How many steps a loader may have asked for beyond the one that is under way.
+
+    Attributes:
+        asked: The furthest step that was asked for here.
 
     Raises:
         ValueError: More workers than shards.
     """
 
-    def __init__(self, world_size: int, num_shards: int, num_steps_ahead: int) -> None:
-        self._num_steps_ahead = num_steps_ahead
+    def __init__(self, world_size: int, num_shards: int) -> None:
+        self.asked = Cursor()
+        self._asking = threading.RLock()
         self._before = self._now = even_ranges(world_size, num_shards)
         self._since = Cursor()
 
     def ranges(self, cursor: Cursor) -> tuple[range, ...]:
         """Return the shards of every worker, in rank order, in the step at `cursor`."""
-        return self._now if cursor >= self._since else self._before
+        with self._asking:
+            self.asked = max(self.asked, cursor)
+            return self._now if cursor >= self._since else self._before
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let other threads that ask wait: what was `asked` stays the furthest within."""
+        with self._asking:
+            yield
 
     def is_changing(self, cursor: Cursor) -> bool:
         """Whether a change is decided that does not hold yet in the step at `cursor`."""
         return cursor < self._since
 
-    def change(self, ranges: Sequence[range], *, after: Cursor) -> None:
-        """Let workers run other shards, from the first step on for which no loader has asked when `after` is over."""
+    def change(self, ranges: Sequence[range], *, after: Cursor, asked: Cursor) -> None:
+        """Let workers run other shards when `after` is over, from the first step beyond `asked` on.
+
+        Args:
+            ranges: The shards of every worker, in rank order.
+            after: The step that is over.
+            asked: The furthest step that any worker has asked for.
+        """
         self._before = self.ranges(after)
         self._now = tuple(ranges)
-        self._since = Cursor(after.epoch, after.step + self._num_steps_ahead + 1)
+        self._since = Cursor(asked.epoch, asked.step + 1)

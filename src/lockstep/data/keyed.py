@@ -3,12 +3,12 @@
 Augmentation draws from torch's, NumPy's and Python's global generators. Were these left to run on, what a sample looks
 like would depend on which process made it and what it made before. So every sample is made in a state derived from
 (seed, epoch, sample), a slice is collated in one derived from its first sample, and the states of the calling process
-are put back afterwards.
+are put back afterwards. Generators that the data set keeps for itself are treated in the same way.
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.data.generators import OwnGenerator, find_generators
 from lockstep.errors import LockstepError
 from lockstep.shards import derive_seed
 
@@ -50,20 +51,29 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[SampleKey]) -> Any:
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
-        with _generators_restored():
+        own = self._find_own()
+        with _generators_restored(own):
             try:
-                samples = [self._make(seed, index) for seed, index in keys]
+                samples = [self._make(seed, index, own) for seed, index in keys]
+                if len(found := self._find_own()) > len(own):  # they were made by the first sample
+                    own = found
+                    samples = [self._make(seed, index, own) for seed, index in keys]
             except LockstepError as error:
                 return FailedSlice(error)
-            _seed(derive_seed("collate", keys[0][0]))
+            _seed(derive_seed("collate", keys[0][0]), own)
             return self._collate(samples)
 
-    def _make(self, seed: int, index: int) -> Any:
-        _seed(seed)
+    def _find_own(self) -> list[OwnGenerator]:
+        return find_generators((self._dataset, self._collate))
+
+    def _make(self, seed: int, index: int, own: Sequence[OwnGenerator]) -> Any:
+        _seed(seed, own)
         return self._dataset[index]
 
 
-def _seed(seed: int) -> None:
+def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
+    for each in own:
+        each.seed(seed)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -72,7 +82,8 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def _generators_restored() -> Iterator[None]:
+def _generators_restored(own: Sequence[OwnGenerator]) -> Iterator[None]:
+    put_back = [each.keep_state() for each in own]
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -84,3 +95,5 @@ def _generators_restored() -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None and numpy_state is not None:
             numpy.random.set_state(numpy_state)
+        for put in put_back:
+            put()

@@ -85,6 +85,8 @@ class ShardedLoader:
         seed: Of the order and of the samples' random states; the same on every worker.
         shuffle: A new order for every epoch; else the order of the data set.
         num_workers: Data-loading processes of each worker, as in `torch.utils.data.DataLoader`.
+        persistent_workers: Keep these processes for the next epoch, which begins sooner then. They keep the data set as
+            it was when they began: what is changed in it between two epochs, as by a `set_epoch`, they do not see.
         collate_fn: Makes a batch of a list of samples; torch's default when None.
         pin_memory: Put batches into pinned memory, for GPUs.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
@@ -104,6 +106,7 @@ class ShardedLoader:
         seed: int = 0,
         shuffle: bool = True,
         num_workers: int = 0,
+        persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         world: World | None = None,
@@ -120,9 +123,10 @@ class ShardedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._rank = world.rank
-        self._make_assignment = partial(Assignment, world.world_size, num_shards, _PREFETCH_FACTOR * num_workers + 1)
+        self._make_assignment = partial(Assignment, world.world_size, num_shards)
         self._assignment = self._make_assignment()
         self._num_workers = num_workers
+        self._keeps_processes = persistent_workers and num_workers > 0
         self._pin_memory = pin_memory
         self._length = partial(_length_of, dataset)
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
@@ -184,7 +188,7 @@ class ShardedLoader:
 
     @contextmanager
     def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
-        """Load the slices with these keys, in loading processes that live on for the next epoch if there are any.
+        """Load the slices with these keys, in loading processes if there are any.
 
         An epoch that begins while another is under way gets processes of its own.
         """
@@ -193,7 +197,7 @@ class ShardedLoader:
             return
         self._is_iterating = True
         try:
-            if self._num_workers == 0:
+            if not self._keeps_processes:
                 yield iter(self._make_loader(_Plan(keys), persistent=False))
                 return
             if self._processes is None:

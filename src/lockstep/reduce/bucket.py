@@ -227,7 +227,9 @@ class DenseBucket:
         buffer: Its memory.
         presence: How many ranks had each gradient: written before a reduction, read after it. [Note: presence]
         as_view: Whether `.grad` should be a view, as torch understands it.
-        takes_sparse: Whether a sparse gradient becomes dense, or is an error.
+        of_shards: Whether ranks run several shards each. Then sparse gradients become dense instead of being an error,
+            and what `.grad` holds before a backward is this step's: a partial that was lent, or what the loss function
+            put there.
         allocate: Returns a tensor like `buffer`, of zeros.
 
     Attributes:
@@ -243,7 +245,7 @@ class DenseBucket:
         *,
         as_view: bool,
         allocate: Callable[[], Tensor],
-        takes_sparse: bool = False,
+        of_shards: bool = False,
     ) -> None:
         self._buffer = buffer
         self._gradients = buffer[: plan.num_gradient_elements]
@@ -252,12 +254,11 @@ class DenseBucket:
         for slot in plan.slots:
             trained = parameters[slot.parameter]
             flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
-            self.slots.append(
-                Slot(trained.spec.name, trained.parameter, flat, as_view=as_view, takes_sparse=takes_sparse)
-            )
+            self.slots.append(Slot(trained.spec.name, trained.parameter, flat, as_view=as_view, takes_sparse=of_shards))
         self._offsets = [slot.offset for slot in plan.slots]
         self._parameters = [slot.parameter for slot in self.slots]
         self._as_view = as_view
+        self._of_shards = of_shards
         self._allocate = allocate
         self._parts = [buffer, self._gradients, presence, *(slot.flat for slot in self.slots)]
         self._storage = buffer.untyped_storage()
@@ -296,7 +297,7 @@ class DenseBucket:
             return
         if torch._C._storage_Use_Count(self._storage._cdata) > self._num_holders:  # noqa: SLF001
             self._leave_to_others()
-        if all(map(is_, map(_GRADIENT, self._parameters), repeat(None))):
+        if self._of_shards or all(map(is_, map(_GRADIENT, self._parameters), repeat(None))):
             return
         self._elsewhere += [slot for slot in self.slots if slot.look_elsewhere()]
 
@@ -415,7 +416,7 @@ class DenseBucket:
                 # What was accumulated under no_sync counts as had, unless it was cleared since.
                 slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
                 slot.fill_in()
-                if not slot.is_unsynced:
+                if not slot.is_unsynced and not (self._of_shards and slot.kept is not None):
                     self.presence[index] = 0
 
 

@@ -36,7 +36,7 @@ def empty_layout() -> Layout:
 
 
 def lay_out(
-    plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool, takes_sparse: bool = False
+    plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool, of_shards: bool = False
 ) -> Layout:
     """Allocate the buckets of a plan (local).
 
@@ -45,7 +45,7 @@ def lay_out(
         trained: The parameters that it was made for.
         group: The group that will reduce them, which may have memory of its own for that.
         as_view: Whether `.grad` should be a view, as torch understands it.
-        takes_sparse: Whether a sparse gradient that arrives in a dense bucket becomes dense, or is an error.
+        of_shards: Whether ranks run several shards each; see `DenseBucket`.
     """
     num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
     extra = None
@@ -77,7 +77,7 @@ def lay_out(
                     presence,
                     as_view=as_view,
                     allocate=allocate,
-                    takes_sparse=takes_sparse,
+                    of_shards=of_shards,
                 )
             )
     if extra is not None:

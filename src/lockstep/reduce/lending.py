@@ -1,21 +1,58 @@
 """Letting autograd add a shard's gradients to a partial. [Note: lent partials] in `lockstep.reduce.partials`.
 
+[Note: what may be lent] A partial may be what `.grad` holds during a backward if that gives the sums of the tree, and
+if nobody sees it who expects the gradient of one shard. `may_be_lent` asks for both:
+
+- A backward runs another one inside, as a reentrant checkpoint does: parameters may get their gradients in several
+  additions. In the first step nothing is lent; whether any worker had such backwards in any step decides for all that
+  follow. ([Note: a backward inside a backward])
+- A loss function runs a backward of its own before it returns: its gradients wait in `.grad` for those of the loss.
+- A sparse gradient whose indices repeat is added in several additions.
+- A hook of the user's, run after accumulation, is to see one shard's gradient.
+
 [Note: a backward inside a backward] Autograd numbers the graph tasks of a process. If the number after a backward is
-not the next one, then something in it ran a backward of its own, and parameters may have got their gradients in several
-additions. In the first step nothing is lent; whether it had such backwards decides for all that follow. A model that
-begins with them later is refused.
+not the next one, then something in it ran a backward of its own. All workers are told; the step in which that is first
+seen, if it is not the first, fails on all of them alike, whether anything was lent there or not.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.reduce.model import TrainedParameter
-from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, take_gradients
+from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, separate, take_gradients
 
 _current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
+_GRADIENT = attrgetter("grad")
+_VERSION = attrgetter("_version")
+_NO_TASK = -1
+
+
+def may_be_lent(
+    partial: AbstractSet[nn.Parameter],
+    *,
+    adds_once: bool,
+    is_waiting: bool,
+    sparse: AbstractSet[nn.Parameter],
+    hooked: AbstractSet[nn.Parameter],
+) -> AbstractSet[nn.Parameter]:
+    """Return the parameters of a partial that autograd may add to. [Note: what may be lent].
+
+    Args:
+        partial: The parameters that it has gradients of.
+        adds_once: Whether backwards are known to run no others inside.
+        is_waiting: Whether gradients wait in `.grad` before the backward.
+        sparse: Parameters that have had a sparse gradient.
+        hooked: Parameters whose gradients others look at.
+    """
+    if not adds_once or is_waiting:
+        return set()
+    return partial - (sparse | hooked)
 
 
 @final
@@ -26,79 +63,90 @@ class Lender:
         trained: The parameters that are trained.
 
     Attributes:
-        is_in_order: False once a backward has run another inside, which none of the first step did.
+        hooked: Parameters whose gradients others look at.
+        ran_inner: Whether a backward of this step has run another inside.
     """
 
     def __init__(self, trained: Sequence[TrainedParameter]) -> None:
         self._parameters = [each.parameter for each in trained]
-        self.is_in_order = True
-        self._is_learning = True
-        self._can_lend = True
+        self.hooked: set[nn.Parameter] = set()
+        self.ran_inner = False
+        self._adds_once = False
         self._sparse = {each.parameter for each in trained if each.spec.is_sparse}
-        self._task = 0
+        self._task = _NO_TASK
+        self._is_waiting = False
         self._lent: Gradients | None = None
         self._rest: Gradients = {}
         self._versions: list[int] = []
         self._probe = _Probe()
 
-    @property
-    def lends(self) -> bool:
-        """Whether partials may be lent."""
-        return self._can_lend and not self._is_learning
+    def begin_step(self) -> None:
+        """Forget a step that may have ended in the middle of a backward."""
+        self.ran_inner = False
+        self._task = _NO_TASK
+        self._lent, self._rest, self._versions = None, {}, []
 
-    def end_step(self) -> None:
-        """Note that a step is over."""
-        self._is_learning = False
+    def trust(self, *, adds_once: bool) -> None:
+        """Take in what all workers' backwards have shown: whether they run no others inside."""
+        self._adds_once = adds_once
 
     def watch(self, loss: Tensor) -> None:
         """See what the backward from `loss` does."""
         loss.register_hook(self._note_task)
+        self._is_waiting = any(map(is_not, map(_GRADIENT, self._parameters), repeat(None)))
+        if self._is_waiting:
+            waiting = {each: each.grad for each in self._parameters if each.grad is not None}
+            separate(waiting)  # they are added to in place now
+            for parameter, gradient in waiting.items():
+                parameter.grad = gradient
 
-    def lend(self, partial: Gradients) -> Merge:
-        """Let `.grad` be what the gradients to come are to be added to.
+    def lend(self, partial: Gradients) -> Merge | None:
+        """Let `.grad` be what the gradients to come are to be added to, if anything may be lent.
 
         Returns:
-            What is left to be added, where the gradients go to buckets.
+            What is left to be added, where the gradients go to buckets; None if nothing was lent.
         """
-        # Adding a sparse gradient whose indices repeat is several additions.
-        self._rest = {parameter: partial.pop(parameter) for parameter in self._sparse & partial.keys()}
+        chosen = may_be_lent(
+            partial.keys(),
+            adds_once=self._adds_once,
+            is_waiting=self._is_waiting,
+            sparse=self._sparse,
+            hooked=self.hooked,
+        )
+        if not chosen:
+            return None
+        self._rest = {parameter: partial.pop(parameter) for parameter in partial.keys() - chosen}
         self._lent = partial
         for parameter, gradient in partial.items():
             parameter.grad = gradient
-        self._versions = [gradient._version for gradient in partial.values()]  # noqa: SLF001 - no public name
-        return Merge(gradients=self._rest, lent=frozenset(partial))
+        self._versions = list(map(_VERSION, partial.values()))
+        return Merge(gradients=self._rest, lent=chosen)
 
     def take(self) -> tuple[Gradients, int]:
         """Return the gradients of a shard whose backward is over, and to how many partials they were added."""
         self._learn()
-        lent, self._lent = self._lent, None
+        lent, rest = self._lent, self._rest
+        self._lent, self._rest = None, {}
         if lent is None:
-            return take_gradients(self._parameters), 0
-        versions = zip(lent.values(), self._versions, strict=True)
-        untouched = [gradient for gradient, version in versions if gradient._version == version]  # noqa: SLF001
+            return take_gradients(self._parameters, self._sparse), 0
+        versions = zip(lent.values(), map(_VERSION, lent.values()), self._versions, strict=True)
+        untouched = [gradient for gradient, version, before in versions if version == before]
         with torch.no_grad():
             add_zero(untouched)
-        found = take_gradients(self._parameters)
+        found = take_gradients(self._parameters, self._sparse)
         summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in lent.items()}
-        return {**summed, **add_gradients(self._rest, found)}, 1
+        return {**summed, **add_gradients(rest, found)}, 1
 
     def forget(self) -> None:
         """End a shard whose gradients have gone to buckets."""
-        self._lent = None
+        self._lent, self._rest = None, {}
         self._learn()
 
     def _learn(self) -> None:
-        """Look at a backward that is over: whether it gave sparse gradients, or ran others inside."""
-        task, self._task = self._task, 0
-        if self._is_learning:
-            found = (parameter for parameter in self._parameters if parameter.grad is not None)
-            self._sparse.update(parameter for parameter in found if parameter.grad.is_sparse)  # type: ignore[union-attr]
-        if not task or not self._can_lend or self._probe.next_task() == task + 1:
-            return
-        if self._is_learning:
-            self._can_lend = False
-        else:
-            self.is_in_order = False
+        """See whether a backward that is over ran others inside."""
+        task, self._task = self._task, _NO_TASK
+        if task != _NO_TASK and not self.ran_inner and self._probe.next_task() != task + 1:
+            self.ran_inner = True
 
     def _note_task(self, _gradient: Tensor) -> None:
         self._task = _current_task()

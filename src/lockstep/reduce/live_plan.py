@@ -250,5 +250,5 @@ class LivePlan:
             self._model.trained,
             self._group,
             as_view=self._options.as_view,
-            takes_sparse=self._options.num_shards is not None,
+            of_shards=self._options.num_shards is not None,
         )

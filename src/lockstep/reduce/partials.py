@@ -9,13 +9,15 @@ of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
 [Note: lent partials] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while its
 backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie in
 fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
-once to each parameter. A reentrant checkpoint runs a backward inside the backward and makes it several;
-`lockstep.reduce.lending` sees to that.
+once to each parameter; when it does so is asked in `lockstep.reduce.lending`.
+
+[Note: gradients in one memory] Where two parameters are added through views, `position[None] + kind[None]`, autograd
+gives both the same memory as gradient. What is done in place to one would be done to the other, and so to each twice.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +81,39 @@ class Partials:
         self.kept, self.merged = [], []
 
 
-def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """Take the gradients away from parameters that have one; sparse ones become dense."""
+def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter] | None = None) -> Gradients:
+    """Take the gradients away from parameters that have one; all become dense, and have memory of their own.
+
+    Args:
+        parameters: Whose gradients.
+        sparse: Gets those of them whose gradient was sparse.
+    """
     taken: Gradients = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             parameter.grad = None
+            if sparse is not None and gradient.is_sparse:
+                sparse.add(parameter)
             taken[parameter] = as_dense(gradient)
+    gradient = None  # its memory is asked for its users
+    separate(taken)
     return taken
+
+
+def separate(gradients: Gradients) -> None:
+    """Give each dense gradient memory of its own. [Note: gradients in one memory]."""
+    for parameter, gradient in gradients.items():
+        if not gradient.is_sparse and _count_users(gradient) > _USERS_OF_OWN_MEMORY:
+            gradients[parameter] = gradient.clone()
+
+
+def _count_users(tensor: Tensor) -> int:
+    """Return how many tensors and Python objects hold the memory of a tensor."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - no public name
+
+
+_USERS_OF_OWN_MEMORY: Final = _count_users(torch.empty(1))
 
 
 def as_dense(gradient: Tensor) -> Tensor:

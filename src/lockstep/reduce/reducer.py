@@ -93,13 +93,14 @@ class Reducer:
 
     Attributes:
         synchronizes: False while gradients should only accumulate locally; looked at when a graph is marked and when
-            its gradients arrive.
+            its gradients arrive. Where ranks run several shards each it is True for one backward, when its owner says
+            so: a backward between two steps is nobody else's business.
         num_reductions: How many reductions were completed.
     """
 
     def __init__(self, model: TrainedModel, world: World, options: ReducerOptions) -> None:
         assert world.group is not None
-        self.synchronizes = True
+        self.synchronizes = options.num_shards is None
         self.num_reductions = 0
         self._group = world.group
         self._world = world
@@ -220,6 +221,14 @@ class Reducer:
                 gradients to come.
         """
         self._exchange.partials, self._exchange.nodes = partials, nodes
+
+    def wait_for_ends(self) -> None:
+        """Send nothing before the end of a backward from now on. [Note: the end of a backward]."""
+        self._always_waits = self._has_inner_tasks = True
+
+    def listen_last(self) -> None:
+        """See each gradient after all other hooks that the parameters have by now (local; between two backwards)."""
+        self._listen()
 
     def fail(self) -> None:
         """Take part in a reduction to which this rank has nothing to give, so that all get an error (collective)."""
@@ -421,7 +430,7 @@ class Reducer:
             error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
             raise
         finally:
-            self._reset()
+            self._disarm()
         if notes is not None:
             self._heed(notes)
 
@@ -431,7 +440,12 @@ class Reducer:
             self._exchange.complete(Note(has_failed=True))
             self._plan.learn_order()
         finally:
-            self._reset()
+            self._disarm()
+
+    def _disarm(self) -> None:
+        self._reset()
+        if self._accumulates_apart:
+            self.synchronizes = False
 
     def _heed(self, notes: Notes) -> None:
         if notes.num_failed > 0:

@@ -12,6 +12,7 @@ A worker that is alone has the whole tree in its stack, and sends nothing.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import final
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.shards import Turn, held_nodes, plan_turns
+
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 @final
@@ -45,14 +48,26 @@ class ShardReducer:
         self._last = Turn(-1, 0)
         self._num_reductions = 0
         self._on_last_gradient: Callable[[], None] = _do_nothing
+        self._parameters = [each.parameter for each in model.trained]
+        self._hooks: list[tuple[int, ...]] = []
         self._reducer: Reducer | None = None
         if world.group is not None and world.world_size > 1:
-            self._reducer = Reducer(model, world, ReducerOptions(limits=limits, average=False, num_shards=num_shards))
+            options = ReducerOptions(limits=limits, average=False, as_view=False, num_shards=num_shards)
+            self._reducer = Reducer(model, world, options)
 
     @property
-    def is_in_order(self) -> bool:
-        """Whether all gradients so far were added in the order of the tree."""
-        return self._lender.is_in_order
+    def ran_inner(self) -> bool:
+        """Whether a backward of the last step ran another one inside here."""
+        return self._lender.ran_inner
+
+    def trust(self, *, adds_once: bool) -> None:
+        """Take in what all workers' backwards have shown: whether they run no others inside (local).
+
+        Until then, and if they do, each shard's gradients are taken whole before they are added.
+        """
+        self._lender.trust(adds_once=adds_once)
+        if self._reducer is not None and not adds_once:
+            self._reducer.wait_for_ends()
 
     def on_last_gradient(self, call: Callable[[], None]) -> None:
         """Call `call` when the gradients of a worker's last shard are computed, before the wait for others (local)."""
@@ -69,6 +84,8 @@ class ShardReducer:
         turns = plan_turns(ranges[self._world.rank], self._num_shards)
         self._last = turns[-1]
         self._partials = Partials()
+        self._lender.begin_step()
+        self._look_at_hooks()
         if self._reducer is not None:
             self._reducer.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
@@ -79,8 +96,10 @@ class ShardReducer:
         """Mark where the backward of a turn begins (local)."""
         self._lender.watch(loss)
         lent = None
-        if turn.num_sums and self._lender.lends:
-            lent = self._lender.lend(self._partials.kept.pop())
+        if turn.num_sums:
+            lent = self._lender.lend(self._partials.kept[-1])
+        if lent is not None:
+            self._partials.kept.pop()
         if self._reducer is None:
             return
         if turn == self._last:
@@ -97,7 +116,6 @@ class ShardReducer:
                 self._on_last_gradient()
                 for parameter, gradient in self._partials.kept.pop().items():
                     parameter.grad = gradient
-                self._lender.end_step()
             return
         self._lender.forget()
         if self._reducer.num_reductions == self._num_reductions:  # no backward, or one without gradients
@@ -106,10 +124,11 @@ class ShardReducer:
                 self._reducer.synchronizes = True
             self._reducer.reduce_without_backward()
         self._partials.clear()
-        self._lender.end_step()
 
     def fail(self) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective)."""
+        self._partials.clear()
+        self._lender.begin_step()
         if self._reducer is not None:
             self._reducer.fail()
 
@@ -117,6 +136,21 @@ class ShardReducer:
         """Reduce no more (local)."""
         if self._reducer is not None:
             self._reducer.close()
+
+    def _look_at_hooks(self) -> None:
+        """See which gradients others look at after accumulation; they are to have done so before one is taken."""
+        found = self._list_hooks()
+        if found == self._hooks:
+            return
+        if self._reducer is not None:
+            self._reducer.listen_last()
+        self._hooks = self._list_hooks()
+        num_own = int(self._reducer is not None)
+        with_hooks = zip(self._parameters, self._hooks, strict=True)
+        self._lender.hooked = {parameter for parameter, hooks in with_hooks if len(hooks) > num_own}
+
+    def _list_hooks(self) -> list[tuple[int, ...]]:
+        return [tuple(hooks or ()) for hooks in map(_HOOKS, self._parameters)]
 
 
 def _do_nothing() -> None:

@@ -2,7 +2,8 @@
 
 [Note: who decides] Every worker measures itself, all hear all measurements with the losses of a step, and each draws
 the same conclusion from the same numbers; nobody has to tell it to the others. What is decided holds from the step on
-for which nobody has begun to load data.
+that nobody's loader was asked for yet, be it by its loading processes or by a prefetcher of the user's: how far that is
+all hear as well, and no loader goes on between the telling and the decision.
 """
 
 import time
@@ -13,7 +14,7 @@ from typing import final
 
 import torch
 
-from lockstep.data import ShardedBatch
+from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards.balance import balance_ranges
 
 _NUM_STEPS = 5
@@ -77,12 +78,13 @@ class Balancer:
         self._measured: deque[Sequence[float]] = deque(maxlen=_NUM_STEPS)
         self._valid_from: tuple[int, int] = (0, 0)
 
-    def note(self, batch: ShardedBatch, seconds: Sequence[float]) -> None:
+    def note(self, batch: ShardedBatch, seconds: Sequence[float], asked: Cursor) -> None:
         """Take in what the workers measured in the step of `batch`, and move shards if that pays.
 
         Args:
             batch: Its step is over.
             seconds: Per shard, for each worker; 0 where it was not measured.
+            asked: The furthest step that any worker's loader was asked for.
         """
         if min(seconds) <= 0 or batch.assignment.is_changing(batch.cursor):
             return
@@ -92,5 +94,5 @@ class Balancer:
         typical = [median(column) for column in zip(*self._measured, strict=True)]
         ranges = balance_ranges(typical, batch.ranges, min_gain=_MIN_GAIN)
         if ranges != batch.ranges:
-            batch.assignment.change(ranges, after=batch.cursor)
+            batch.assignment.change(ranges, after=batch.cursor, asked=asked)
             self._measured.clear()

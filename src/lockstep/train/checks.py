@@ -14,7 +14,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
     Raises:
         TypeError: Not a module, or one that is wrapped for data parallelism.
-        ValueError: Nothing to train, or on several devices.
+        ValueError: Nothing to train, or gradients of another dtype than their parameter's.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
@@ -27,6 +27,14 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    for name, parameter in parameters:
+        dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+        if dtype != parameter.dtype:
+            raise ValueError(
+                f"Parameter {name} is of {parameter.dtype} and its grad_dtype is {dtype or 'left open'}, expected the "
+                "same: a gradient is added up over the workers in the dtype of its parameter. Leave grad_dtype alone, "
+                "or keep the parameter itself in the wider dtype and compute under torch.autocast."
+            )
     return parameters
 
 

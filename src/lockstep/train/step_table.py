@@ -1,7 +1,7 @@
 """What the workers tell each other once per step besides gradients: losses, and where each of them stands.
 
     row s < num_shards       loss * weight of shard s, its weight
-    row num_shards + r       of worker r: epoch, step, a number for its loader, seconds per shard, 1 if out of order
+    row num_shards + r       of worker r: epoch, step, a number for its loader, and what its `Standing` holds
 
 A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
 conclusions from the same numbers.
@@ -17,10 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import World
-from lockstep.data import ShardedBatch
+from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 5
+_NUM_COLUMNS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What one worker tells of a step besides losses."""
+
+    seconds: float
+    """How long a shard took; 0 where it was not measured."""
+    asked: Cursor
+    """The furthest step that its loader was asked for."""
+    ran_inner: bool
+    """Whether a backward has run another inside."""
+    written: int
+    """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
+    has_new_layout: bool
+    """Whether the model has other buffers than when the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +49,8 @@ class StepSums:
     """Of every shard."""
     places: tuple[tuple[float, ...], ...]
     """Of every worker: what tells its batch from another."""
-    seconds: tuple[float, ...]
-    """Of every worker: how long a shard takes there; 0 where it was not measured."""
-    out_of_order: tuple[int, ...]
-    """Workers that may have added gradients in another order than that of the tree."""
+    standings: tuple[Standing, ...]
+    """Of every worker."""
 
     @property
     def loss(self) -> float:
@@ -69,16 +83,15 @@ class StepTable:
         self._rows[shard, 0] = loss.detach().double() * weight
         self._rows[shard, 1] = weight
 
-    def share(self, batch: ShardedBatch, seconds: float, *, is_in_order: bool) -> StepSums:
+    def share(self, batch: ShardedBatch, standing: Standing) -> StepSums:
         """Return what all workers noted (collective).
 
         Args:
             batch: The batch of this worker.
-            seconds: How long a shard took here; 0 where it was not measured.
-            is_in_order: Whether gradients were added in the order of the tree here.
+            standing: What else it tells.
         """
         place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
-        mine = torch.tensor([*place, seconds, not is_in_order], dtype=torch.float64)
+        mine = torch.tensor([*place, *_to_numbers(standing)], dtype=torch.float64)
         self._rows[self._num_shards + self._world.rank] = mine.to(self._rows.device)
         if self._world.group is not None:
             dist.all_reduce(self._rows, group=self._world.group)
@@ -88,9 +101,24 @@ class StepTable:
             losses=tuple(row[0] for row in shards),
             weights=tuple(row[1] for row in shards),
             places=tuple(tuple(row[:3]) for row in workers),
-            seconds=tuple(row[3] for row in workers),
-            out_of_order=tuple(rank for rank, row in enumerate(workers) if row[4]),
+            standings=tuple(_from_numbers(row[3:]) for row in workers),
         )
+
+
+def _to_numbers(standing: Standing) -> tuple[float, ...]:
+    asked = standing.asked
+    return standing.seconds, asked.epoch, asked.step, standing.ran_inner, standing.written, standing.has_new_layout
+
+
+def _from_numbers(numbers: Sequence[float]) -> Standing:
+    seconds, epoch, step, ran_inner, written, has_new_layout = numbers
+    return Standing(
+        seconds=seconds,
+        asked=Cursor(int(epoch), int(step)),
+        ran_inner=bool(ran_inner),
+        written=int(written),
+        has_new_layout=bool(has_new_layout),
+    )
 
 
 def _add(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ cursor -> batch of the loader -> for each shard of this worker, largest subtree 
                                      forward -> loss * weight -> backward     gradients add up in tree order
           last shard's backward -> reduction over the workers                 (overlaps with that backward)
           losses and weights of all shards, told to all                       a loss that is not finite stops all alike
+          seed from (seed, epoch, step)                                       for whoever draws until the next step
           gradients / summed weight -> clip -> optimizer.step -> cursor + 1
 """
 
@@ -36,12 +37,13 @@ from lockstep.errors import (
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
 from lockstep.shards import Turn, derive_seed, shard_range
 from lockstep.train.balance import Balancer, Stopwatch
-from lockstep.train.buffers import BuffersOfShard0
+from lockstep.train.buffers import BuffersOfShard0, without_repeats
 from lockstep.train.checks import check_batchnorm, check_fingerprints, check_model, check_optimizer
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
-from lockstep.train.step_table import StepSums, StepTable
+from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
+from lockstep.train.step_table import Standing, StepSums, StepTable
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 """`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
@@ -85,7 +87,11 @@ class Trainer:
 
     For a fixed seed, data, number of shards and number of threads per worker, parameters and buffers have the same bits
     after every step on any number of workers: gradients are added in the order of a tree over shards ([Note: reduction
-    order] in `lockstep.shards.tree`), and all that is random follows from (seed, epoch, step, shard).
+    order] in `lockstep.shards.tree`), and all that is random follows from (seed, epoch, step, shard), or for the
+    optimizer and whatever else draws between two steps, from (seed, epoch, step).
+
+    State that a forward leaves behind belongs in buffers, of which every shard of a step sees the same and shard 0's
+    are kept; a forward that writes parameters is refused.
 
     Constructing is collective: each worker must, with the same model and arguments. Rank 0's parameters and buffers
     become everybody's.
@@ -114,8 +120,8 @@ class Trainer:
     Raises:
         ParameterMismatchError: Workers have different models.
         TypeError: The model is wrapped already.
-        ValueError: More workers than shards, nothing to train, an optimizer of parameters that are not the model's, or
-            a SyncBatchNorm where workers run several shards.
+        ValueError: More workers than shards, nothing to train, gradients of another dtype than their parameter's, an
+            optimizer of parameters that are not the model's, or a SyncBatchNorm where workers run several shards.
     """
 
     def __init__(
@@ -163,24 +169,28 @@ class Trainer:
         self._trained = TrainedModel(model)
         if self.world.group is not None:
             check_same_model(self._trained, self.world)
-            broadcast_tensors(self._trained.tensors(), self.world.group)
+            broadcast_tensors(list(map(without_repeats, self._trained.tensors())), self.world.group)
         self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
+        self._buffers = BuffersOfShard0(model, self.world, self._device)
+        self._watch = ParameterWatch(model)
+        self._is_first = True
+        self._has_inner_backwards = False
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
 
         The model stays in the mode in which it is, training mode unless you changed it. The global generators of
-        Python, NumPy and torch are seeded anew for each shard. An error on one worker is an error on all; no parameter
-        was changed then.
+        Python, NumPy and torch are seeded anew for each shard, and once more before the update, alike on every worker.
+        An error on one worker is an error on all; no parameter was changed then.
 
         Raises:
-            LossError: The loss is not a scalar or not finite, or the summed weight is not positive.
+            LossError: The loss is not a scalar or not finite, or the summed weight is not positive; or the model writes
+                its parameters, or begins to use reentrant checkpoints after its first step.
             ReductionError: Another worker has raised an error in this step.
             ValueError: The batch was cut into another number of shards, is of another loader or another step than the
                 other workers', or is not where a restored run stands; or the model was changed between steps.
         """
-        before = self._copy_buffers() if self._skips_nonfinite else {}
         table = StepTable(self.world, self.num_shards, self._device)
         try:
             self._check_batch(batch)
@@ -193,21 +203,24 @@ class Trainer:
             with suppress(LockstepError):  # what the others say to that is not the cause
                 self._gradients.fail()
             raise
-        self._share_buffers()
-        seconds = self._stopwatch.seconds_per_shard()
-        sums = table.share(batch, seconds, is_in_order=self._gradients.is_in_order)
-        _check_order(sums, batch)
-        self._check_places(sums)
+        with batch.assignment.held():
+            sums = table.share(batch, self._stand(batch))
+            self._check_places(sums)
+            if self._balancer is not None:
+                seconds, asked = zip(*((each.seconds, each.asked) for each in sums.standings), strict=True)
+                self._balancer.note(batch, seconds, max(asked))
+        self._buffers.share(is_new_layout=sums.standings[0].has_new_layout)
+        reseed_generators(derive_seed("update", self.seed, batch.cursor.epoch, batch.cursor.step))
+        self._check_written(sums, batch)
+        self._check_order(sums, batch)
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
         if problem:
             if not self._skips_nonfinite:
                 raise LossError(f"{problem} No parameter was changed.")
             warnings.warn(f"{problem} The step is skipped on every worker.", stacklevel=2)
-            self._restore_buffers(before)
+            self._buffers.go_back()
         if self.scheduler is not None:
             self.scheduler.step()
-        if self._balancer is not None:
-            self._balancer.note(batch, sums.seconds)
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self._source, self._is_restored = batch.source, False
@@ -231,11 +244,14 @@ class Trainer:
             what its `compute` returns, on the CPU.
         """
         batches = loader.epoch(0)
-        with evaluation_mode(self.model):
-            if is_torchmetrics(metric):
-                return update_in_order(metric, batches, self._predict, self.world)
-            slices = ((batch, part) for batch in batches for part in batch.slices)
-            return sum_by_shard(slices, lambda batch, part: self._measure(metric, batch, part), self.world)
+        try:
+            with evaluation_mode(self.model):
+                if is_torchmetrics(metric):
+                    return update_in_order(metric, batches, self._predict, self.world)
+                slices = ((batch, part) for batch in batches for part in batch.slices)
+                return sum_by_shard(slices, lambda batch, part: self._measure(metric, batch, part), self.world)
+        finally:  # what a worker has drawn depends on which shards it ran
+            reseed_generators(derive_seed("evaluated", self.seed, self.cursor.epoch, self.cursor.step))
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
@@ -354,14 +370,19 @@ class Trainer:
         """Run forward and backward of this worker's shards, and reduce (collective)."""
         slices = {part.shard: part for part in batch.slices}
         turns = self._gradients.begin(batch.ranges)
-        buffers = BuffersOfShard0(self.model, num_slices=len(turns))
+        self._buffers.begin(num_slices=len(turns), may_go_back=self._skips_nonfinite)
+        if self.num_shards > 1:
+            self._watch.begin()
+        attributes = plain_attributes(self.model) if self._is_first and self.world.rank == 0 else {}
         self._stopwatch.start()
         for number, turn in enumerate(turns, start=1):
             is_last = number == len(turns)
             if turn.shard in slices:
                 self._run_shard(batch, slices[turn.shard], turn, table)
             self._gradients.end(turn)
-            buffers.after(turn.shard, is_last=is_last)
+            self._buffers.after(turn.shard, is_last=is_last)
+            if number == 1 and attributes:
+                warn_of_counters(attributes, plain_attributes(self.model))
             if not is_last:  # the end of the last one waits for others
                 self._stopwatch.lap(number)
 
@@ -397,21 +418,47 @@ class Trainer:
     def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
         reseed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
 
-    def _share_buffers(self) -> None:
-        """Give every worker shard 0's buffers, which rank 0 has. [Note: buffers of shard 0]."""
-        buffers = list(self.model.buffers())  # listed anew: a forward may put another tensor in a buffer's place
-        if self.world.group is not None and buffers:
-            broadcast_tensors(buffers, self.world.group)
-
-    def _copy_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-
-    def _restore_buffers(self, before: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.model.named_buffers():
-            if name in before:
-                buffer.data.copy_(before[name])
-
     # -- After the reduction -------------------------------------------------------------------------------------------
+
+    def _stand(self, batch: ShardedBatch) -> Standing:
+        return Standing(
+            seconds=self._stopwatch.seconds_per_shard(),
+            asked=batch.assignment.asked,
+            ran_inner=self._gradients.ran_inner,
+            written=self._watch.find_written() if self.num_shards > 1 else 0,
+            has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout,
+        )
+
+    def _check_written(self, sums: StepSums, batch: ShardedBatch) -> None:
+        rank, number = next(((rank, each.written) for rank, each in enumerate(sums.standings) if each.written), (0, 0))
+        if number:
+            raise LossError(
+                f"Parameter {self._watch.names[number - 1]} was written on rank {rank} while the shards of "
+                f"{_place(batch)} ran, by a forward, the loss function or a hook. Each worker runs other shards, so "
+                "the weights would depend on the number of workers. Keep an average of the weights in buffers, or "
+                "update it between two steps; do without max_norm in an embedding. The optimizer has changed nothing "
+                "in this step."
+            )
+
+    def _check_order(self, sums: StepSums, batch: ShardedBatch) -> None:
+        """Take in whether a backward has run another inside.
+
+        [Note: a backward inside a backward] in `lockstep.reduce.lending`.
+        """
+        rank = next((rank for rank, each in enumerate(sums.standings) if each.ran_inner), None)
+        is_new = rank is not None and not self._has_inner_backwards
+        is_late = is_new and not self._is_first
+        self._is_first = False
+        self._has_inner_backwards |= is_new
+        self._gradients.trust(adds_once=not self._has_inner_backwards)
+        if is_late:
+            raise LossError(
+                f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
+                f"does, at {_place(batch)}; in no step before has one. Depending on the number of workers, gradients "
+                "may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
+                "changed."
+            )
 
     def _check_places(self, sums: StepSums) -> None:
         odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
@@ -485,16 +532,6 @@ class Trainer:
 
 def _place(batch: ShardedBatch) -> str:
     return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
-
-
-def _check_order(sums: StepSums, batch: ShardedBatch) -> None:
-    if sums.out_of_order:
-        raise LossError(
-            f"The backward of a loss on rank {sums.out_of_order[0]} has run another backward inside, as a reentrant "
-            f"checkpoint does, at {_place(batch)}; in its first step none did. So gradients may have been added in "
-            "another order than on another number of workers. Use torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False), or checkpoint from the first step on. No parameter was changed."
-        )
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -108,7 +108,7 @@ def test_an_abandoned_epoch_does_not_leak_into_the_next() -> None:
 @pytest.mark.parametrize("is_abandoned", [True, False])
 def test_a_loader_that_is_dropped_ends_its_processes(is_abandoned: bool) -> None:
     before = set(multiprocessing.active_children())
-    whole: ShardedLoader | None = loader(num_workers=1)
+    whole: ShardedLoader | None = loader(num_workers=1, persistent_workers=not is_abandoned)
     epoch = whole.epoch(0)
     next(epoch)
     if not is_abandoned:
@@ -165,6 +165,83 @@ def test_loading_leaves_the_callers_generators_alone() -> None:
     np.random.seed(1)  # noqa: NPY002
     list(loader().epoch(0))
     assert draw() == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_changed_in_a_data_set_between_epochs_is_seen(num_workers: int) -> None:
+    # Loading processes once lived on for the next epoch, with the first one's data set: a `set_epoch` did nothing.
+    class Changing(Dataset[int]):
+        epoch = 0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return self.epoch
+
+    def seen(**options: Any) -> list[int]:
+        data = Changing()
+        values: list[int] = []
+        whole = ShardedLoader(data, batch_size=4, num_shards=1, num_workers=num_workers, **options)
+        for data.epoch in range(2):
+            values += [int(batch.slices[0].data[0]) for batch in whole.epoch(data.epoch)]
+        return values
+
+    assert seen() == [0, 1]
+    assert seen(persistent_workers=True) == ([0, 0] if num_workers else [0, 1])
+
+
+GLOBAL_GENERATOR = np.random.default_rng(0)
+
+
+class OwnNoise(Dataset[Any]):
+    """Samples with noise from generators of its own; one is made when it is first needed."""
+
+    def __init__(self) -> None:
+        noise = random.Random(0)
+        self.transforms: list[Any] = [lambda value: value + noise.random(), Shift(np.random.RandomState(0))]
+        self.generator = torch.Generator()
+        self.late: Any = None
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if self.late is None:
+            self.late = np.random.default_rng()
+        value = torch.rand((), generator=self.generator).item()
+        for transform in self.transforms:
+            value = transform(value)
+        return index, [value, self.late.random(), GLOBAL_GENERATOR.random(), self.transforms[1].generator.rand()]
+
+
+class Shift:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, value: float) -> float:
+        return value + float(self.generator.rand())
+
+
+def test_generators_of_the_data_sets_own_are_seeded_for_each_sample() -> None:
+    def draw(world_size: int, **options: Any) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for rank in range(world_size):
+            world = World(rank=rank, world_size=world_size, group=None)
+            whole = ShardedLoader(OwnNoise(), batch_size=8, num_shards=4, world=world, collate_fn=list, **options)
+            found.update(sample for batch in whole.epoch(0) for part in batch.slices for sample in part.data)
+        return found
+
+    alone = draw(1)
+    assert len({tuple(values) for values in alone.values()}) == 23
+    assert alone == draw(3) == draw(1, num_workers=2)
+
+
+def test_a_data_sets_own_generator_is_left_as_it_was() -> None:
+    data = OwnNoise()
+    before = data.generator.get_state()
+    list(ShardedLoader(data, batch_size=8, num_shards=4, collate_fn=list).epoch(0))
+    assert torch.equal(data.generator.get_state(), before)
 
 
 def test_a_batch_smaller_than_the_shards_is_refused() -> None:

@@ -28,6 +28,18 @@ def test_a_sparse_gradient_becomes_dense() -> None:
     assert gradient.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
 
 
+def test_gradients_that_share_memory_are_taken_apart() -> None:
+    # What is added to one of them in place would be added to the other as well.
+    position, kind = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    (position[None] + kind[None]).square().sum().backward()
+    assert position.grad is not None
+    assert kind.grad is not None
+    assert position.grad.data_ptr() == kind.grad.data_ptr()
+    taken = take_gradients([position, kind])
+    taken[position].add_(1)
+    assert (taken[kind] == 4).all()
+
+
 def test_partials_are_added_as_the_turns_say() -> None:
     found = parameters(None)
 

@@ -1,10 +1,13 @@
+import threading
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.comm import World
-from lockstep.data import ShardedBatch, ShardedLoader
+from lockstep.data import Cursor, ShardedBatch, ShardedLoader
+from lockstep.data.assignment import Assignment
 from lockstep.train.balance import Balancer
 
 
@@ -24,7 +27,7 @@ def run(rank: int, seconds: Any, num_workers: int = 0, num_epochs: int = 1) -> l
     for epoch in range(num_epochs):
         for batch in data.epoch(epoch):
             found.append(batch)
-            balancer.note(batch, seconds(len(found)))
+            balancer.note(batch, seconds(len(found)), batch.assignment.asked)
     return found
 
 
@@ -54,6 +57,42 @@ def test_a_change_waits_for_what_is_being_loaded() -> None:
     assert sizes(first[-1]) == [6, 2]
     for one, other in zip(first, second, strict=True):
         assert [part.shard for part in (*one.slices, *other.slices)] == list(range(8))
+
+
+def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
+    # A prefetcher on rank 0 is further ahead than the one on rank 1: the change once came in the middle of the former.
+    def taken(num_ahead: tuple[int, int]) -> list[list[ShardedBatch]]:
+        loaders = [loader(rank).epoch(0) for rank in range(2)]
+        balancers = [Balancer(), Balancer()]
+        waiting: list[list[ShardedBatch]] = [[], []]
+        found: list[list[ShardedBatch]] = [[], []]
+        for _ in range(12):
+            for rank, ahead in enumerate(num_ahead):
+                waiting[rank] += islice(loaders[rank], ahead - len(waiting[rank]))
+            batches = [waiting[rank].pop(0) for rank in range(2)]
+            asked = max(batch.assignment.asked for batch in batches)
+            for rank, batch in enumerate(batches):
+                found[rank].append(batch)
+                balancers[rank].note(batch, (0.1, 0.3), asked)
+        return found
+
+    first, second = taken((4, 1))
+    assert sizes(first[7]) == [4, 4]
+    assert sizes(first[-1]) == [6, 2]
+    assert [batch.ranges for batch in first] == [batch.ranges for batch in second]
+
+
+def test_who_asks_in_another_thread_waits_for_the_decision() -> None:
+    assignment = Assignment(2, 8)
+    answers: list[tuple[range, ...]] = []
+    asking = threading.Thread(target=lambda: answers.append(assignment.ranges(Cursor(0, 1))))
+    with assignment.held():
+        asking.start()
+        asking.join(0.05)
+        assert not answers
+        assignment.change([range(6), range(6, 8)], after=Cursor(), asked=Cursor())
+    asking.join()
+    assert answers == [(range(6), range(6, 8))]
 
 
 def test_shards_come_back_when_a_worker_recovers() -> None:

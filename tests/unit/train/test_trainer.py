@@ -437,11 +437,117 @@ def test_reentrant_checkpoints_add_in_the_order_of_the_tree() -> None:
         assert torch.equal(parameter.grad, total)
 
 
-def test_a_backward_inside_a_backward_that_begins_late_is_refused() -> None:
-    is_reentrant = [False]
-    training = trainer(checkpointed_net(is_reentrant=lambda: is_reentrant[0]))
-    batches = list(loader().epoch(0))
-    training.step(batches[0])
-    is_reentrant[0] = True
-    with pytest.raises(LossError, match="has run another backward inside"):
+def test_a_backward_inside_a_backward_that_begins_late_is_refused_once() -> None:
+    # On every number of workers: of one shard each nothing is lent, and all could go on.
+    for num_shards in (4, 1):
+        is_reentrant = [False]
+        training = trainer(checkpointed_net(is_reentrant=lambda flag=is_reentrant: flag[0]), num_shards)
+        batches = list(loader(num_shards).epoch(0))
+        training.step(batches[0])
+        before = training.digest()
+        is_reentrant[0] = True
+        with pytest.raises(LossError, match="has run another backward inside"):
+            training.step(batches[1])
+        assert training.digest() == before
         training.step(batches[1])
+        is_reentrant[0] = False
+        training.step(batches[2])
+
+
+def test_a_step_after_one_that_failed_in_its_backward_knows_nothing_of_it() -> None:
+    # What was lent to the backward that failed was once given out again in the next step.
+    class Failing(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(_context: Any, values: Tensor) -> Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(_context: Any, *gradients: Tensor) -> Tensor:
+            Failing.calls += 1
+            if Failing.calls == 4:  # the second shard of the second step
+                raise RuntimeError("out of memory")
+            return gradients[0]
+
+    def run(*, fails: bool) -> tuple[str, Any]:
+        net: Any = nn.ModuleDict({"always": model(), "once": nn.Linear(FEATURES, 1, dtype=torch.float64)})
+        uses_once = True
+
+        def loss(_model: nn.Module, batch: Any) -> Tensor:
+            outputs = net["always"](batch[0]) + (net["once"](batch[0]) if uses_once else 0)
+            squared: Tensor = (outputs - batch[1]).square().mean()
+            return Failing.apply(squared) if fails else squared  # type: ignore[no-untyped-call]
+
+        training = trainer(net, 2, loss=loss)
+        first, second, third = loader(2).epoch(0)
+        training.step(first)
+        if fails:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                training.step(second)
+        uses_once = False
+        training.step(third)
+        return training.digest(), net["once"].weight.grad
+
+    assert run(fails=True) == run(fails=False)
+    assert run(fails=False)[1] is None
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_gradients_in_one_memory_are_divided_once(num_shards: int) -> None:
+    class Positions(nn.Module):
+        """Adds two parameters through views: autograd gives both one tensor's memory as gradient."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.position = nn.Parameter(torch.randn(FEATURES, dtype=torch.float64))
+            self.kind = nn.Parameter(torch.randn(FEATURES, dtype=torch.float64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (inputs * (self.position.unsqueeze(0) + self.kind.unsqueeze(0))).sum(1, keepdim=True)
+
+    ours, plain = Positions(), Positions()
+    batch = next(loader(num_shards).epoch(0))
+    trainer(ours, num_shards, loss=lambda model, batch: (mean_loss(model, batch), 3.0 * len(batch[0]))).step(batch)
+    inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
+    mean_loss(plain, (inputs, target)).backward()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+class Counting(nn.Module):
+    """Keeps count of its forwards in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1, dtype=torch.float64)
+        self.count = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        output: Tensor = self.layer(inputs) / self.count
+        return output
+
+
+def test_state_in_a_plain_attribute_is_warned_of_once() -> None:
+    training = trainer(nn.Sequential(Counting()))
+    first, second, _ = loader().epoch(0)
+    with pytest.warns(UserWarning, match=r"has changed 0\.count of the model"):
+        training.step(first)
+    training.step(second)
+
+
+def test_gradients_of_another_dtype_than_their_parameters_are_refused() -> None:
+    # They were trained on by one worker, and an error on two.
+    net = nn.Linear(FEATURES, 1, dtype=torch.bfloat16)
+    net.weight.grad_dtype = torch.float32
+    with pytest.raises(ValueError, match=r"weight is of torch\.bfloat16 and its grad_dtype is torch\.float32"):
+        trainer(net)
+
+
+def test_a_forward_that_writes_a_parameter_is_refused() -> None:
+    net = nn.Embedding(4, FEATURES, max_norm=0.1, dtype=torch.float64)
+    training = trainer(net, loss=lambda model, batch: model((batch[0][:, 0] > 0).long()).square().mean())
+    with pytest.raises(LossError, match=r"Parameter weight was written on rank 0"):
+        training.step(next(loader().epoch(0)))

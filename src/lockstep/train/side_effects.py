@@ -1,0 +1,85 @@
+"""What a forward must not leave behind: each worker runs other shards, so it would be another thing on each.
+
+[Note: parameters that are written] An average of the weights that a forward keeps in frozen parameters is updated once
+per shard: after a step it would depend on which shards a worker has run. Writes show in a tensor's version, and
+replaced memory in its address. Writes through `.data` show in neither; for them the contents are compared, in the first
+steps only, for that reads every parameter.
+"""
+
+import warnings
+from operator import attrgetter
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+_VERSION = attrgetter("_version")
+_NUM_READ = 3
+"""In so many steps contents are compared. An average that starts from equal weights does not change in the first."""
+_PLAIN = (bool, int, float, str)
+
+
+@final
+class ParameterWatch:
+    """Sees whether parameters are written between the beginning of a step and the update.
+
+    Args:
+        model: Whose parameters; they stay the same tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self.names = list(named)
+        self._parameters = list(named.values())
+        self._num_reads = _NUM_READ
+        self._before: tuple[list[int], list[int], list[int]] = [], [], []
+
+    def begin(self) -> None:
+        """Look at the parameters."""
+        self._before = self._look()
+
+    def find_written(self) -> int:
+        """Return the number of the first parameter that was written since, counted from 1; 0 if none was."""
+        pairs = zip(self._before, self._look(), strict=True)
+        self._num_reads = max(0, self._num_reads - 1)
+        written = (
+            number
+            for before, now in pairs
+            for number, (old, new) in enumerate(zip(before, now, strict=True), start=1)
+            if old != new
+        )
+        return min(written, default=0)
+
+    def _look(self) -> tuple[list[int], list[int], list[int]]:
+        contents = list(map(_read, self._parameters)) if self._num_reads else []
+        return list(map(_VERSION, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), contents
+
+
+def warn_of_counters(before: dict[str, object], after: dict[str, object]) -> None:
+    """Warn of plain attributes of modules that a shard's forward has changed; both are by full name."""
+    changed = [name for name, value in after.items() if name in before and before[name] != value]
+    if changed:
+        more = f" and {len(changed) - 1} more attributes" if len(changed) > 1 else ""
+        warnings.warn(
+            f"The forward of a shard has changed {changed[0]}{more} of the model, and each worker runs other shards. "
+            "If what the model computes depends on it, its weights will depend on the number of workers: keep such "
+            "state in a buffer (register_buffer), of which every shard of a step sees the same.",
+            stacklevel=4,
+        )
+
+
+def plain_attributes(model: nn.Module) -> dict[str, object]:
+    """Return the numbers and texts that modules keep in plain attributes, by full name."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in _PLAIN
+    }
+
+
+@torch.no_grad()
+def _read(parameter: Tensor) -> int:
+    """Return a number for the contents of a parameter."""
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    return int(torch.hash_tensor(real).item()) if real.numel() else 0
