@@ -13,6 +13,8 @@ from lockstep.errors import UsageError
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
+_NUM_HASH_SEEDS = 2**32
+"""PYTHONHASHSEED is below that."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 
@@ -107,9 +109,21 @@ def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str
     return {name.lower(): source.get(name, "N/A") for name in names}
 
 
-def worker_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a child process: this one's, with `overrides` on top."""
-    return {**(os.environ if environ is None else environ), **overrides}
+def worker_environment(
+    overrides: Mapping[str, str], environ: Mapping[str, str] | None = None, *, seed: int = 0
+) -> dict[str, str]:
+    """Return the environment for a worker: this process's, with `overrides` on top.
+
+    Python hashes text with a key, so that a vocabulary that is built from a set has another order in every process. The
+    key follows from `seed`, unless the user has set PYTHONHASHSEED.
+
+    Args:
+        overrides: Variables that replace others.
+        environ: Mapping to take instead of this process's environment.
+        seed: Of the worker's global generators.
+    """
+    key = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS)}
+    return {**key, **(os.environ if environ is None else environ), **overrides}
 
 
 def set_determinism_variables(deterministic: bool) -> None:
