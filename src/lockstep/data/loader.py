@@ -133,6 +133,11 @@ class ShardedLoader:
         """Return the number of steps of an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
 
+    @property
+    def source(self) -> str:
+        """The data and their order in words: equal for loaders that make the same batches."""
+        return self._describe()
+
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[ShardedBatch]:
         """Yield this worker's part of each batch of an epoch, from `start_step` on.
 
@@ -146,11 +151,20 @@ class ShardedLoader:
             )
         return self._iterate(epoch, start_step)
 
-    def _iterate(self, epoch: int, start_step: int) -> Iterator[ShardedBatch]:
+    def still_epoch(self) -> Iterator[ShardedBatch]:
+        """Yield this worker's part of each batch of epoch 0, in which no shard moves to another worker.
+
+        So what is added up per shard is added up by one worker, in the order of the data.
+        """
+        self._check_length()
+        return self._iterate(0, 0, self._make_assignment())
+
+    def _iterate(self, epoch: int, start_step: int, assignment: Assignment | None = None) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
         # An epoch within another looks ahead at other moments: who runs what there does not change.
-        assignment = self._make_assignment() if self._is_iterating else self._assignment
+        if assignment is None:
+            assignment = self._make_assignment() if self._is_iterating else self._assignment
         asked = _Asked(assignment, epoch)
         steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
 

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from lockstep.comm import World
 from lockstep.train.fingerprint import Fingerprint
 
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
 
 def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the named trainable parameters of a model.
@@ -18,15 +20,21 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ == "DistributedDataParallel":
-        raise TypeError(
-            "The model is wrapped already. Give the trainer the module itself: it reduces by itself, and a "
-            "communication hook, which may compress, would give other weights on another number of workers."
-        )
+    for name, module in model.named_modules():
+        # By name, for the rooms of the wrappers are above this one, or not imported.
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise TypeError(
+                f"{f'The part {name} of the' if name else 'The'} model is wrapped already, in {wrapper}. Give the "
+                "trainer the module itself: it reduces by itself, and a communication hook, which may compress, would "
+                "give other weights on another number of workers."
+            )
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    devices = sorted({str(parameter.device) for _, parameter in parameters})
+    if len(devices) > 1:
+        raise ValueError(f"The model's parameters are on {' and '.join(devices)}, expected one device: move the model.")
     return parameters
 
 
@@ -34,8 +42,11 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Check that an optimizer's parameters are the model's.
 
     Raises:
+        TypeError: Not an optimizer.
         ValueError: Some are not.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
@@ -68,7 +79,7 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
         warnings.warn(
             f"{cause}. This run has as many shards as workers, {num_shards}; on any other number of workers it will "
             "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -82,5 +93,5 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
                 f"Ranks 0 and {rank} differ in what the last bits of the weights depend on: {'; '.join(differences)}. "
                 "The digest will depend on which worker runs which shard. Start all workers alike; for threads see "
                 "threads_per_worker and torch.set_num_threads.",
-                stacklevel=4,
+                stacklevel=3,
             )

@@ -1,7 +1,8 @@
 """What the workers tell each other once per step besides gradients: losses, and where each of them stands.
 
     row s < num_shards       loss * weight of shard s, its weight
-    row num_shards + r       of worker r: epoch, step, a number for its loader, seconds per shard, 1 if out of order
+    row num_shards + r       of worker r: epoch, step, a number for its loader, seconds per shard, 1 if out of order,
+                             then its `WorkerNumbers`
 
 A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
 conclusions from the same numbers.
@@ -20,7 +21,19 @@ from lockstep.comm import World
 from lockstep.data import ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 5
+_NUM_COLUMNS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNumbers:
+    """What a worker says of the state in which the step finds it; tensors are not read before all are exchanged."""
+
+    options: int = 0
+    """A number for the optimizer's options."""
+    values: Tensor | int = 0
+    """A number for the values of the parameters, where they were written since the last update."""
+    nonfinite: Tensor | int = 0
+    """Not 0 if a gradient is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,12 @@ class StepSums:
     """Of every worker: how long a shard takes there; 0 where it was not measured."""
     out_of_order: tuple[int, ...]
     """Workers that may have added gradients in another order than that of the tree."""
+    options: tuple[float, ...]
+    """Of every worker, `WorkerNumbers.options`."""
+    values: tuple[float, ...]
+    """Of every worker, `WorkerNumbers.values`."""
+    has_nonfinite: bool
+    """Whether a gradient is not finite."""
 
     @property
     def loss(self) -> float:
@@ -69,17 +88,23 @@ class StepTable:
         self._rows[shard, 0] = loss.detach().double() * weight
         self._rows[shard, 1] = weight
 
-    def share(self, batch: ShardedBatch, seconds: float, *, is_in_order: bool) -> StepSums:
+    def share(
+        self, batch: ShardedBatch, seconds: float, *, is_in_order: bool, numbers: WorkerNumbers | None = None
+    ) -> StepSums:
         """Return what all workers noted (collective).
 
         Args:
             batch: The batch of this worker.
             seconds: How long a shard took here; 0 where it was not measured.
             is_in_order: Whether gradients were added in the order of the tree here.
+            numbers: What there is to compare between workers.
         """
+        numbers = numbers or WorkerNumbers()
         place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
-        mine = torch.tensor([*place, seconds, not is_in_order], dtype=torch.float64)
-        self._rows[self._num_shards + self._world.rank] = mine.to(self._rows.device)
+        known = torch.tensor([*place, seconds, not is_in_order, numbers.options], dtype=torch.float64)
+        mine = self._rows[self._num_shards + self._world.rank]
+        mine[: len(known)] = known.to(self._rows.device)
+        mine[-2], mine[-1] = numbers.values, numbers.nonfinite
         if self._world.group is not None:
             dist.all_reduce(self._rows, group=self._world.group)
         rows: list[list[float]] = self._rows.tolist()
@@ -90,6 +115,9 @@ class StepTable:
             places=tuple(tuple(row[:3]) for row in workers),
             seconds=tuple(row[3] for row in workers),
             out_of_order=tuple(rank for rank, row in enumerate(workers) if row[4]),
+            options=tuple(row[5] for row in workers),
+            values=tuple(row[6] for row in workers),
+            has_nonfinite=any(row[7] for row in workers),
         )
 
 

@@ -10,9 +10,10 @@ cursor -> batch of the loader -> for each shard of this worker, largest subtree 
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -34,14 +35,19 @@ from lockstep.errors import (
     ReductionError,
 )
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
-from lockstep.shards import Turn, derive_seed, shard_range
+from lockstep.shards import Turn, derive_seed
+from lockstep.train.agreement import Agreement
+from lockstep.train.arguments import Arguments, check_arguments, check_same_terms
 from lockstep.train.balance import Balancer, Stopwatch
+from lockstep.train.batches import check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0
-from lockstep.train.checks import check_batchnorm, check_fingerprints, check_model, check_optimizer
+from lockstep.train.checks import check_fingerprints, check_optimizer
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
+from lockstep.train.gradients import flag_nonfinite, name_nonfinite
+from lockstep.train.losses import read_loss
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
-from lockstep.train.step_table import StepSums, StepTable
+from lockstep.train.step_table import StepSums, StepTable, WorkerNumbers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 """`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
@@ -102,8 +108,8 @@ class Trainer:
             step it in the loop.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
-        nonfinite: What becomes of a step whose loss is not finite: "stop" raises an error; "skip" leaves parameters,
-            buffers and optimizer as they were, on all workers alike, and goes on.
+        nonfinite: What becomes of a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
+            parameters, buffers and optimizer as they were, on all workers alike, and goes on.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: Deterministic operators; see `set_deterministic`. It holds for the whole process.
@@ -112,9 +118,10 @@ class Trainer:
 
     Raises:
         ParameterMismatchError: Workers have different models.
-        TypeError: The model is wrapped already.
-        ValueError: More workers than shards, nothing to train, an optimizer of parameters that are not the model's, or
-            a SyncBatchNorm where workers run several shards.
+        PeerFailedError: Another worker was given something wrong.
+        TypeError: The model is wrapped already, or an argument is of the wrong type.
+        ValueError: More workers than shards, nothing to train, an optimizer of parameters that are not the model's, a
+            SyncBatchNorm where workers run several shards, or arguments that differ between workers.
     """
 
     def __init__(
@@ -134,37 +141,49 @@ class Trainer:
         bucket_limits: BucketLimits | None = None,
         world: World | None = None,
     ) -> None:
-        parameters = check_model(model)
-        check_optimizer(optimizer, model)
-        _check_choice("nonfinite", nonfinite, ("stop", "skip"))
-        _check_choice("balance", balance, ("even", "speed"))
         self.world = current_world() if world is None else world
-        shard_range(self.world.rank, self.world.world_size, num_shards)
-        check_batchnorm(model, self.world, num_shards)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        arguments = Arguments(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            num_shards=num_shards,
+            seed=seed,
+            scheduler=scheduler,
+            scaler=scaler,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            balance=balance,
+            deterministic=deterministic,
+        )
+        terms = check_arguments(arguments, self.world)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler = scaler
-        self.num_shards = num_shards
-        self.seed = seed
+        self.num_shards = int(num_shards)
+        self.seed = int(seed)
         self.cursor = Cursor()
         self.global_step = 0
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self._skips_nonfinite = nonfinite == "skip"
-        self._device = parameters[0][1].device
+        self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
+        self._held = [id(parameter) for parameter in self._held_parameters()]
         self._source: str | None = None
         self._is_restored = False
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
         self._stopwatch = Stopwatch(self._device)
+        self._trained = TrainedModel(model)
+        check_same_model(self._trained, self.world)
+        check_same_terms(terms)
         set_deterministic(deterministic)
         check_fingerprints(self.fingerprint(), self.world)
-        self._trained = TrainedModel(model)
         if self.world.group is not None:
-            check_same_model(self._trained, self.world)
             broadcast_tensors(self._trained.tensors(), self.world.group)
         self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
+        self._agreement = Agreement(model, optimizer, self.world)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -174,10 +193,14 @@ class Trainer:
         was changed then.
 
         Raises:
-            LossError: The loss is not a scalar or not finite, or the summed weight is not positive.
+            LossError: The loss is not a scalar, it or its gradient is not finite or depends on no parameter, or the
+                summed weight is not positive.
+            ParameterMismatchError: Parameters have other values than on another worker.
             ReductionError: Another worker has raised an error in this step.
+            TypeError: The batch is not one of a ShardedLoader.
             ValueError: The batch was cut into another number of shards, is of another loader or another step than the
-                other workers', or is not where a restored run stands; or the model was changed between steps.
+                other workers', or is not where a restored run stands; the model was changed between steps; or the
+                optimizer's options are not the other workers'.
         """
         before = self._copy_buffers() if self._skips_nonfinite else {}
         table = StepTable(self.world, self.num_shards, self._device)
@@ -194,9 +217,11 @@ class Trainer:
             raise
         self._share_buffers()
         seconds = self._stopwatch.seconds_per_shard()
-        sums = table.share(batch, seconds, is_in_order=self._gradients.is_in_order)
+        sums = table.share(batch, seconds, is_in_order=self._gradients.is_in_order, numbers=self._take_numbers())
         _check_order(sums, batch)
         self._check_places(sums)
+        self._agreement.check_options(sums.options, place_of(batch.cursor))
+        self._agreement.check_values(sums.values, place_of(batch.cursor))
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
         if problem:
             if not self._skips_nonfinite:
@@ -228,13 +253,21 @@ class Trainer:
         Returns:
             The means by name, each a `Mean`; a metric that returns a bare pair is called `"metric"`. With torchmetrics
             what its `compute` returns, on the CPU.
+
+        Raises:
+            PeerFailedError: The metric has raised an error on another worker.
+            TypeError: Not a ShardedLoader, or the metric returned neither a sum and a weight nor several by name.
+            ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
-        batches = loader.epoch(0)
+        if not isinstance(loader, ShardedLoader):
+            raise TypeError(
+                f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
+                "over all workers. Make one of the data set."
+            )
         with evaluation_mode(self.model):
             if is_torchmetrics(metric):
-                return update_in_order(metric, batches, self._predict, self.world)
-            slices = ((batch, part) for batch in batches for part in batch.slices)
-            return sum_by_shard(slices, lambda batch, part: self._measure(metric, batch, part), self.world)
+                return update_in_order(metric, loader, self._predict, self.world)
+            return sum_by_shard(loader, partial(self._measure, metric), self.world)
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
@@ -307,17 +340,8 @@ class Trainer:
             )
 
     def _check_batch(self, batch: ShardedBatch) -> None:
-        if batch.num_shards != self.num_shards:
-            raise ValueError(
-                f"The batch is cut into {batch.num_shards} shards and the trainer has {self.num_shards}: give the "
-                "loader and the trainer the same num_shards."
-            )
-        mine = batch.ranges[self.world.rank] if self.world.rank < len(batch.ranges) else range(0)
-        if len(batch.ranges) != self.world.world_size or any(part.shard not in mine for part in batch.slices):
-            raise ValueError(
-                f"The batch is rank {self.world.rank}'s of {len(batch.ranges)} workers, and the trainer has "
-                f"{self.world.world_size}: make the loader in the worker that uses it, after the process group."
-            )
+        check_cut(batch, self.num_shards, self.world)
+        check_sync_batchnorm(batch, self.model)
         if self._source is not None and batch.source != self._source:
             raise ValueError(
                 f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
@@ -327,11 +351,15 @@ class Trainer:
         if self._is_restored and batch.cursor != self.cursor:
             raise ValueError(
                 f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
-                f"that of {_place(batch)}: samples would be seen twice, or never. Begin with "
+                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
             )
 
     def _check_model(self) -> None:
+        held = [id(parameter) for parameter in self._held_parameters()]
+        if held != self._held:
+            check_optimizer(self.optimizer, self.model)
+            self._held = held
         if not self._trained.has_changed():
             return
         current = TrainedModel(self.model)
@@ -372,8 +400,6 @@ class Trainer:
         """
         loss, weight = self._forward(batch, part)
         if not weight > 0:  # nothing to learn from, and the mean of nothing may be NaN
-            if weight < 0 or math.isnan(weight):
-                raise LossError(f"The loss of shard {part.shard} has weight {weight}, expected zero or more.")
             return
         table.note_loss(part.shard, loss, weight)
         scaled = loss * (weight / batch.num_samples)
@@ -384,14 +410,7 @@ class Trainer:
 
     def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
         self._seed("shard", batch, part)
-        result = self._loss(self.model, to_device(part.data, self._device))
-        loss, weight = result if isinstance(result, tuple) else (result, part.num_samples)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise LossError(
-                f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
-                "model's parameters."
-            )
-        return loss.reshape(()), float(weight)
+        return read_loss(self._loss(self.model, to_device(part.data, self._device)), part)
 
     def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
         reseed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
@@ -411,6 +430,19 @@ class Trainer:
                 buffer.data.copy_(before[name])
 
     # -- After the reduction -------------------------------------------------------------------------------------------
+
+    def _held_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _take_numbers(self) -> WorkerNumbers:
+        """Return what the workers compare in this step (local)."""
+        nonfinite: Tensor | int = 0
+        if self.scaler is None and self._max_grad_norm is None:  # else a scaler looks, or the norm tells
+            gradients = [parameter.grad for parameter in self._held_parameters() if parameter.grad is not None]
+            nonfinite = flag_nonfinite(gradients, self._device)
+        return WorkerNumbers(
+            options=self._agreement.options_number(), values=self._agreement.values_number(), nonfinite=nonfinite
+        )
 
     def _check_places(self, sums: StepSums) -> None:
         odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
@@ -433,36 +465,50 @@ class Trainer:
                 rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
                 return (
                     f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                    f"{_place(batch)}: the model has diverged, or a sample is not finite. Try a smaller learning rate, "
-                    'or max_grad_norm; nonfinite="skip" leaves such steps out.'
+                    f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                    'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
                 )
         if not sums.weight > 0:
             raise LossError(
-                f"The summed weight of the losses is {sums.weight} at {_place(batch)}, expected more than zero: no "
-                "shard had anything to learn from."
+                f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
+                "zero: no shard had anything to learn from."
             )
-        return ""
+        return self._explain_gradient(batch) if sums.has_nonfinite else ""
+
+    def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
+        name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)
+        what = "The gradient" if norm is None else f"The gradient's norm is {norm.item()}"
+        if name:
+            return (
+                f"{what}{' is' if norm is None else ', for it is'} not finite in {name} at {place}, although "
+                "the loss is finite. Look for a square root or logarithm of zero, or a division by it, in the model or "
+                'the loss; or try a smaller learning rate. nonfinite="skip" leaves such steps out.'
+            )
+        return f"{what} at {place}, although losses and gradients are finite. Try a smaller learning rate."
 
     def _update(self, batch: ShardedBatch, sums: StepSums) -> str:
         """Divide, clip and update; return what is wrong with the gradients instead, in words."""
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        trained = list(self._held_parameters())
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if not gradients:
+            raise LossError(
+                f"No parameter of the optimizer has a gradient at {place_of(batch.cursor)}: the losses depend on none "
+                "of them. Compute the loss from what the model, which the loss function is given, returns."
+            )
         if sums.weight != batch.num_samples:
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             torch._foreach_div_(gradients, sums.weight / batch.num_samples)
         if self.scaler is not None and self._max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
         if self._max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(trained, self._max_grad_norm)
             if self.scaler is None and not math.isfinite(norm):
-                return (
-                    f"The gradient's norm is {norm.item()} at {_place(batch)}, although the loss is finite. Try a "
-                    "smaller learning rate."
-                )
+                return self._explain_gradient(batch, norm)
         if self.scaler is None:
             self.optimizer.step()
         else:  # it leaves the step out where a gradient is not finite, and lowers its scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self._agreement.note_update()
         return ""
 
     # -- Evaluation ----------------------------------------------------------------------------------------------------
@@ -482,30 +528,15 @@ class Trainer:
         return self.model(data[0]), data[1]
 
 
-def _place(batch: ShardedBatch) -> str:
-    return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
-
-
 def _check_order(sums: StepSums, batch: ShardedBatch) -> None:
     if sums.out_of_order:
         raise LossError(
             f"The backward of a loss on rank {sums.out_of_order[0]} has run another backward inside, as a reentrant "
-            f"checkpoint does, at {_place(batch)}; in its first step none did. So gradients may have been added in "
-            "another order than on another number of workers. Use torch.utils.checkpoint.checkpoint(..., "
+            f"checkpoint does, at {place_of(batch.cursor)}; in its first step none did. So gradients may have been "
+            "added in another order than on another number of workers. Use torch.utils.checkpoint.checkpoint(..., "
             "use_reentrant=False), or checkpoint from the first step on. No parameter was changed."
         )
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
