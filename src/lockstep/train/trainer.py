@@ -27,7 +27,6 @@ from lockstep.comm import World, broadcast_tensors, current_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices import to_device
 from lockstep.errors import (
-    CheckpointError,
     GroupError,
     LockstepError,
     LossError,
@@ -47,6 +46,7 @@ from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.gradients import flag_nonfinite, name_nonfinite
 from lockstep.train.losses import read_loss
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
+from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
 from lockstep.train.step_table import StepSums, StepTable, WorkerNumbers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -171,6 +171,7 @@ class Trainer:
         self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         self._held = [id(parameter) for parameter in self._held_parameters()]
         self._source: str | None = None
+        self._has_warned_of_repeating = False
         self._is_restored = False
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
         self._stopwatch = Stopwatch(self._device)
@@ -184,6 +185,7 @@ class Trainer:
         self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
         self._agreement = Agreement(model, optimizer, self.world)
+        self._unsaved = UnsavedBuffers(model)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -286,10 +288,45 @@ class Trainer:
                 for batch in loader.epoch(epoch, trainer.cursor.step):
                     trainer.step(batch)
         """
+        unsaved = self._unsaved.changed()
+        if unsaved:
+            warnings.warn(
+                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that goes "
+                "on from it begins with other values there, and may end in others. Register it with persistent=True, "
+                "unless it only keeps what is computed anyway.",
+                stacklevel=2,
+            )
+        return self._take_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned (local: every worker calls, with the same state).
+
+        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
+                or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
+        """
+        check_state(state, self._take_state())
+        with undone_on_error(self.model, self.optimizer):
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        self.cursor = Cursor(state["epoch"], state["step"])
+        self.global_step = state["global_step"]
+        self._source, self._is_restored = state.get("loader"), True
+        self._compare_fingerprint(state.get("fingerprint"))
+
+    def _take_state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": class_name(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler_class": class_name(self.scheduler),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "epoch": self.cursor.epoch,
             "step": self.cursor.step,
@@ -299,34 +336,6 @@ class Trainer:
             "loader": self._source,
             "fingerprint": self.fingerprint().to_dict(),
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned (local: every worker calls, with the same state).
-
-        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
-
-        Raises:
-            CheckpointError: The state belongs to another model, another number of shards or another seed.
-        """
-        for name, mine in (("num_shards", self.num_shards), ("seed", self.seed)):
-            if state[name] != mine:
-                raise CheckpointError(
-                    f"The state was saved with {name} {state[name]}, and this run has {mine}: it would not go on as "
-                    f"it began. Set {name} to {state[name]}."
-                )
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"The state does not fit this model and optimizer. {error}") from error
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self.scaler is not None and state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
-        self.cursor = Cursor(state["epoch"], state["step"])
-        self.global_step = state["global_step"]
-        self._source, self._is_restored = state.get("loader"), True
-        self._compare_fingerprint(state.get("fingerprint"))
 
     # -- Before a step -------------------------------------------------------------------------------------------------
 
@@ -353,6 +362,14 @@ class Trainer:
                 f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
                 f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
+            )
+        if batch.cursor < self.cursor and not self._has_warned_of_repeating:
+            self._has_warned_of_repeating = True
+            warnings.warn(
+                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
+                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
+                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
+                stacklevel=3,
             )
 
     def _check_model(self) -> None:
