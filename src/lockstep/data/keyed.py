@@ -42,10 +42,13 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: Makes a sample of an index.
         collate: Makes a slice of a list of samples.
+
+    Attributes:
+        dataset: As given.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
 
     def __getitems__(self, keys: list[SampleKey]) -> Any:
@@ -60,7 +63,7 @@ class KeyedDataset(Dataset[Any]):
 
     def _make(self, seed: int, index: int) -> Any:
         _seed(seed)
-        return self._dataset[index]
+        return self.dataset[index]
 
 
 def _seed(seed: int) -> None:

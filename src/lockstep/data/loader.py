@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -66,7 +66,9 @@ class ShardedBatch:
     ranges: tuple[range, ...]
     """The shards of every worker, in rank order."""
     source: str
-    """The loader in words: equal for loaders that make the same batches."""
+    """The loader in words: equal for loaders that make the same batches of the same data."""
+    dataset: Any = field(repr=False)
+    """The data set, which the words do not tell from another of the same length."""
     assignment: Assignment
     """Who runs which shards in the steps to come; may be changed."""
 
@@ -167,6 +169,7 @@ class ShardedLoader:
             assignment = self._make_assignment() if self._is_iterating else self._assignment
         asked = _Asked(assignment, epoch)
         steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
+        dataset = self._dataset.dataset
 
         def keys() -> Iterator[list[SampleKey]]:
             # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
@@ -190,6 +193,7 @@ class ShardedLoader:
                     ),
                     ranges=ranges,
                     source=self._describe(),
+                    dataset=dataset,
                     assignment=assignment,
                 )
                 asked.forget(step)

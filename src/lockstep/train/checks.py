@@ -1,7 +1,9 @@
 """What a trainer refuses or warns of before its first step."""
 
 import warnings
+from typing import final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -95,3 +97,31 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
                 "threads_per_worker and torch.set_num_threads.",
                 stacklevel=3,
             )
+
+
+@final
+class Conditions:
+    """What the last bits depend on and any code may change at any time: threads, and deterministic operators."""
+
+    def __init__(self) -> None:
+        self._at_first = self._look()
+
+    def check(self) -> None:
+        """Warn, once, where they are not what they were when the trainer was made (local)."""
+        now = self._look()
+        if now != self._at_first:
+            changes = [
+                f"{name} from {before} to {now[name]}" for name, before in self._at_first.items() if before != now[name]
+            ]
+            self._at_first = now
+            warnings.warn(
+                f"Since the trainer was made something has changed {' and '.join(changes)}: from here on the weights "
+                "have other last bits than they would have had. Set it before the trainer is made.",
+                stacklevel=3,
+            )
+
+    def _look(self) -> dict[str, object]:
+        return {
+            "threads": torch.get_num_threads(),
+            "deterministic operators": torch.are_deterministic_algorithms_enabled(),
+        }

@@ -40,7 +40,7 @@ from lockstep.train.arguments import Arguments, check_arguments, check_same_term
 from lockstep.train.balance import Balancer, Stopwatch
 from lockstep.train.batches import check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0
-from lockstep.train.checks import check_fingerprints, check_optimizer
+from lockstep.train.checks import Conditions, check_fingerprints, check_optimizer
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.gradients import flag_nonfinite, name_nonfinite
@@ -171,6 +171,8 @@ class Trainer:
         self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         self._held = [id(parameter) for parameter in self._held_parameters()]
         self._source: str | None = None
+        self._dataset: Any = None
+        self._last_epoch = 0
         self._has_warned_of_repeating = False
         self._is_restored = False
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
@@ -180,6 +182,7 @@ class Trainer:
         check_same_terms(terms)
         set_deterministic(deterministic)
         check_fingerprints(self.fingerprint(), self.world)
+        self._conditions = Conditions()
         if self.world.group is not None:
             broadcast_tensors(self._trained.tensors(), self.world.group)
         self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
@@ -209,6 +212,7 @@ class Trainer:
         try:
             self._check_batch(batch)
             self._check_model()
+            self._conditions.check()
             self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
             self._run_shards(batch, table)
         except _OF_THE_REDUCTION:
@@ -237,6 +241,7 @@ class Trainer:
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self._source, self._is_restored = batch.source, False
+        self._dataset, self._last_epoch = batch.dataset, batch.cursor.epoch
         loss = sums.loss / sums.weight if sums.weight else math.nan
         return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
 
@@ -317,7 +322,7 @@ class Trainer:
                 self.scheduler.load_state_dict(state["scheduler"])
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
-        self._source, self._is_restored = state.get("loader"), True
+        self._source, self._is_restored, self._dataset = state.get("loader"), True, None
         self._compare_fingerprint(state.get("fingerprint"))
 
     def _take_state(self) -> dict[str, Any]:
@@ -356,6 +361,12 @@ class Trainer:
                 f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
                 "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
                 "trainer of its own."
+            )
+        if self._dataset is not None and batch.dataset is not self._dataset and batch.cursor.epoch == self._last_epoch:
+            raise ValueError(
+                f"The batch of {place_of(batch.cursor)} is of another data set than the one before it, of the same "
+                "length: an epoch is of one loader. Put several data sets into one with "
+                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
             )
         if self._is_restored and batch.cursor != self.cursor:
             raise ValueError(

@@ -74,7 +74,7 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
                 save_file({name: _plain(tensor) for name, tensor in tensors.items()}, path)
             parts.trainer.world.gather_objects(None)  # the others compare with it
         if difference is None:
-            difference = _compare(load_file(path), tensors, step)
+            difference = find_difference(load_file(path), tensors, step)
     return ShortRun(digests=tuple(digests), fingerprint=parts.trainer.fingerprint(), difference=difference)
 
 
@@ -91,6 +91,16 @@ def find_odd_rank(runs: Sequence[ShortRun]) -> int | None:
     return min(steps, key=steps.__getitem__, default=None)
 
 
+def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
+    """Return in what the tensors after a step are not those of the first run; None if they are."""
+    names = list(dict.fromkeys([*found, *expected]))
+    differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
+    if not differing:
+        return None
+    how = _describe_difference(expected.get(differing[0]), found.get(differing[0]))
+    return Difference(step=step, name=differing[0], num_others=len(differing) - 1, how=how)
+
+
 def _train(config: Config, parts: RunParts) -> Iterator[int]:
     step = 0
     epoch = 0
@@ -102,15 +112,6 @@ def _train(config: Config, parts: RunParts) -> Iterator[int]:
         if parts.scheduler is not None and config.scheduler_interval == "epoch":
             parts.scheduler.step()
         epoch += 1
-
-
-def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
-    names = list(dict.fromkeys([*found, *expected]))
-    differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
-    if not differing:
-        return None
-    how = _describe_difference(expected.get(differing[0]), found.get(differing[0]))
-    return Difference(step=step, name=differing[0], num_others=len(differing) - 1, how=how)
 
 
 def _have_equal_bits(expected: Tensor | None, found: Tensor | None) -> bool:
