@@ -42,13 +42,10 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: Makes a sample of an index.
         collate: Makes a slice of a list of samples.
-
-    Attributes:
-        dataset: As given.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
+        self._dataset = dataset
         self._collate = collate
 
     def __getitems__(self, keys: list[SampleKey]) -> Any:
@@ -63,7 +60,7 @@ class KeyedDataset(Dataset[Any]):
 
     def _make(self, seed: int, index: int) -> Any:
         _seed(seed)
-        return self.dataset[index]
+        return self._dataset[index]
 
 
 def _seed(seed: int) -> None:

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.comm import World, current_world
 from lockstep.data.assignment import Assignment
+from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
@@ -67,8 +68,8 @@ class ShardedBatch:
     """The shards of every worker, in rank order."""
     source: str
     """The loader in words: equal for loaders that make the same batches of the same data."""
-    dataset: Any = field(repr=False)
-    """The data set, which the words do not tell from another of the same length."""
+    content: int
+    """A number for the data, which the words do not tell from others of the same length; 0 if they cannot be told."""
     assignment: Assignment
     """Who runs which shards in the steps to come; may be changed."""
 
@@ -126,6 +127,7 @@ class ShardedLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._length = partial(_length_of, dataset)
+        self._content = content_number(dataset)
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
         self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
@@ -169,7 +171,7 @@ class ShardedLoader:
             assignment = self._make_assignment() if self._is_iterating else self._assignment
         asked = _Asked(assignment, epoch)
         steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
-        dataset = self._dataset.dataset
+        content = self._content
 
         def keys() -> Iterator[list[SampleKey]]:
             # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
@@ -193,7 +195,7 @@ class ShardedLoader:
                     ),
                     ranges=ranges,
                     source=self._describe(),
-                    dataset=dataset,
+                    content=content,
                     assignment=assignment,
                 )
                 asked.forget(step)

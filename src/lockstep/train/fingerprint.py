@@ -94,7 +94,8 @@ def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fin
 
 def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
     values = fingerprint.to_dict()
-    return {**values, **values.pop("switches")}
+    switches = values.pop("switches")
+    return {**values, **switches}
 
 
 def _read_switches() -> dict[str, bool | str]:

@@ -100,7 +100,7 @@ class StepTable:
             numbers: What there is to compare between workers.
         """
         numbers = numbers or WorkerNumbers()
-        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
+        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(f"{batch.source} {batch.content}".encode()))
         known = torch.tensor([*place, seconds, not is_in_order, numbers.options], dtype=torch.float64)
         mine = self._rows[self._num_shards + self._world.rank]
         mine[: len(known)] = known.to(self._rows.device)

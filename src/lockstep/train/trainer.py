@@ -171,8 +171,7 @@ class Trainer:
         self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         self._held = [id(parameter) for parameter in self._held_parameters()]
         self._source: str | None = None
-        self._dataset: Any = None
-        self._last_epoch = 0
+        self._last_content = 0, 0
         self._has_warned_of_repeating = False
         self._is_restored = False
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
@@ -241,7 +240,7 @@ class Trainer:
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self._source, self._is_restored = batch.source, False
-        self._dataset, self._last_epoch = batch.dataset, batch.cursor.epoch
+        self._last_content = batch.cursor.epoch, batch.content
         loss = sums.loss / sums.weight if sums.weight else math.nan
         return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
 
@@ -322,7 +321,7 @@ class Trainer:
                 self.scheduler.load_state_dict(state["scheduler"])
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
-        self._source, self._is_restored, self._dataset = state.get("loader"), True, None
+        self._source, self._is_restored = state.get("loader"), True
         self._compare_fingerprint(state.get("fingerprint"))
 
     def _take_state(self) -> dict[str, Any]:
@@ -362,9 +361,10 @@ class Trainer:
                 "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
                 "trainer of its own."
             )
-        if self._dataset is not None and batch.dataset is not self._dataset and batch.cursor.epoch == self._last_epoch:
+        epoch, content = self._last_content
+        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
             raise ValueError(
-                f"The batch of {place_of(batch.cursor)} is of another data set than the one before it, of the same "
+                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
                 "length: an epoch is of one loader. Put several data sets into one with "
                 "torch.utils.data.ConcatDataset, or give each a trainer of its own."
             )
