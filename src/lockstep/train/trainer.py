@@ -478,7 +478,10 @@ class Trainer:
             return
         (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
         if (epoch, step) == (other_epoch, other_step):
-            what = f"of another loader (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does rank {odd})"
+            what = (
+                f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
+                f"rank {odd})"
+            )
         else:
             what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
         raise ValueError(
