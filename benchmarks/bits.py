@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -87,6 +88,7 @@ def make_loop(side: str, name: str, run: ls.Run, num_shards_each: int) -> Loop:
         trainer = ls.Trainer(model, optimizer, loss=loss_of, num_shards=num_shards, world=world)
         loader = ls.ShardedLoader(data, batch_size=len(data), num_shards=num_shards, shuffle=False, world=world)
         batch = next(loader.epoch(0))
+        warnings.filterwarnings("ignore", message="The batch is that of")  # it is the same one in every step
         return partial(train_step, trainer, batch)
     if wrapper == "torch DDP":
         wrapped: nn.Module = TorchDDP(model, process_group=group, gradient_as_bucket_view=True)

@@ -16,6 +16,7 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     +-- ParameterMismatchError       ranks wrap different models
     +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
     +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
+    +-- PeerFailedError              another worker raised an error in what all do together
     +-- WorkerFailedError            a worker raised, was killed, or returned what cannot be sent
 
 An exception may cross from a data-loading process or a worker to its parent, which builds it anew from its
@@ -91,6 +92,10 @@ class ReductionError(LockstepError):
 
 class LossError(LockstepError):
     """A loss function returned something that cannot be trained on."""
+
+
+class PeerFailedError(LockstepError):
+    """Another worker raised an error in what all do together, so that this one cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

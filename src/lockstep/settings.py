@@ -35,6 +35,8 @@ _NOTED_PREFIXES = (
 )
 """Of variables worth noting down: none of them holds a secret."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
+_NUM_HASH_SEEDS = 2**32
+"""PYTHONHASHSEED is below that."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 
@@ -197,9 +199,21 @@ def worker_environment(
     environ: Mapping[str, str] | None = None,
     *,
     defaults: Mapping[str, str] = MappingProxyType({}),
+    seed: int | None = None,
 ) -> dict[str, str]:
-    """Return the environment for a child process: this one's, with `overrides` on top and `defaults` underneath."""
-    return {**defaults, **(os.environ if environ is None else environ), **overrides}
+    """Return the environment for a child process: this one's, with `overrides` on top and `defaults` underneath.
+
+    Python hashes text with a key, so that a vocabulary that is built from a set has another order in every process. The
+    key follows from `seed`, unless the user has set PYTHONHASHSEED.
+
+    Args:
+        overrides: Variables that replace others.
+        environ: Mapping to take instead of this process's environment.
+        defaults: Variables that others replace.
+        seed: Of a worker's global generators; None to leave the key as it is.
+    """
+    key = {} if seed is None else {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS)}
+    return {**defaults, **key, **(os.environ if environ is None else environ), **overrides}
 
 
 def set_determinism_variables(deterministic: bool) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.devices import Device, Placement
-from lockstep.errors import DeviceError, GroupError, WorkerFailedError
+from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
 
 CPU2 = "cpu:2"
 
@@ -188,6 +188,18 @@ def test_a_killed_worker_is_the_cause_and_not_those_that_lost_it() -> None:
     with pytest.raises(WorkerFailedError, match="Worker 1 failed first: killed by SIGKILL") as caught:
         ls.launch(die_on_one, devices=CPU2)
     assert caught.value.rank == 1
+
+
+def test_an_error_that_tells_of_another_worker_is_not_the_cause() -> None:
+    # Whose message came first decided, so that sometimes ours hid the user's own.
+    def fail_one_after_the_other(run: ls.Run) -> None:
+        if run.rank == 0:
+            raise ReductionError("The backward of 1 of 2 ranks ended in an exception.")
+        time.sleep(1.0)  # longer than failures are waited for otherwise
+        raise KeyError("the culprit")
+
+    with pytest.raises(WorkerFailedError, match="Worker 1 failed first: KeyError: 'the culprit'"):
+        ls.launch(fail_one_after_the_other, devices=CPU2)
 
 
 def test_a_worker_that_exits_is_a_failure() -> None:

@@ -1,5 +1,7 @@
 """The trainer's promise: the same weights, bit for bit, on any number of workers, over any transport."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -7,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.process.ranks import call_on_ranks
-from tests.process.training_cases import CASES, NUM_EPOCHS, NUM_SHARDS, Case, image_net, mean_loss
+from tests.process.training_cases import (
+    CASES,
+    NUM_EPOCHS,
+    NUM_SHARDS,
+    Case,
+    SlowOnRank0,
+    image_net,
+    images,
+    mean_loss,
+)
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -195,7 +206,61 @@ def make_mistakes(run: ls.Run) -> Answer:
     theirs = stop.trainer.evaluate(stop.loader, MulticlassAccuracy(num_classes=2, average="micro"))
     ours = stop.trainer.evaluate(stop.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
     found["accuracy"] = float(theirs), ours["metric"].value
+    found |= disagree(stop, on_1=on_1)
     return found
+
+
+def attempt(call: Callable[[], Any]) -> str:
+    try:
+        return str(call())
+    except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+        return f"{type(error).__name__}: {error}"
+
+
+def disagree(run: Mistakes, *, on_1: bool) -> Answer:
+    """Do on rank 1 what is not done on rank 0."""
+    found: Answer = {}
+    group, bias = run.trainer.optimizer.param_groups[0], run.trainer.model[0].bias
+    group["lr"] = 0.2 if on_1 else 0.1
+    found["options"] = run.try_step(2)
+    group["lr"] = 0.1
+    before = bias.detach().clone()
+    with torch.no_grad():
+        bias.add_(int(on_1))
+    found["values"] = run.try_step(2)
+    with torch.no_grad():
+        bias.copy_(before)
+    found["agreed"] = run.try_step(2)
+
+    def fail(_model: nn.Module, _batch: Any) -> tuple[float, float]:
+        if on_1:
+            raise KeyError("no such metric")
+        return 1.0, 1.0
+
+    found["metric"] = attempt(lambda: run.trainer.evaluate(run.loader, fail))
+    found["arguments"] = attempt(lambda: Mistakes(max_grad_norm=2.0 if on_1 else 1.0))
+    found["wrong argument"] = attempt(lambda: Mistakes(max_grad_norm=-1.0 if on_1 else 1.0))
+    found["balanced"] = evaluate_in_the_midst_of_balancing()
+    alone = (lambda: run.trainer.evaluate(run.loader, fail)) if not on_1 else (lambda: run.trainer.step(run.batches[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the batch is an old one
+        found["alone"] = attempt(alone)
+    return found
+
+
+def evaluate_in_the_midst_of_balancing() -> tuple[float, int]:
+    """Evaluate after the step that decides that shards move, and before the step in which they do."""
+    model = image_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=4, balance="speed")
+    trainer._stopwatch = SlowOnRank0(trainer.world.rank)  # type: ignore[assignment]
+    loader = ls.ShardedLoader(images(), batch_size=4, num_shards=4)
+    splits = []
+    for batch in loader.epoch(0):
+        trainer.step(batch)
+        splits.append(len(batch.ranges[0]))
+    mean = trainer.evaluate(loader, lambda _model, batch: (float(len(batch[1])), float(len(batch[1]))))["metric"]
+    return mean.weight, len(set(splits))
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +299,48 @@ def test_training_goes_on_after_errors(mistakes: list[Answer]) -> None:
     for answer in mistakes:
         assert answer["goes on"] == answer["unfrozen"] == answer["after skipping"] == "changed"
     assert mistakes[0]["digests"] == mistakes[1]["digests"]
+
+
+def test_optimizers_that_differ_are_an_error_on_all(mistakes: list[Answer]) -> None:
+    # Each worker would have had other weights from then on.
+    for answer in mistakes:
+        assert "The optimizers of ranks 1 and 0 differ at epoch 0, step 2 " in answer["options"]
+        assert "lr is 0.2 and 0.1. Set options" in answer["options"]
+
+
+def test_weights_that_differ_are_an_error_on_all(mistakes: list[Answer]) -> None:
+    # As where rank 0 alone loads a model, after the trainer was made.
+    for answer in mistakes:
+        assert "ParameterMismatchError: Parameter 0.bias has other values on rank 1 than on rank 0" in answer["values"]
+        assert answer["agreed"] == "changed"
+
+
+def test_arguments_that_differ_or_are_wrong_on_one_rank_are_an_error_on_all(mistakes: list[Answer]) -> None:
+    for answer in mistakes:
+        assert (
+            "Ranks 1 and 0 make their trainers with different arguments: max_grad_norm is 2.0 and 1.0"
+            in (answer["arguments"])
+        )
+    first, second = (answer["wrong argument"] for answer in mistakes)
+    assert second.startswith("ValueError: max_grad_norm is -1.0, expected a number above zero")
+    assert first.startswith("PeerFailedError: Rank 1 has failed in the making of a Trainer: ValueError: max_grad_norm")
+
+
+def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(mistakes: list[Answer]) -> None:
+    first, second = (answer["metric"] for answer in mistakes)
+    assert second == "KeyError: 'no such metric'"
+    assert first == "PeerFailedError: Rank 1 has failed in Trainer.evaluate: KeyError: 'no such metric'"
+
+
+def test_an_evaluation_on_one_rank_alone_is_told_as_that(mistakes: list[Answer]) -> None:
+    for answer in mistakes:
+        assert answer["alone"].startswith("CollectiveMismatchError")
+        assert "for Trainer.evaluate" in answer["alone"]
+
+
+def test_evaluation_counts_all_while_shards_move(mistakes: list[Answer]) -> None:
+    # A shard's sums on two workers were taken for one another: 236 of 320 samples.
+    assert [answer["balanced"] for answer in mistakes] == [(43.0, 2)] * 2
 
 
 def test_an_object_of_torchmetrics_counts_every_sample_once(mistakes: list[Answer]) -> None:

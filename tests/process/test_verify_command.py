@@ -33,6 +33,13 @@ class Clock(Net):
 class Counting(Net):
     def forward(self, inputs): return super().forward(inputs) * dist.get_world_size()
 
+class PerRank(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1e-3 * dist.get_rank())
+
 def data():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(54, 6, generator=generator)
@@ -91,6 +98,19 @@ def test_a_run_that_depends_on_the_number_of_workers_is_told_so(verify_here: Cal
     finished = verify_here("model=mine:Counting", "--workers", "1,2", "--steps", "1")
     assert finished.exit_code == 1
     assert "1 worker twice gives the same bits" in finished.stdout
+
+
+def test_workers_of_one_run_that_differ_are_told_where(verify_here: Callable[..., Result]) -> None:
+    # In the second step the trainer would see nothing: all have written as often.
+    finished = verify_here("optimizer=mine:PerRank", "--workers", "2", "--steps", "1")
+    assert finished.exit_code == 1
+    said = " ".join(finished.stdout.split())
+    assert re.search(r"│ 1 │ \w{16} │ \w{16} ! │", said)
+    assert "NOT equal: 2 workers, rank 1, against the first run: the first difference is after step 1, in 0.weight" in (
+        said
+    )
+    assert "of 2 workers, rank 1 differs from rank 0" in said
+    assert "fingerprint torch" in said
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.settings import read_check
+from lockstep.settings import read_check, worker_environment
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON", " on "])
@@ -21,3 +21,9 @@ def test_calls_are_not_compared_when_refused(text: str) -> None:
 def test_an_unknown_word_for_checking_is_told() -> None:
     with pytest.raises(UsageError, match="LOCKSTEP_CHECK is 'maybe', expected 1, true, yes or on"):
         read_check({"LOCKSTEP_CHECK": "maybe"})
+
+
+def test_all_workers_hash_text_alike() -> None:
+    # A vocabulary made from a set had another order in every process.
+    assert worker_environment({}, {}, seed=2**32 + 7)["PYTHONHASHSEED"] == "7"
+    assert worker_environment({}, {"PYTHONHASHSEED": "random"})["PYTHONHASHSEED"] == "random"

@@ -61,7 +61,14 @@ def _compare(config: Config, placement: Placement, counts: Sequence[int], num_st
             before = counts[:number].count(count)
             label = _count_words(count) + (", again" if before else "") + (f" ({before + 1})" if before > 1 else "")
             typer.echo(f"{label}: {num_steps} steps ...", err=True)
-            runs[label] = _run(config, placement.first(count), num_steps, Path(reference), is_first=number == 0)
+            ranks = _run(config, placement.first(count), num_steps, Path(reference), is_first=number == 0)
+            runs[label] = ranks[0]
+            odd_rank = find_odd_rank(ranks)
+            if odd_rank is not None:
+                runs[f"{label}, rank {odd_rank}"] = ranks[odd_rank]
+                _show_table(runs)
+                _explain_odd_rank(label, ranks[0], odd_rank, ranks[odd_rank])
+                return False
         _show_table(runs)
         odd = next((label for label, run in runs.items() if run.difference is not None), None)
         if odd is None:
@@ -70,16 +77,17 @@ def _compare(config: Config, placement: Placement, counts: Sequence[int], num_st
             typer.echo(f"equal after each of {num_steps} steps: {'; '.join(runs)}")
             typer.echo(f"digest {first.digests[-1]}")
             return True
-        again = None
-        if not any("again" in label for label in runs):
-            typer.echo(f"{_count_words(counts[0])}, again, to see whether it can be repeated ...", err=True)
-            again = _run(config, placement.first(counts[0]), num_steps, Path(reference), is_first=False)
+        reference_label = next(iter(runs))
+        again = next((run for label, run in runs.items() if label.startswith(f"{reference_label}, again")), None)
+        if again is None:
+            typer.echo(f"{reference_label}, again, to see whether it can be repeated ...", err=True)
+            again = _run(config, placement.first(counts[0]), num_steps, Path(reference), is_first=False)[0]
     _explain(runs, odd, again)
     return False
 
 
-def _run(config: Config, placement: Placement, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
-    runs = launch(
+def _run(config: Config, placement: Placement, num_steps: int, reference: Path, *, is_first: bool) -> list[ShortRun]:
+    return launch(
         verify_worker,
         config,
         num_steps,
@@ -88,15 +96,6 @@ def _run(config: Config, placement: Placement, num_steps: int, reference: Path, 
         devices=placement,
         threads_per_worker=config.threads_per_worker,
     )
-    odd = find_odd_rank(runs)
-    if odd is not None:
-        typer.echo(
-            f"NOT equal: on {len(placement.devices)} workers rank {odd[0]} has other weights than rank 0 after step "
-            f"{odd[1]}. Something in the model or the loss changes parameters by itself, outside the optimizer."
-        )
-        raise typer.Exit(FAILURE_EXIT)
-    first: ShortRun = runs[0]
-    return first
 
 
 def _read_counts(text: str) -> list[int]:
@@ -123,7 +122,19 @@ def _show_table(runs: Mapping[str, ShortRun]) -> None:
     Console().print(table)
 
 
-def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> None:
+def _explain_odd_rank(label: str, first: ShortRun, rank: int, odd: ShortRun) -> None:
+    typer.echo(f"fingerprint {odd.fingerprint}")
+    for name, run in ((f"rank {rank}", odd), ("rank 0", first)):
+        if run.difference is not None:
+            typer.echo(f"NOT equal: {label}, {name}, against the first run: {run.difference}.")
+    typer.echo(
+        f"The workers of one run have other weights than each other: of {label}, rank {rank} differs from rank 0. All "
+        "take the same gradients to the same parameters, so look for what each does by itself: an optimizer that draws "
+        "random numbers, a forward or a hook that writes to parameters, or code that asks for its rank."
+    )
+
+
+def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun) -> None:
     reference, first = next(iter(runs.items()))
     other = runs[odd]
     differences = first.fingerprint.differences(other.fingerprint)
@@ -132,13 +143,14 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun | None) -> 
             f"{reference} and {odd} were run under other conditions, on which the last bits depend: "
             f"{'; '.join(differences)}."
         )
+    typer.echo(f"fingerprint {first.fingerprint}")
     typer.echo(f"NOT equal: {odd} against {reference}: {other.difference}.")
-    if again is not None and again.difference is None:
+    if again.difference is None:
         typer.echo(f"{reference} twice gives the same bits: the difference comes with the number of workers.")
-    elif again is not None or reference in odd:
-        where = "" if again is None else f" as well; {again.difference}"
-        typer.echo(
-            f"{reference} twice differs{where}. The run cannot be repeated, whatever the number of workers: look for "
-            "an operator without a deterministic form (deterministic: true refuses those), for random numbers of a "
-            "generator that is not seeded per step, for time, or for threads."
-        )
+        return
+    where = "" if again is other else f" as well; {again.difference}"
+    typer.echo(
+        f"{reference} twice differs{where}. The run cannot be repeated, whatever the number of workers: look for "
+        "an operator without a deterministic form (deterministic: true refuses those), for random numbers of a "
+        "generator that is not seeded per step, for time, or for threads."
+    )

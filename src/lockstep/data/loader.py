@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.comm import World, join_world
 from lockstep.data.assignment import Assignment
+from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
@@ -66,7 +67,9 @@ class ShardedBatch:
     ranges: tuple[range, ...]
     """The shards of every worker, in rank order."""
     source: str
-    """The loader in words: equal for loaders that make the same batches."""
+    """The loader in words: equal for loaders that make the same batches of the same data."""
+    content: int
+    """A number for the data, which the words do not tell from others of the same length; 0 if they cannot be told."""
     assignment: Assignment
     """Who runs which shards in the steps to come; may be changed."""
 
@@ -129,6 +132,7 @@ class ShardedLoader:
         self._keeps_processes = persistent_workers and num_workers > 0
         self._pin_memory = pin_memory
         self._length = partial(_length_of, dataset)
+        self._content = content_number(dataset)
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
         self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
@@ -137,6 +141,11 @@ class ShardedLoader:
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
+
+    @property
+    def source(self) -> str:
+        """The data and their order in words: equal for loaders that make the same batches."""
+        return self._describe()
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[ShardedBatch]:
         """Yield this worker's part of each batch of an epoch, from `start_step` on.
@@ -151,13 +160,23 @@ class ShardedLoader:
             )
         return self._iterate(epoch, start_step)
 
-    def _iterate(self, epoch: int, start_step: int) -> Iterator[ShardedBatch]:
+    def still_epoch(self) -> Iterator[ShardedBatch]:
+        """Yield this worker's part of each batch of epoch 0, in which no shard moves to another worker.
+
+        So what is added up per shard is added up by one worker, in the order of the data.
+        """
+        self._check_length()
+        return self._iterate(0, 0, self._make_assignment())
+
+    def _iterate(self, epoch: int, start_step: int, assignment: Assignment | None = None) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
         # An epoch within another looks ahead at other moments: who runs what there does not change.
-        assignment = self._make_assignment() if self._is_iterating else self._assignment
+        if assignment is None:
+            assignment = self._make_assignment() if self._is_iterating else self._assignment
         asked = _Asked(assignment, epoch)
         steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
+        content = self._content
 
         def keys() -> Iterator[list[SampleKey]]:
             # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
@@ -181,6 +200,7 @@ class ShardedLoader:
                     ),
                     ranges=ranges,
                     source=self._describe(),
+                    content=content,
                     assignment=assignment,
                 )
                 asked.forget(step)

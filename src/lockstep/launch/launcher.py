@@ -9,6 +9,7 @@ launcher                                            worker r
 """
 
 import contextlib
+import math
 import os
 import pickle
 import selectors
@@ -21,7 +22,7 @@ from contextlib import ExitStack
 from typing import Any, final
 
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
-from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
 from lockstep.launch.exits import describe_exit, describe_failures
 from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
@@ -30,6 +31,10 @@ from lockstep.settings import LAUNCHED, worker_environment
 
 _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""
+_CAUSE_SECONDS = 5.0
+"""The same, while all that is heard of says that it is another worker's doing."""
+_CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
+"""Errors that workers have because another one failed, if another one has any other error."""
 _TERMINATE_SECONDS = 2.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
 _LEAVE_SECONDS = 30.0
@@ -177,7 +182,7 @@ class _Crew:
                     command,
                     pass_fds=(down_read, up_write, lifeline),
                     stdin=subprocess.DEVNULL,
-                    env=worker_environment({**_variables(assignment), **device.variables()}),
+                    env=worker_environment({**_variables(assignment), **device.variables()}, seed=assignment.seed),
                 )
         except BaseException:
             os.close(down_write)
@@ -202,25 +207,28 @@ class _Crew:
         Raises:
             WorkerFailedError: One failed.
         """
-        deadline: float | None = None
+        deadline = math.inf
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 os.set_blocking(worker.upward, False)
                 selector.register(worker.upward, selectors.EVENT_READ, worker)
             while selector.get_map():
-                if deadline is not None and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     break
                 heard = [key.data for key, _ in selector.select(_POLL_SECONDS)]
                 silent = [key.data for key in selector.get_map().values() if key.data.process.poll() is not None]
                 for worker in {*heard, *silent}:
                     if _hear(worker, has_ended=worker in silent):
                         selector.unregister(worker.upward)
-                if deadline is None and any(_failed(worker) for worker in self._workers):
-                    deadline = time.monotonic() + _SETTLE_SECONDS
-        failures = [_describe_failure(worker) for worker in self._workers if _failed(worker)]
-        if failures:
-            failures.sort(key=lambda pair: pair[0])
-            raise _failed_error(tuple(failure for _, failure in failures))
+                failed = [worker for worker in self._workers if _failed(worker)]
+                if failed:
+                    patience = _CAUSE_SECONDS if all(map(_is_consequence, failed)) else _SETTLE_SECONDS
+                    deadline = min(deadline, time.monotonic() + patience)
+        failed = [worker for worker in self._workers if _failed(worker)]
+        if failed:
+            failures = [(_is_consequence(worker), *_describe_failure(worker)) for worker in failed]
+            failures.sort(key=lambda failure: failure[:2])
+            raise _failed_error(tuple(failure for *_, failure in failures))
         with contextlib.suppress(BrokenPipeError):  # all have ended already, killed after their reports
             os.write(self._lifeline, b"." * len(self._workers))
         self._released = True
@@ -313,6 +321,11 @@ def _load_error(report: Report) -> BaseException | None:
 
 def _failed(worker: _Worker) -> bool:
     return worker.died_at is not None or (worker.report is not None and worker.report.result is None)
+
+
+def _is_consequence(worker: _Worker) -> bool:
+    """Whether a worker that failed says that another one has."""
+    return worker.report is not None and isinstance(_load_error(worker.report), _CONSEQUENCES)
 
 
 def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:

@@ -42,13 +42,14 @@ def _draw_loss(axes: "Axes", steps: list[dict[str, Any]], epochs: list[dict[str,
     from matplotlib.ticker import StrMethodFormatter
 
     per_epoch = epochs[-1]["global_step"] / (epochs[-1]["epoch"] + 1)
-    places = [row["global_step"] / per_epoch for row in steps]
-    axes.plot(places, [row["loss"] for row in steps], color=_STEP_COLOUR, linewidth=0.8, label="training, each step")
+    known = [row for row in steps if row["loss"] is not None]
+    places = [row["global_step"] / per_epoch for row in known]
+    axes.plot(places, [row["loss"] for row in known], color=_STEP_COLOUR, linewidth=0.8, label="training, each step")
     _draw_epochs(axes, epochs, "train_loss", "training, mean of the epoch", _TRAIN_COLOUR)
     if "test_loss" in epochs[-1]:
         _draw_epochs(axes, epochs, "test_loss", "test", _TEST_COLOUR)
     shown = [value for row in [*steps, *epochs] for key, value in row.items() if key.endswith("loss") and value]
-    if 0 < _DECADE * min(shown) < max(shown):
+    if shown and 0 < _DECADE * min(shown) < max(shown):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     _finish(axes, "loss")

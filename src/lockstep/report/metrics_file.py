@@ -64,18 +64,23 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "epoch": event.epoch,
                 "step": event.step,
                 "global_step": event.global_step,
-                "loss": event.loss,
+                "loss": _finite(event.loss),
             }
         case EpochFinished():
-            test = {f"test_{name}": value if math.isfinite(value) else None for name, value in event.test.items()}
+            test = {f"test_{name}": _finite(value) for name, value in event.test.items()}
             return {
                 "kind": "epoch",
                 "epoch": event.epoch,
                 "global_step": event.global_step,
-                "train_loss": event.train_loss,
+                "train_loss": _finite(event.train_loss),
                 **test,
                 "samples_per_second": event.samples_per_second,
                 "learning_rate": event.learning_rate,
             }
         case RunStarted() | CheckpointSaved():
             return None
+
+
+def _finite(value: float) -> float | None:
+    """Return what JSON has for a number: nothing for one that is none, as the loss of a step that was skipped."""
+    return value if math.isfinite(value) else None

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from lockstep.data import ShardedLoader
 from lockstep.errors import ConfigError
 from lockstep.shards import derive_seed
+from lockstep.train.arguments import can_be_called, check_scheduler
 from lockstep.train.config import Config
 from lockstep.train.evaluation import MetricValues
 from lockstep.train.importing import call_object, import_object
@@ -63,19 +64,7 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     scheduler = _build_scheduler(config, optimizer)
     criterion = _build_criterion(config, device)
     autocast = _build_autocast(config, device)
-    trainer = Trainer(
-        model,
-        optimizer,
-        loss=_as_loss(criterion, autocast),
-        num_shards=config.num_shards,
-        seed=config.seed,
-        scheduler=scheduler if config.scheduler_interval == "step" else None,
-        scaler=torch.amp.GradScaler(device.type) if config.precision == "float16" else None,
-        max_grad_norm=config.max_grad_norm,
-        nonfinite=config.nonfinite,
-        balance=config.balance,
-        deterministic=config.deterministic,
-    )
+    trainer = _build_trainer(config, model, optimizer, scheduler, _as_loss(criterion, autocast))
     return RunParts(
         trainer=trainer,
         scheduler=scheduler,
@@ -83,6 +72,30 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         train=_build_loader(config, train_set, device, shuffle=True),
         test=None if test_set is None else _build_loader(config, test_set, device, shuffle=False),
     )
+
+
+def _build_trainer(
+    config: Config, model: nn.Module, optimizer: Optimizer, scheduler: Scheduler | None, loss: Loss
+) -> Trainer:
+    device_type = next(model.parameters()).device.type
+    try:
+        if scheduler is not None:
+            check_scheduler(scheduler, optimizer)
+        return Trainer(
+            model,
+            optimizer,
+            loss=loss,
+            num_shards=config.num_shards,
+            seed=config.seed,
+            scheduler=scheduler if config.scheduler_interval == "step" else None,
+            scaler=torch.amp.GradScaler(device_type) if config.precision == "float16" else None,
+            max_grad_norm=config.max_grad_norm,
+            nonfinite=config.nonfinite,
+            balance=config.balance,
+            deterministic=config.deterministic,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"The config cannot be trained: {error}") from error
 
 
 def _build_model(config: Config, device: torch.device) -> nn.Module:
@@ -115,11 +128,6 @@ def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
             f"optimizer is {config.optimizer!r}, which made a value of type {type(optimizer).__name__}, "
             "not a torch.optim.Optimizer."
         )
-    if not _can_be_called(optimizer.step):
-        raise ConfigError(
-            f"optimizer is {config.optimizer!r}, whose step wants a closure that computes the loss again; the trainer "
-            "computes each gradient once. Use another optimizer, or write a loop of your own."
-        )
     return optimizer
 
 
@@ -129,17 +137,6 @@ def _build_scheduler(config: Config, optimizer: Optimizer) -> Scheduler | None:
     scheduler = call_object(
         "scheduler", import_object("scheduler", config.scheduler), optimizer, **config.scheduler_args
     )
-    for method in ("step", "state_dict", "load_state_dict"):
-        if not callable(getattr(scheduler, method, None)):
-            raise ConfigError(
-                f"scheduler is {config.scheduler!r}, which made a value of type {type(scheduler).__name__} without a "
-                f"{method} method, so not a learning-rate scheduler."
-            )
-    if not _can_be_called(scheduler.step):
-        raise ConfigError(
-            f"scheduler is {config.scheduler!r}, whose step wants arguments (a metric, say); a config gives none. "
-            "Use another scheduler, or write a loop of your own with ls.Trainer."
-        )
     made: Scheduler = scheduler
     return made
 
@@ -151,22 +148,12 @@ def _build_criterion(config: Config, device: torch.device) -> Criterion:
         return made.to(device) if isinstance(made, nn.Module) else made
     if not callable(loss):
         raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class.")
-    if not _can_be_called(loss, None, None, **config.loss_args):
+    if not can_be_called(loss, None, None, **config.loss_args):
         raise ConfigError(
             f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {config.loss_args}: "
             f"its parameters are {inspect.signature(loss)}."
         )
     return lambda output, target: loss(output, target, **config.loss_args)
-
-
-def _can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in that does not tell its parameters
-        return True
-    return True
 
 
 def _build_metric(config: Config) -> Counter | None:

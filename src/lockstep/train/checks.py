@@ -1,12 +1,16 @@
 """What a trainer refuses or warns of before its first step."""
 
 import warnings
+from typing import final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm import World
 from lockstep.train.fingerprint import Fingerprint
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -18,15 +22,21 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ == "DistributedDataParallel":
-        raise TypeError(
-            "The model is wrapped already. Give the trainer the module itself: it reduces by itself, and a "
-            "communication hook, which may compress, would give other weights on another number of workers."
-        )
+    for name, module in model.named_modules():
+        # By name, for the rooms of the wrappers are above this one, or not imported.
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise TypeError(
+                f"{f'The part {name} of the' if name else 'The'} model is wrapped already, in {wrapper}. Give the "
+                "trainer the module itself: it reduces by itself, and a communication hook, which may compress, would "
+                "give other weights on another number of workers."
+            )
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    devices = sorted({str(parameter.device) for _, parameter in parameters})
+    if len(devices) > 1:
+        raise ValueError(f"The model's parameters are on {' and '.join(devices)}, expected one device: move the model.")
     for name, parameter in parameters:
         dtype = getattr(parameter, "grad_dtype", parameter.dtype)
         if dtype != parameter.dtype:
@@ -42,8 +52,11 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Check that an optimizer's parameters are the model's.
 
     Raises:
+        TypeError: Not an optimizer.
         ValueError: Some are not.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
@@ -76,7 +89,7 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
         warnings.warn(
             f"{cause}. This run has as many shards as workers, {num_shards}; on any other number of workers it will "
             "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -90,5 +103,33 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
                 f"Ranks 0 and {rank} differ in what the last bits of the weights depend on: {'; '.join(differences)}. "
                 "The digest will depend on which worker runs which shard. Start all workers alike; for threads see "
                 "threads_per_worker and torch.set_num_threads.",
-                stacklevel=4,
+                stacklevel=3,
             )
+
+
+@final
+class Conditions:
+    """What the last bits depend on and any code may change at any time: threads, and deterministic operators."""
+
+    def __init__(self) -> None:
+        self._at_first = self._look()
+
+    def check(self) -> None:
+        """Warn, once, where they are not what they were when the trainer was made (local)."""
+        now = self._look()
+        if now != self._at_first:
+            changes = [
+                f"{name} from {before} to {now[name]}" for name, before in self._at_first.items() if before != now[name]
+            ]
+            self._at_first = now
+            warnings.warn(
+                f"Since the trainer was made something has changed {' and '.join(changes)}: from here on the weights "
+                "have other last bits than they would have had. Set it before the trainer is made.",
+                stacklevel=3,
+            )
+
+    def _look(self) -> dict[str, object]:
+        return {
+            "threads": torch.get_num_threads(),
+            "deterministic operators": torch.are_deterministic_algorithms_enabled(),
+        }

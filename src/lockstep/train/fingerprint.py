@@ -2,13 +2,23 @@
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _CPU_FACTS = Path("/proc/cpuinfo")
+_USUAL = {
+    "default dtype": "float32",
+    "mkldnn": True,
+    "cudnn": True,
+    "cudnn.deterministic": True,
+    "cudnn.benchmark": False,
+    "cudnn.allow_tf32": True,
+    "flush denormal": False,
+}
+"""What the switches are after `set_deterministic(True)` in a process that sets no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +40,28 @@ class Fingerprint:
     matmul_precision: str
     """torch.get_float32_matmul_precision(): "highest" unless TensorFloat-32 or bfloat16 is allowed."""
 
+    switches: Mapping[str, bool | str] = field(default_factory=dict)
+    """torch's other switches that choose between kernels or round otherwise, by name."""
+
     def __str__(self) -> str:
-        """Show it in one line."""
+        """Show it in one line; of the switches those that are not as usual."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         shards = "1 shard" if self.num_shards == 1 else f"{self.num_shards} shards"
         how = "deterministic" if self.deterministic else "not deterministic"
-        return f"torch {self.torch}, {self.device}, {threads}, {shards}, seed {self.seed}, {how}" + (
-            "" if self.matmul_precision == "highest" else f", matmul precision {self.matmul_precision}"
+        return (
+            f"torch {self.torch}, {self.device}, {threads}, {shards}, seed {self.seed}, {how}"
+            + ("" if self.matmul_precision == "highest" else f", matmul precision {self.matmul_precision}")
+            + "".join(f", {name} {value}" for name, value in self.switches.items() if value != _USUAL.get(name, value))
         )
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """Return in words how `other` differs; empty if it does not."""
+        mine, theirs = _flat(self), _flat(other)
+        # A switch that only one knows of is one that its version of Lockstep looks at.
         return [
-            f"{field.name} is {getattr(self, field.name)!r} and {getattr(other, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            f"{name} is {mine[name]!r} and {theirs[name]!r}"
+            for name in mine
+            if mine[name] != theirs.get(name, mine[name])
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,7 +88,31 @@ def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fin
         seed=seed,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         matmul_precision=torch.get_float32_matmul_precision(),
+        switches=_read_switches(),
     )
+
+
+def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
+    values = fingerprint.to_dict()
+    switches = values.pop("switches")
+    return {**values, **switches}
+
+
+def _read_switches() -> dict[str, bool | str]:
+    return {
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
+        "cudnn": torch.backends.cudnn.enabled,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        "flush denormal": _flushes_denormal(),
+    }
+
+
+def _flushes_denormal() -> bool:
+    """Whether torch.set_flush_denormal is on, for which torch has no question: a tiny number becomes zero."""
+    return not bool(torch.full((1,), 1e-310, dtype=torch.float64).mul(1.0).item())
 
 
 def _describe_device(device: torch.device) -> str:

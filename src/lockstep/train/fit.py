@@ -1,5 +1,6 @@
 """The run that a config describes, in one worker: train, evaluate, save."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -103,8 +104,9 @@ def _train_epoch(
     for batch in parts.train.epoch(epoch, start_step):
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         result = trainer.step(batch)
-        total += result.loss * result.weight
-        weight += result.weight
+        if not result.is_skipped:
+            total += result.loss * result.weight
+            weight += result.weight
         num_samples += batch.num_samples
         recorder.record(
             StepFinished(epoch=epoch, step=batch.cursor.step, global_step=trainer.global_step, loss=result.loss)
@@ -115,7 +117,7 @@ def _train_epoch(
     return lambda test: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,
-        train_loss=total / weight,
+        train_loss=total / weight if weight else math.nan,
         test=test,
         samples_per_second=num_samples / seconds,
         learning_rate=learning_rate,

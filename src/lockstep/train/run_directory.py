@@ -173,11 +173,12 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
     """
     manifest = checkpoint.manifest
     check_same_run(manifest, config)
+    made = decode_state(manifest.scheduler, checkpoint.optimizer)
     trainer.load_state_dict(
         {
             "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, checkpoint.optimizer)},
             "optimizer": decode_state(manifest.optimizer, checkpoint.optimizer),
-            "scheduler": None,
+            "scheduler": None if trainer.scheduler is None else made,
             "scaler": decode_state(manifest.scaler, checkpoint.optimizer),
             "loader": manifest.loader,
             "fingerprint": manifest.fingerprint,
@@ -188,8 +189,8 @@ def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: C
             "seed": manifest.seed,
         }
     )
-    if scheduler is not None and manifest.scheduler is not None:
-        scheduler.load_state_dict(decode_state(manifest.scheduler, checkpoint.optimizer))
+    if scheduler is not None and trainer.scheduler is None and made is not None:
+        scheduler.load_state_dict(made)
 
 
 def check_same_run(manifest: Manifest, config: Config) -> None:

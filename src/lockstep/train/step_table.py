@@ -1,7 +1,8 @@
 """What the workers tell each other once per step besides gradients: losses, and where each of them stands.
 
     row s < num_shards       loss * weight of shard s, its weight
-    row num_shards + r       of worker r: epoch, step, a number for its loader, and what its `Standing` holds
+    row num_shards + r       of worker r: epoch, step, a number for its loader, what its `Standing` holds, then its
+                             `WorkerNumbers`
 
 A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
 conclusions from the same numbers.
@@ -20,7 +21,7 @@ from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 9
+_NUM_COLUMNS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,18 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNumbers:
+    """What a worker says of the state in which the step finds it; tensors are not read before all are exchanged."""
+
+    options: int = 0
+    """A number for the optimizer's options."""
+    values: Tensor | int = 0
+    """A number for the values of the parameters, where they were written since the last update."""
+    nonfinite: Tensor | int = 0
+    """Not 0 if a gradient is not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
     """What all workers' shards came to."""
 
@@ -51,6 +64,12 @@ class StepSums:
     """Of every worker: what tells its batch from another."""
     standings: tuple[Standing, ...]
     """Of every worker."""
+    options: tuple[float, ...]
+    """Of every worker, `WorkerNumbers.options`."""
+    values: tuple[float, ...]
+    """Of every worker, `WorkerNumbers.values`."""
+    has_nonfinite: bool
+    """Whether a gradient is not finite."""
 
     @property
     def loss(self) -> float:
@@ -83,16 +102,19 @@ class StepTable:
         self._rows[shard, 0] = loss.detach().double() * weight
         self._rows[shard, 1] = weight
 
-    def share(self, batch: ShardedBatch, standing: Standing) -> StepSums:
+    def share(self, batch: ShardedBatch, standing: Standing, numbers: WorkerNumbers) -> StepSums:
         """Return what all workers noted (collective).
 
         Args:
             batch: The batch of this worker.
             standing: What else it tells.
+            numbers: What there is to compare between workers.
         """
-        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(batch.source.encode()))
-        mine = torch.tensor([*place, *_to_numbers(standing)], dtype=torch.float64)
-        self._rows[self._num_shards + self._world.rank] = mine.to(self._rows.device)
+        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(f"{batch.source} {batch.content}".encode()))
+        known = torch.tensor([*place, *_to_numbers(standing), numbers.options], dtype=torch.float64)
+        mine = self._rows[self._num_shards + self._world.rank]
+        mine[: len(known)] = known.to(self._rows.device)
+        mine[-2], mine[-1] = numbers.values, numbers.nonfinite
         if self._world.group is not None:
             dist.all_reduce(self._rows, group=self._world.group)
         rows: list[list[float]] = self._rows.tolist()
@@ -101,7 +123,10 @@ class StepTable:
             losses=tuple(row[0] for row in shards),
             weights=tuple(row[1] for row in shards),
             places=tuple(tuple(row[:3]) for row in workers),
-            standings=tuple(_from_numbers(row[3:]) for row in workers),
+            standings=tuple(_from_numbers(row[3:-3]) for row in workers),
+            options=tuple(row[-3] for row in workers),
+            values=tuple(row[-2] for row in workers),
+            has_nonfinite=any(row[-1] for row in workers),
         )
 
 

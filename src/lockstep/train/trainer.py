@@ -11,9 +11,10 @@ cursor -> batch of the loader -> for each shard of this worker, largest subtree 
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -27,7 +28,6 @@ from lockstep.comm import World, broadcast_tensors, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices.transfer import to_device
 from lockstep.errors import (
-    CheckpointError,
     GroupError,
     LockstepError,
     LossError,
@@ -35,15 +35,21 @@ from lockstep.errors import (
     ReductionError,
 )
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
-from lockstep.shards import Turn, derive_seed, shard_range
+from lockstep.shards import Turn, derive_seed
+from lockstep.train.agreement import Agreement
+from lockstep.train.arguments import Arguments, check_arguments, check_same_terms
 from lockstep.train.balance import Balancer, Stopwatch
+from lockstep.train.batches import check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0, without_repeats
-from lockstep.train.checks import check_batchnorm, check_fingerprints, check_model, check_optimizer
+from lockstep.train.checks import Conditions, check_fingerprints, check_optimizer
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
+from lockstep.train.gradients import flag_nonfinite, name_nonfinite
+from lockstep.train.losses import read_loss
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
+from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
-from lockstep.train.step_table import Standing, StepSums, StepTable
+from lockstep.train.step_table import Standing, StepSums, StepTable, WorkerNumbers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 """`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
@@ -108,8 +114,8 @@ class Trainer:
             step it in the loop.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
-        nonfinite: What becomes of a step whose loss is not finite: "stop" raises an error; "skip" leaves parameters,
-            buffers and optimizer as they were, on all workers alike, and goes on.
+        nonfinite: What becomes of a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
+            parameters, buffers and optimizer as they were, on all workers alike, and goes on.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: Deterministic operators; see `set_deterministic`. It holds for the whole process.
@@ -119,9 +125,11 @@ class Trainer:
 
     Raises:
         ParameterMismatchError: Workers have different models.
-        TypeError: The model is wrapped already.
+        PeerFailedError: Another worker was given something wrong.
+        TypeError: The model is wrapped already, or an argument is of the wrong type.
         ValueError: More workers than shards, nothing to train, gradients of another dtype than their parameter's, an
-            optimizer of parameters that are not the model's, or a SyncBatchNorm where workers run several shards.
+            optimizer of parameters that are not the model's, a SyncBatchNorm where workers run several shards, or
+            arguments that differ between workers.
     """
 
     def __init__(
@@ -141,34 +149,48 @@ class Trainer:
         bucket_limits: BucketLimits | None = None,
         world: World | None = None,
     ) -> None:
-        parameters = check_model(model)
-        check_optimizer(optimizer, model)
-        _check_choice("nonfinite", nonfinite, ("stop", "skip"))
-        _check_choice("balance", balance, ("even", "speed"))
         self.world = join_world() if world is None else world
-        shard_range(self.world.rank, self.world.world_size, num_shards)
-        check_batchnorm(model, self.world, num_shards)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        arguments = Arguments(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            num_shards=num_shards,
+            seed=seed,
+            scheduler=scheduler,
+            scaler=scaler,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            balance=balance,
+            deterministic=deterministic,
+        )
+        terms = check_arguments(arguments, self.world)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler = scaler
-        self.num_shards = num_shards
-        self.seed = seed
+        self.num_shards = int(num_shards)
+        self.seed = int(seed)
         self.cursor = Cursor()
         self.global_step = 0
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self._skips_nonfinite = nonfinite == "skip"
-        self._device = parameters[0][1].device
+        self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
+        self._held = [id(parameter) for parameter in self._held_parameters()]
         self._source: str | None = None
+        self._last_content = 0, 0
+        self._has_warned_of_repeating = False
         self._is_restored = False
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
         self._stopwatch = Stopwatch(self._device)
+        self._trained = TrainedModel(model)
+        check_same_model(self._trained, self.world)
+        check_same_terms(terms)
         set_deterministic(deterministic)
         check_fingerprints(self.fingerprint(), self.world)
-        self._trained = TrainedModel(model)
+        self._conditions = Conditions()
         if self.world.group is not None:
-            check_same_model(self._trained, self.world)
             broadcast_tensors(list(map(without_repeats, self._trained.tensors())), self.world.group)
         self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
@@ -176,6 +198,8 @@ class Trainer:
         self._watch = ParameterWatch(model)
         self._is_first = True
         self._has_inner_backwards = False
+        self._agreement = Agreement(model, optimizer, self.world)
+        self._unsaved = UnsavedBuffers(model)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -185,16 +209,21 @@ class Trainer:
         An error on one worker is an error on all; no parameter was changed then.
 
         Raises:
-            LossError: The loss is not a scalar or not finite, or the summed weight is not positive; or the model writes
-                its parameters, or begins to use reentrant checkpoints after its first step.
+            LossError: The loss is not a scalar, it or its gradient is not finite or depends on no parameter, or the
+                summed weight is not positive; or the model writes its parameters, or begins to use reentrant
+                checkpoints after its first step.
+            ParameterMismatchError: Parameters have other values than on another worker.
             ReductionError: Another worker has raised an error in this step.
+            TypeError: The batch is not one of a ShardedLoader.
             ValueError: The batch was cut into another number of shards, is of another loader or another step than the
-                other workers', or is not where a restored run stands; or the model was changed between steps.
+                other workers', or is not where a restored run stands; the model was changed between steps; or the
+                optimizer's options are not the other workers'.
         """
         table = StepTable(self.world, self.num_shards, self._device)
         try:
             self._check_batch(batch)
             self._check_model()
+            self._conditions.check()
             self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
             self._run_shards(batch, table)
         except _OF_THE_REDUCTION:
@@ -204,7 +233,7 @@ class Trainer:
                 self._gradients.fail()
             raise
         with batch.assignment.held():
-            sums = table.share(batch, self._stand(batch))
+            sums = table.share(batch, self._stand(batch), self._take_numbers())
             self._check_places(sums)
             if self._balancer is not None:
                 seconds, asked = zip(*((each.seconds, each.asked) for each in sums.standings), strict=True)
@@ -213,6 +242,8 @@ class Trainer:
         reseed_generators(derive_seed("update", self.seed, batch.cursor.epoch, batch.cursor.step))
         self._check_written(sums, batch)
         self._check_order(sums, batch)
+        self._agreement.check_options(sums.options, place_of(batch.cursor))
+        self._agreement.check_values(sums.values, place_of(batch.cursor))
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
         if problem:
             if not self._skips_nonfinite:
@@ -224,6 +255,7 @@ class Trainer:
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self._source, self._is_restored = batch.source, False
+        self._last_content = batch.cursor.epoch, batch.content
         loss = sums.loss / sums.weight if sums.weight else math.nan
         return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
 
@@ -242,14 +274,22 @@ class Trainer:
         Returns:
             The means by name, each a `Mean`; a metric that returns a bare pair is called `"metric"`. With torchmetrics
             what its `compute` returns, on the CPU.
+
+        Raises:
+            PeerFailedError: The metric has raised an error on another worker.
+            TypeError: Not a ShardedLoader, or the metric returned neither a sum and a weight nor several by name.
+            ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
-        batches = loader.epoch(0)
+        if not isinstance(loader, ShardedLoader):
+            raise TypeError(
+                f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
+                "over all workers. Make one of the data set."
+            )
         try:
             with evaluation_mode(self.model):
                 if is_torchmetrics(metric):
-                    return update_in_order(metric, batches, self._predict, self.world)
-                slices = ((batch, part) for batch in batches for part in batch.slices)
-                return sum_by_shard(slices, lambda batch, part: self._measure(metric, batch, part), self.world)
+                    return update_in_order(metric, loader, self._predict, self.world)
+                return sum_by_shard(loader, partial(self._measure, metric), self.world)
         finally:  # what a worker has drawn depends on which shards it ran
             reseed_generators(derive_seed("evaluated", self.seed, self.cursor.epoch, self.cursor.step))
 
@@ -270,10 +310,45 @@ class Trainer:
                 for batch in loader.epoch(epoch, trainer.cursor.step):
                     trainer.step(batch)
         """
+        unsaved = self._unsaved.changed()
+        if unsaved:
+            warnings.warn(
+                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that goes "
+                "on from it begins with other values there, and may end in others. Register it with persistent=True, "
+                "unless it only keeps what is computed anyway.",
+                stacklevel=2,
+            )
+        return self._take_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned (local: every worker calls, with the same state).
+
+        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
+                or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
+        """
+        check_state(state, self._take_state())
+        with undone_on_error(self.model, self.optimizer):
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        self.cursor = Cursor(state["epoch"], state["step"])
+        self.global_step = state["global_step"]
+        self._source, self._is_restored = state.get("loader"), True
+        self._compare_fingerprint(state.get("fingerprint"))
+
+    def _take_state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": class_name(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler_class": class_name(self.scheduler),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "epoch": self.cursor.epoch,
             "step": self.cursor.step,
@@ -283,34 +358,6 @@ class Trainer:
             "loader": self._source,
             "fingerprint": self.fingerprint().to_dict(),
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned (local: every worker calls, with the same state).
-
-        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
-
-        Raises:
-            CheckpointError: The state belongs to another model, another number of shards or another seed.
-        """
-        for name, mine in (("num_shards", self.num_shards), ("seed", self.seed)):
-            if state[name] != mine:
-                raise CheckpointError(
-                    f"The state was saved with {name} {state[name]}, and this run has {mine}: it would not go on as "
-                    f"it began. Set {name} to {state[name]}."
-                )
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"The state does not fit this model and optimizer. {error}") from error
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self.scaler is not None and state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
-        self.cursor = Cursor(state["epoch"], state["step"])
-        self.global_step = state["global_step"]
-        self._source, self._is_restored = state.get("loader"), True
-        self._compare_fingerprint(state.get("fingerprint"))
 
     # -- Before a step -------------------------------------------------------------------------------------------------
 
@@ -324,31 +371,41 @@ class Trainer:
             )
 
     def _check_batch(self, batch: ShardedBatch) -> None:
-        if batch.num_shards != self.num_shards:
-            raise ValueError(
-                f"The batch is cut into {batch.num_shards} shards and the trainer has {self.num_shards}: give the "
-                "loader and the trainer the same num_shards."
-            )
-        mine = batch.ranges[self.world.rank] if self.world.rank < len(batch.ranges) else range(0)
-        if len(batch.ranges) != self.world.world_size or any(part.shard not in mine for part in batch.slices):
-            raise ValueError(
-                f"The batch is rank {self.world.rank}'s of {len(batch.ranges)} workers, and the trainer has "
-                f"{self.world.world_size}: make the loader in the worker that uses it, after the process group."
-            )
+        check_cut(batch, self.num_shards, self.world)
+        check_sync_batchnorm(batch, self.model)
         if self._source is not None and batch.source != self._source:
             raise ValueError(
                 f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
                 "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
                 "trainer of its own."
             )
+        epoch, content = self._last_content
+        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
+            raise ValueError(
+                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
+                "length: an epoch is of one loader. Put several data sets into one with "
+                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
+            )
         if self._is_restored and batch.cursor != self.cursor:
             raise ValueError(
                 f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
-                f"that of {_place(batch)}: samples would be seen twice, or never. Begin with "
+                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
+            )
+        if batch.cursor < self.cursor and not self._has_warned_of_repeating:
+            self._has_warned_of_repeating = True
+            warnings.warn(
+                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
+                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
+                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
+                stacklevel=3,
             )
 
     def _check_model(self) -> None:
+        held = [id(parameter) for parameter in self._held_parameters()]
+        if held != self._held:
+            check_optimizer(self.optimizer, self.model)
+            self._held = held
         if not self._trained.has_changed():
             return
         current = TrainedModel(self.model)
@@ -394,8 +451,6 @@ class Trainer:
         """
         loss, weight = self._forward(batch, part)
         if not weight > 0:  # nothing to learn from, and the mean of nothing may be NaN
-            if weight < 0 or math.isnan(weight):
-                raise LossError(f"The loss of shard {part.shard} has weight {weight}, expected zero or more.")
             return
         table.note_loss(part.shard, loss, weight)
         scaled = loss * (weight / batch.num_samples)
@@ -406,14 +461,7 @@ class Trainer:
 
     def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
         self._seed("shard", batch, part)
-        result = self._loss(self.model, to_device(part.data, self._device))
-        loss, weight = result if isinstance(result, tuple) else (result, part.num_samples)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise LossError(
-                f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
-                "model's parameters."
-            )
-        return loss.reshape(()), float(weight)
+        return read_loss(self._loss(self.model, to_device(part.data, self._device)), part)
 
     def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
         reseed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
@@ -434,10 +482,10 @@ class Trainer:
         if number:
             raise LossError(
                 f"Parameter {self._watch.names[number - 1]} was written on rank {rank} while the shards of "
-                f"{_place(batch)} ran, by a forward, the loss function or a hook. Each worker runs other shards, so "
-                "the weights would depend on the number of workers. Keep an average of the weights in buffers, or "
-                "update it between two steps; do without max_norm in an embedding. The optimizer has changed nothing "
-                "in this step."
+                f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
+                "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
+                "buffers, or update it between two steps; do without max_norm in an embedding. The optimizer has "
+                "changed nothing in this step."
             )
 
     def _check_order(self, sums: StepSums, batch: ShardedBatch) -> None:
@@ -454,11 +502,24 @@ class Trainer:
         if is_late:
             raise LossError(
                 f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
-                f"does, at {_place(batch)}; in no step before has one. Depending on the number of workers, gradients "
-                "may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
+                f"does, at {place_of(batch.cursor)}; in no step before has one. Depending on the number of workers, "
+                "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
                 "changed."
             )
+
+    def _held_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _take_numbers(self) -> WorkerNumbers:
+        """Return what the workers compare in this step (local)."""
+        nonfinite: Tensor | int = 0
+        if self.scaler is None and self._max_grad_norm is None:  # else a scaler looks, or the norm tells
+            gradients = [parameter.grad for parameter in self._held_parameters() if parameter.grad is not None]
+            nonfinite = flag_nonfinite(gradients, self._device)
+        return WorkerNumbers(
+            options=self._agreement.options_number(), values=self._agreement.values_number(), nonfinite=nonfinite
+        )
 
     def _check_places(self, sums: StepSums) -> None:
         odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
@@ -466,7 +527,10 @@ class Trainer:
             return
         (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
         if (epoch, step) == (other_epoch, other_step):
-            what = f"of another loader (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does rank {odd})"
+            what = (
+                f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
+                f"rank {odd})"
+            )
         else:
             what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
         raise ValueError(
@@ -481,36 +545,50 @@ class Trainer:
                 rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
                 return (
                     f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                    f"{_place(batch)}: the model has diverged, or a sample is not finite. Try a smaller learning rate, "
-                    'or max_grad_norm; nonfinite="skip" leaves such steps out.'
+                    f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                    'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
                 )
         if not sums.weight > 0:
             raise LossError(
-                f"The summed weight of the losses is {sums.weight} at {_place(batch)}, expected more than zero: no "
-                "shard had anything to learn from."
+                f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
+                "zero: no shard had anything to learn from."
             )
-        return ""
+        return self._explain_gradient(batch) if sums.has_nonfinite else ""
+
+    def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
+        name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)
+        what = "The gradient" if norm is None else f"The gradient's norm is {norm.item()}"
+        if name:
+            return (
+                f"{what}{' is' if norm is None else ', for it is'} not finite in {name} at {place}, although "
+                "the loss is finite. Look for a square root or logarithm of zero, or a division by it, in the model or "
+                'the loss; or try a smaller learning rate. nonfinite="skip" leaves such steps out.'
+            )
+        return f"{what} at {place}, although losses and gradients are finite. Try a smaller learning rate."
 
     def _update(self, batch: ShardedBatch, sums: StepSums) -> str:
         """Divide, clip and update; return what is wrong with the gradients instead, in words."""
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        trained = list(self._held_parameters())
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if not gradients:
+            raise LossError(
+                f"No parameter of the optimizer has a gradient at {place_of(batch.cursor)}: the losses depend on none "
+                "of them. Compute the loss from what the model, which the loss function is given, returns."
+            )
         if sums.weight != batch.num_samples:
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             torch._foreach_div_(gradients, sums.weight / batch.num_samples)
         if self.scaler is not None and self._max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
         if self._max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(trained, self._max_grad_norm)
             if self.scaler is None and not math.isfinite(norm):
-                return (
-                    f"The gradient's norm is {norm.item()} at {_place(batch)}, although the loss is finite. Try a "
-                    "smaller learning rate."
-                )
+                return self._explain_gradient(batch, norm)
         if self.scaler is None:
             self.optimizer.step()
         else:  # it leaves the step out where a gradient is not finite, and lowers its scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self._agreement.note_update()
         return ""
 
     # -- Evaluation ----------------------------------------------------------------------------------------------------
@@ -530,20 +608,5 @@ class Trainer:
         return self.model(data[0]), data[1]
 
 
-def _place(batch: ShardedBatch) -> str:
-    return f"epoch {batch.cursor.epoch}, step {batch.cursor.step} (counted from 0)"
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"

@@ -30,18 +30,13 @@ class Difference:
     """The first parameter or buffer, in the model's order, that differs."""
     num_others: int
     """How many more differ."""
-    largest: float
-    """The largest difference of two of its elements; NaN if one of them is not a number."""
-    scale: float
-    """The largest absolute value in it."""
+    how: str
+    """In which way, in words."""
 
     def __str__(self) -> str:
         """Show it in one sentence."""
         others = f" (and {self.num_others} more)" if self.num_others else ""
-        return (
-            f"the first difference is after step {self.step}, in {self.name}{others}: by up to {self.largest:.3g}, "
-            f"where values are up to {self.scale:.3g}"
-        )
+        return f"the first difference is after step {self.step}, in {self.name}{others}: {self.how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,7 @@ class ShortRun:
     fingerprint: Fingerprint
     """What they depend on."""
     difference: Difference | None
-    """Where it first differs from the reference; None for the reference, on other ranks than 0, and if it does not."""
+    """Where it first differs from the reference; None if it does not."""
 
 
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
@@ -74,22 +69,36 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         digests.append(state_digest(tensors))
         path = reference / f"step-{step:08d}.safetensors"
-        if parts.trainer.world.rank != 0:
-            continue
         if is_first:
-            save_file({name: _plain(tensor) for name, tensor in tensors.items()}, path)
-        elif difference is None:
-            difference = _compare(load_file(path), tensors, step)
+            if parts.trainer.world.rank == 0:
+                save_file({name: _plain(tensor) for name, tensor in tensors.items()}, path)
+            parts.trainer.world.gather_objects(None)  # the others compare with it
+        if difference is None:
+            difference = find_difference(load_file(path), tensors, step)
     return ShortRun(digests=tuple(digests), fingerprint=parts.trainer.fingerprint(), difference=difference)
 
 
-def find_odd_rank(runs: Sequence[ShortRun]) -> tuple[int, int] | None:
-    """Return the first rank whose digests are not rank 0's, and after how many steps; None if all are alike."""
-    for rank, run in enumerate(runs):
-        for step, (mine, first) in enumerate(zip(run.digests, runs[0].digests, strict=True), start=1):
-            if mine != first:
-                return rank, step
-    return None
+def find_odd_rank(runs: Sequence[ShortRun]) -> int | None:
+    """Return the rank whose digests are the first not to be rank 0's; None if all are alike."""
+    first = runs[0].digests
+    steps = {
+        rank: next(
+            step for step, (mine, expected) in enumerate(zip(run.digests, first, strict=True)) if mine != expected
+        )
+        for rank, run in enumerate(runs)
+        if run.digests != first
+    }
+    return min(steps, key=steps.__getitem__, default=None)
+
+
+def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
+    """Return in what the tensors after a step are not those of the first run; None if they are."""
+    names = list(dict.fromkeys([*found, *expected]))
+    differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
+    if not differing:
+        return None
+    how = _describe_difference(expected.get(differing[0]), found.get(differing[0]))
+    return Difference(step=step, name=differing[0], num_others=len(differing) - 1, how=how)
 
 
 def _train(config: Config, parts: RunParts) -> Iterator[int]:
@@ -105,20 +114,23 @@ def _train(config: Config, parts: RunParts) -> Iterator[int]:
         epoch += 1
 
 
-def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
-    differing = [name for name in found if _bits(_plain(found[name])) != _bits(expected[name])]
-    if not differing:
-        return None
-    first = differing[0]
-    wide = torch.complex128 if found[first].is_complex() else torch.float64
-    left, right = expected[first].to(wide), _plain(found[first]).to(wide)
-    return Difference(
-        step=step,
-        name=first,
-        num_others=len(differing) - 1,
-        largest=float((left - right).abs().max()),
-        scale=float(left.abs().max()),
-    )
+def _have_equal_bits(expected: Tensor | None, found: Tensor | None) -> bool:
+    if expected is None or found is None or expected.dtype != found.dtype or expected.shape != found.shape:
+        return False
+    return _bits(_plain(found)) == _bits(expected)
+
+
+def _describe_difference(expected: Tensor | None, found: Tensor | None) -> str:
+    if expected is None:
+        return "it exists in this run only"
+    if found is None:
+        return "it exists in the first run only"
+    kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (found, expected)]
+    if kinds[0] != kinds[1]:
+        return f"it is {kinds[0]}, and {kinds[1]} in the first run"
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    left, right = expected.to(wide), _plain(found).to(wide)
+    return f"by up to {float((left - right).abs().max()):.3g}, where values are up to {float(left.abs().max()):.3g}"
 
 
 def _bits(tensor: Tensor) -> bytes:

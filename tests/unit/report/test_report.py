@@ -72,6 +72,17 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     MetricsFile(tmp_path / "none.jsonl").rewind(2)
 
 
+def test_a_step_without_a_loss_is_a_line_and_no_point(tmp_path: Path) -> None:
+    # A step that was skipped has none, and JSON has no word for that: the run ended there.
+    path = tmp_path / "metrics.jsonl"
+    recorder = MetricsFile(path)
+    for event in (step(1, loss=float("nan")), step(2), epoch(0), step(3, loss=float("inf"))):
+        recorder.record(event)
+    assert [row.get("loss") for row in read_metrics(path)] == [None, 0.5, None, None]
+    draw_curves(path, tmp_path / "curves.png", "spoilt")
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)

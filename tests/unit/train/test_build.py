@@ -7,8 +7,11 @@ import torch
 from lockstep.checkpoint import Checkpoint, load_checkpoint
 from lockstep.errors import CheckpointError, ConfigError, DataFileError
 from lockstep.events import NULL_RECORDER
+from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import read_metrics
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import parse_config
+from lockstep.train.fit import fit
 from lockstep.train.run_directory import find_checkpoints, restore_trainer, save_trainer
 
 MODULE = """
@@ -24,6 +27,9 @@ class Net(nn.Linear):
 def not_a_model():
     return 3
 
+def synced():
+    return nn.Sequential(nn.SyncBatchNorm(6), Net())
+
 def frozen():
     return Net().requires_grad_(False)
 
@@ -34,6 +40,11 @@ def data(length=20, fail=None):
         raise DataFileError("images.bin is truncated.")
     inputs = torch.zeros(length, 6)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True)), None
+
+def spoilt():
+    inputs = torch.zeros(16, 6)
+    inputs[3] = float("nan")
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).nan_to_num()), None
 
 def triples():
     return TensorDataset(*(torch.zeros(8, 6) for _ in range(3))), None
@@ -110,6 +121,7 @@ def build(**changes: Any) -> RunParts:
         ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "whose step wants arguments"),
         ({"scheduler": "own_things:no_scheduler"}, "not a learning-rate scheduler"),
         ({"metric": "own_things:a_number"}, "expected a function"),
+        ({"model": "own_things:synced"}, "0 is SyncBatchNorm"),
     ],
 )
 def test_what_a_config_names_is_checked(changes: dict[str, Any], said: str) -> None:
@@ -141,6 +153,19 @@ def test_a_list_of_two_data_sets_is_train_and_test() -> None:
     parts = build(data="own_things:split")
     assert parts.test is not None
     assert (parts.train.num_samples, parts.test.num_samples) == (12, 8)
+
+
+def test_a_skipped_step_is_no_part_of_the_epochs_mean(tmp_path: Path) -> None:
+    # One sample is not finite; the epoch's other step counts, and the metrics file takes both.
+    config = parse_config(VALUES | {"data": "own_things:spoilt", "nonfinite": "skip", "batch_size": 8}, "config")
+    config = config.model_copy(update={"epochs": 1})
+    recorder = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.warns(UserWarning, match="skipped on every worker"):
+        fit(config, device=torch.device("cpu"), run_dir=tmp_path, recorder=recorder)
+    *steps, epoch = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [row["loss"] for row in steps]
+    assert losses.count(None) == 1
+    assert epoch["train_loss"] == next(loss for loss in losses if loss is not None)
 
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:

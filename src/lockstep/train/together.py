@@ -1,0 +1,39 @@
+"""What every worker does for itself, and all hear the outcome of."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lockstep.comm import World, calls_for
+from lockstep.errors import PeerFailedError
+
+Result = TypeVar("Result")
+
+
+def gather_results(world: World, compute: Callable[[], Result], purpose: str) -> list[Result]:
+    """Return what `compute` returns on every worker, in rank order (collective).
+
+    If it raises on one worker it is an error on all: nobody waits for a worker that has failed.
+
+    Args:
+        world: The workers.
+        compute: What this worker does; returns small, picklable values.
+        purpose: What it is for, in words; in the errors of workers that do not do the same.
+
+    Raises:
+        PeerFailedError: It raised an error on another worker.
+    """
+    failure: Exception | None = None
+    result: Result | None = None
+    try:
+        result = compute()
+    except Exception as error:  # noqa: BLE001 - raised again below, once the others know of it
+        failure = error
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    with calls_for(purpose):
+        found: list[tuple[Result, str | None]] = world.gather_objects((result, said))
+    if failure is not None:
+        raise failure
+    for rank, (_, other) in enumerate(found):
+        if other is not None:
+            raise PeerFailedError(f"Rank {rank} has failed in {purpose}: {other}")
+    return [value for value, _ in found]
