@@ -5,6 +5,7 @@ what Lockstep does, and a test can hand in a mapping of its own.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,13 +16,14 @@ CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
-"""Set in the workers of `ls.launch`, which have torchrun's variables too."""
+"""Set in the workers of `ls.launch`, which have torchrun's variables too, to MASTER_PORT: another launcher that one of
+them starts sets that anew."""
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    *("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "PMI_KVSNAME", "PMI_ID"),
+    *("OMPI_MCA_ess_base_jobid", "PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "PMI_KVSNAME", "PMI_ID"),
     *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
@@ -29,11 +31,18 @@ _LAUNCHER_VARIABLES = (
     "SLURM_STEP_RESV_PORTS",
 )
 _NOTED_PREFIXES = (
-    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_COMM_"),
-    *("PYTHONHASHSEED", "PYTORCH_", "SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH", "RANK", "LOCAL_", "WORLD_SIZE"),
-    "MASTER_",
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OMPI_COMM_", "PYTORCH_"),
+    *("SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_"),
 )
-"""Of variables worth noting down: none of them holds a secret."""
+_NOTED = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED"),
+        "NVIDIA_VISIBLE_DEVICES",
+    }
+)
+"""Variables worth noting down, and how the names of others begin."""
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
+"""In the name of a variable that is nobody's business."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is below that."""
@@ -81,7 +90,8 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     Args:
         environ: Mapping to read instead of this process' environment.
     """
-    return LAUNCHED in (os.environ if environ is None else environ)
+    source = os.environ if environ is None else environ
+    return LAUNCHED in source and source[LAUNCHED] == source.get("MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +192,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    return {name: source[name] for name in sorted(source) if name.startswith(_NOTED_PREFIXES)}
+    noted = (name for name in sorted(source) if name in _NOTED or name.startswith(_NOTED_PREFIXES))
+    return {name: source[name] for name in noted if not _SECRET.search(name)}
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:

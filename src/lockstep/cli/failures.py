@@ -38,6 +38,9 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
     except UsageError as error:
         _show(error, traceback.format_exc() if debug else "")
         raise typer.Exit(USAGE_EXIT) from None
+    except LockstepError as error:  # of this process itself, as one of the workers that another launcher has started
+        _show(error, traceback.format_exc() if debug else "")
+        raise typer.Exit(FAILURE_EXIT) from None
 
 
 def _show(error: BaseException, trace: str) -> None:

@@ -81,6 +81,7 @@ def _launch(config: Config, run_dir: Path, checkpoint: Path | None, devices: Dev
         config,
         run_dir,
         checkpoint,
+        Path(sys.path[0]),  # the folder of the config, see `train`
         workers=config.workers,
         devices=devices,
         threads_per_worker=config.threads_per_worker,
@@ -99,11 +100,11 @@ def _closing(run_dir: Path) -> Iterator[None]:
         discard_unused(run_dir)
 
 
-def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None) -> FitResult:
+def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None, code: Path) -> FitResult:
     """Train in one worker; rank 0 shows and records."""
     with ExitStack() as stack:
         recorder = _make_recorder(run_dir, stack) if run.rank == 0 else NULL_RECORDER
-        return fit(config, device=run.device, run_dir=run_dir, recorder=recorder, resume_from=checkpoint)
+        return fit(config, device=run.device, run_dir=run_dir, recorder=recorder, resume_from=checkpoint, code=code)
 
 
 def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | None]:

@@ -56,6 +56,7 @@ def find_world(variables: Variables) -> WorldVariables:
         return told
     place = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
     if place is None:
+        _check_size_is_told(variables, told)
         return replace(told, remedy=_explain_unstarted(variables) or _REMEDY)
     if _starts_launchers(place, told):
         return told
@@ -171,7 +172,12 @@ def _from_slurm(variables: Variables) -> _Place | None:
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
-    nodes = _nodes(variables)
+    nodes = [] if "MASTER_ADDR" in variables else _nodes(variables)
+    if nodes and variables["SLURM_PROCID"] == "0" != variables.get("SLURM_NODEID", "0"):
+        raise GroupError(
+            f"Rank 0 runs on node {variables['SLURM_NODEID']} of the step (SLURM_NODEID), as --distribution=arbitrary "
+            f"may have it, and the others look for it on the first, {nodes[0]}. Set MASTER_ADDR to rank 0's node."
+        )
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
     return _Place(
@@ -226,6 +232,8 @@ def _check_tasks(variables: Variables, place: _Place) -> None:
 
 def _starts_launchers(place: _Place, told: WorldVariables) -> bool:
     """Return whether each task seems to be a launcher that has started several workers and told them who they are."""
+    if place.world.world_size == "1" and told.rank is not None and told.world_size is not None:
+        return True  # a shell on a node, or a script that starts its workers itself
     sizes = (told.world_size, told.local_world_size, place.world.world_size)
     if told.rank is None or not all(size is not None and size.isdecimal() for size in sizes):
         return False
@@ -270,6 +278,19 @@ def _explain_nodes(variables: Variables, place: _Place, told: WorldVariables) ->
         f" It seems to count nodes, of which there are {num_nodes}: a worker is a task, so WORLD_SIZE is SLURM_NTASKS, "
         "not SLURM_NNODES, and RANK is SLURM_PROCID, not SLURM_NODEID."
     )
+
+
+def _check_size_is_told(variables: Variables, told: WorldVariables) -> None:
+    """Refuse a rank of PMIx that comes without a size: each process would train by itself.
+
+    Raises:
+        GroupError: It does, and WORLD_SIZE does not say it either.
+    """
+    if "PMIX_RANK" in variables and told.world_size is None:
+        raise GroupError(
+            f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but how many is not told. "
+            "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each."
+        )
 
 
 def _explain_unstarted(variables: Variables) -> str:

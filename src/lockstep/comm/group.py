@@ -327,14 +327,15 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
     values = {field.name: getattr(variables, field.name) for field in fields(variables)}
     needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
     missing = [name.upper() for name in needed if not values[name]]
+    for name in needed:
+        if values[name] and name != "master_addr" and not values[name].isdecimal():
+            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
+            source = "" if variables.launcher == "the environment" else f", as {variables.launcher} has it"
+            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}.")
     if missing:
         raise GroupError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
             f"worker does not know its place. {variables.remedy}"
         )
-    for name in needed:
-        if name != "master_addr" and not values[name].isdecimal():
-            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
-            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment, expected {expected}.")
     if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
         raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")

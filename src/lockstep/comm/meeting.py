@@ -101,7 +101,10 @@ def find_meeting(init_method: str, store: Store | None, variables: WorldVariable
         is_env = url.scheme == "env"
         host = (variables.master_addr if is_env else url.hostname) or ""
         port = int(variables.master_port or 0) if is_env else url.port or 0
-        is_hosted = variables.agent_store != str(True)
+        is_agents = variables.agent_store == str(True)
+        if not is_env and variables.master_port is not None:
+            is_agents = is_agents and str(port) == variables.master_port  # an address of the script's own
+        is_hosted = not is_agents
         if not is_env and not (host and url.port is not None):
             # Torch would serve a port of its choice on rank 0, where no other rank looks for it.
             raise ValueError(
@@ -205,6 +208,16 @@ def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds
     """Return the store; None if it has not opened within `seconds`, or something listens there and stays silent."""
 
     def open_with_torch() -> Store:
+        if meeting.scheme == "tcp" and meeting.is_hosted:  # torch would take an agent's store to be at any address
+            return dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                world_size=1,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=seconds),
+                multi_tenant=True,
+                use_libuv="use_libuv=0" not in meeting.url,
+            )
         # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
         store: Store = next(iter(rendezvous(meeting.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
         return store

@@ -12,7 +12,7 @@ import torch
 from lockstep.comm import World, join_world, launched_world, tell_peers
 from lockstep.devices import DeviceRequest, Placement, parse_request
 from lockstep.devices.request import Auto, Cpu
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, GroupError
 from lockstep.launch.messages import Run
 from lockstep.processes import keep_freed_memory
 from lockstep.settings import WorldVariables, read_is_launched
@@ -53,7 +53,7 @@ def run_here(
             Run(
                 rank=world.rank,
                 world_size=world.world_size,
-                local_rank=int(told.local_rank or 0),
+                local_rank=_read_local_rank(told),
                 device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
             )
         )
@@ -69,6 +69,12 @@ def join_started(devices: DeviceRequest | Placement) -> World:
     if not has_gpu:
         keep_freed_memory()
     return join_world(None if has_gpu else torch.device("cpu"))
+
+
+def _read_local_rank(told: WorldVariables) -> int:
+    if told.local_rank is not None and not told.local_rank.isdecimal():
+        raise GroupError(f"LOCAL_RANK is {told.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1.")
+    return int(told.local_rank or 0)
 
 
 def _wants_gpu(devices: DeviceRequest | Placement) -> bool:

@@ -260,7 +260,7 @@ def _variables(assignment: Assignment) -> dict[str, str]:
     """Return the environment of torchrun, for code that reads it; Gloo is kept on loopback."""
     threads = str(assignment.threads)
     return {
-        LAUNCHED: "1",
+        LAUNCHED: str(assignment.store_port),
         "RANK": str(assignment.rank),
         "LOCAL_RANK": str(assignment.rank),
         "WORLD_SIZE": str(assignment.world_size),

@@ -2,7 +2,8 @@
 
 run_dir/
   environment.json         one object for each start of the run, the newest first
-  uncommitted-<n>.patch    what `git diff HEAD` said at start n, where the user's code had changes
+  uncommitted-<n>.patch    what `git diff --binary HEAD` said at start n, where the user's code had changes; files that
+                           git does not know are listed, and not kept
 """
 
 import json
@@ -29,8 +30,9 @@ from lockstep.settings import read_settings
 
 ENVIRONMENT_NAME = "environment.json"
 _GIT_SECONDS = 20.0
-_LONGEST_PATCH = 4 << 20
-"""In characters: somebody may have added a data set."""
+_MOST_NAMES = 1000
+_LONGEST_PATCH = 16 << 20
+"""In bytes: somebody may have added a data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,14 @@ def gather_facts(world: World, device: torch.device, device_name: str) -> list[W
     )
 
 
-def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint: dict[str, Any]) -> None:
+def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint: dict[str, Any], code: Path) -> None:
     """Add this start to the environment.json of a run (local; call it on one rank).
+
+    Args:
+        run_dir: The run's directory.
+        workers: Where each of its workers runs.
+        fingerprint: What its digest depends on.
+        code: The folder of the user's code.
 
     Raises:
         RunDirectoryError: It cannot be written.
@@ -86,15 +94,12 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "driver": take_inventory().driver,
         "torch": _torch_facts(),
         "packages": _packages(),
-        "code": _code(run_dir, len(earlier) + 1),
+        "code": _code(run_dir, code, len(earlier) + 1),
         "settings": read_settings(),
         "fingerprint": fingerprint,
         "workers": [asdict(worker) for worker in workers],
     }
-    try:
-        path.write_text(json.dumps([start, *earlier], indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
+    _write(path, (json.dumps([start, *earlier], indent=2) + "\n").encode())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -122,38 +127,50 @@ def _packages() -> dict[str, str]:
     return dict(sorted((name, version) for name, version in found if name))
 
 
-def _code(run_dir: Path, start: int) -> dict[str, Any] | None:
-    """Return the commit of the repository that the run was started in, if it was in one; keep what is not committed."""
-    top, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "HEAD")
+def _code(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
+    """Return the commit of the repository that the user's code is in, if it is in one; keep what is not committed."""
+    top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
     if top is None or commit is None:
         return None
-    changes = _git("diff", "HEAD") or ""
+    changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD") or b""
     patch = f"uncommitted-{start}.patch"
     is_kept = 0 < len(changes) <= _LONGEST_PATCH
     if is_kept:
-        (run_dir / patch).write_text(changes + "\n", encoding="utf-8")
-    untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
+        _write(run_dir / patch, changes)
+    untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/") or b""
+    names = [os.fsdecode(name) for name in untracked.split(b"\0") if name]
     return {
-        "repository": top,
-        "commit": commit,
-        "branch": _git("rev-parse", "--abbrev-ref", "HEAD"),
+        "repository": _text(top),
+        "commit": _text(commit),
+        "branch": _text(_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or b""),
         "is_changed": bool(changes),
         "patch": patch if is_kept else None,
-        "untracked": untracked,
+        "untracked": names[:_MOST_NAMES],
+        "num_untracked": len(names),
     }
 
 
-def _git(*arguments: str) -> str | None:
-    """Return what git says of the working directory; None if it is in no repository, or there is no git."""
+def _text(said: bytes) -> str:
+    return said.decode(errors="replace").strip()
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """Return what git says in a folder; None if that is in no repository, or there is no git."""
     try:
         done = subprocess.run(  # noqa: S603 - arguments of ours
-            ["git", *arguments],  # noqa: S607 - the user's own git
+            ["git", "-c", "core.quotepath=off", *arguments],  # noqa: S607 - the user's own git
             capture_output=True,
-            encoding="utf-8",
-            errors="replace",
+            cwd=folder,
             check=False,
             timeout=_GIT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip("\n") if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error

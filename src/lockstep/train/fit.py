@@ -46,6 +46,7 @@ def fit(
     run_dir: Path,
     recorder: Recorder,
     resume_from: Path | None = None,
+    code: Path | None = None,
 ) -> FitResult:
     """Train as `config` says (collective: every worker calls).
 
@@ -55,6 +56,7 @@ def fit(
         run_dir: Where checkpoints go; rank 0 writes them, after every epoch.
         recorder: Told what happens.
         resume_from: A checkpoint of this run to go on from.
+        code: The folder of the user's code, whose commit is noted; None for the current one.
 
     Raises:
         ConfigError: Something that the config names cannot be found, made or used.
@@ -68,7 +70,7 @@ def fit(
     fingerprint = trainer.fingerprint()
     workers = gather_facts(trainer.world, device, fingerprint.device)
     if trainer.world.rank == 0:
-        write_environment(run_dir, workers, fingerprint.to_dict())
+        write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
     recorder.record(_describe_run(config, parts, device))
     test: dict[str, Any] = {}
     start = trainer.cursor

@@ -174,6 +174,24 @@ def test_the_remedy_fits_the_launcher(environment: Mapping[str, str], remedy: st
     assert remedy in world(environment).remedy
 
 
+def test_a_rank_of_pmix_without_a_size_is_refused() -> None:
+    with pytest.raises(GroupError, match="PMIX_RANK is 1, so this process is one of several"):
+        world(PMIX_RANK="1", PMIX_NAMESPACE="prterun-host-1@1")
+    assert world(PMIX_RANK="1", RANK="1", WORLD_SIZE="2").world_size == "2"
+
+
+def test_a_script_in_a_step_of_one_task_may_number_its_own_workers() -> None:
+    shell = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    assert told(world(shell, RANK="2", WORLD_SIZE="3"))[:2] == ("2", "3")
+
+
+def test_rank_0_on_another_node_than_the_first_needs_an_address() -> None:
+    elsewhere = SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}
+    with pytest.raises(GroupError, match="Set MASTER_ADDR to rank 0's node"):
+        world(elsewhere)
+    assert world(elsewhere, ADDRESS).master_addr == "10.1.2.3"
+
+
 def test_a_list_of_nodes_that_cannot_be_read_is_shown() -> None:
     with pytest.raises(GroupError, match=r"gpu\[1-.*Set MASTER_ADDR"):
         world(SLURM, SLURM_STEP_NODELIST="gpu[1-")

@@ -14,7 +14,7 @@ from lockstep.train.environment import gather_facts, write_environment
 
 
 def write(run_dir: Path) -> list[dict[str, Any]]:
-    write_environment(run_dir, gather_facts(current_world(), torch.device("cpu"), "a processor"), {"seed": 3})
+    write_environment(run_dir, gather_facts(current_world(), torch.device("cpu"), "a processor"), {"seed": 3}, Path())
     starts: list[dict[str, Any]] = json.loads((run_dir / "environment.json").read_text())
     return starts
 
@@ -55,6 +55,7 @@ def test_a_commit_and_what_is_not_in_it_are_kept(run_dir: Path) -> None:
         "is_changed": False,
         "patch": None,
         "untracked": [],
+        "num_untracked": 0,
     }
     Path("train.py").write_text("after\n")
     Path("new.py").touch()
@@ -65,11 +66,31 @@ def test_a_commit_and_what_is_not_in_it_are_kept(run_dir: Path) -> None:
     assert Path("train.py").read_text() == "after\n"
 
 
+def test_bytes_of_any_kind_can_be_put_back_from_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"crlf.py": b"a\r\nb\r\n", "latin.py": b"# caf\xe9\n", "weights.bin": bytes(range(256))}
+    code = Path.cwd()
+    for name in contents:
+        Path(name).write_bytes(b"before\r\n")
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "core.autocrlf=false", "commit", "-qm", "first")
+    for name, content in contents.items():
+        Path(name).write_bytes(content)
+    monkeypatch.chdir(run_dir)
+    write_environment(run_dir, [], {}, code)
+    (start,) = json.loads((run_dir / "environment.json").read_text())
+    monkeypatch.chdir(code)
+    git("checkout", "-q", ".")
+    git("apply", str(run_dir / start["code"]["patch"]))
+    assert {name: Path(name).read_bytes() for name in contents} == contents
+
+
 def test_each_start_is_kept_the_newest_first(run_dir: Path) -> None:
     write(run_dir)
     assert len(write(run_dir)) == 2
 
 
 def test_settings_hold_no_secret() -> None:
-    environ = {"OMP_NUM_THREADS": "2", "AWS_SECRET_ACCESS_KEY": "x", "WANDB_API_KEY": "y", "NCCL_DEBUG": "INFO"}
+    secret = ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "MASTER_PASSWORD", "LOCAL_DB_URL")
+    environ = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", **dict.fromkeys(secret, "x")}
     assert read_settings(environ) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
