@@ -9,11 +9,13 @@ read with pickle; the digest in the manifest is that of the parameters and buffe
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
+from lockstep.checkpoint.fit import LoadedWeights
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoint",
+    "LoadedWeights",
     "Manifest",
     "load_checkpoint",
     "load_weights",
