@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.foreign import ForeignWeights, read_weights
 from lockstep.checkpoint.names import Renaming, first_components, plain_names
-from lockstep.checkpoint.weights import describe_weights
+from lockstep.checkpoint.weights import as_state_dict, describe_weights
 from lockstep.errors import CheckpointError
 
 Form = Literal["pt", "safetensors", "dcp"]
@@ -67,9 +68,10 @@ def convert_weights(
     renaming = plain_names([*weights.tensors, *weights.extra])
     tensors = {renaming.names[name]: tensor for name, tensor in _packed(weights.tensors).items()}
     extra = {renaming.names[name]: value for name, value in weights.extra.items()}
+    versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
     try:
         with _beside(target) as path:
-            _WRITERS[form](path, tensors, extra)
+            _WRITERS[form](path, as_state_dict({**tensors, **extra}, versions))
     except KeyError as error:  # safetensors has no name for the dtype
         raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}.") from error
     except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
@@ -159,29 +161,31 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _write_pt(path: Path, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-    torch.save({**tensors, **extra}, path)
+def _write_pt(path: Path, state: "OrderedDict[str, Any]") -> None:
+    torch.save(state, path)
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], _extra: Mapping[str, Any]) -> None:
+def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
     """Write each name with values of its own, so that any reader finds all names."""
     path.touch()
     mode = path.stat().st_mode  # safetensors makes its files for the owner alone
     seen: set[int] = set()
     separate = {}
-    for name, tensor in tensors.items():
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
         separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     save_file(separate, path, metadata={"format": "pt"})
     path.chmod(mode)
 
 
-def _write_dcp(path: Path, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint import save  # it imports much, for a few
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank writes
-        save({**tensors, **extra}, checkpoint_id=path, no_dist=True)
+        save(dict(state), checkpoint_id=path, no_dist=True)
 
 
 _WRITERS = {"pt": _write_pt, "safetensors": _write_safetensors, "dcp": _write_dcp}

@@ -4,7 +4,6 @@ What a file is called says little (`.ckpt` is Lightning's, ours, and TensorFlow'
 is read to the CPU: tensors remember the device they were saved from, which may be one that belongs to another worker.
 """
 
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from lockstep.checkpoint.file import MANIFEST_KEY, load_checkpoint
 from lockstep.checkpoint.folders import INDEX_SUFFIX, find_newest, find_weight_files
 from lockstep.checkpoint.manifest import decode_state
-from lockstep.checkpoint.pickled import LEGACY_MAGIC, read_archive, read_legacy, refuse_pickle
+from lockstep.checkpoint.pickled import LEGACY_MAGIC, is_tar, read_archive, read_legacy, refuse_pickle
 from lockstep.checkpoint.wrapping import find_weights, split_extra
 from lockstep.errors import CheckpointError
 
@@ -83,7 +82,7 @@ def _read_sharded(path: Path, key: str | None) -> ForeignWeights:
     from lockstep.checkpoint.sharded import ShardedFolder  # it imports much, for a few
 
     folder = ShardedFolder(path)
-    found = find_weights(folder.skeleton(), str(path), key)
+    found = find_weights(folder.skeleton, str(path), key)
     state = folder.read(found.path, [f"{found.prefix}{name}" for name in found.state])
     state = {name.removeprefix(found.prefix): value for name, value in state.items()}
     content = _Content(value=None, form="a folder of torch.distributed.checkpoint")
@@ -161,11 +160,11 @@ def _read_file(path: Path) -> _Content:
         raise CheckpointError(f"{path} is empty. Copy or download it again.")
     if head.startswith(b"PK"):
         return _name_torch(read_archive(path))
-    if head.startswith(LEGACY_MAGIC):
+    if head.startswith(LEGACY_MAGIC) or LEGACY_MAGIC.startswith(head):
         return _name_torch(read_legacy(path))
     if head[8:9] == b"{":
         return _read_safetensors(path, int.from_bytes(head[:8], "little"), size)
-    if tarfile.is_tarfile(path):
+    if is_tar(head):
         raise refuse_pickle(path, "a tar archive as torch wrote before 0.1.10, or of other files,")
     if head[:1] == b"\x80":
         raise refuse_pickle(path, "a plain pickle")

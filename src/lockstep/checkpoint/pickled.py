@@ -9,7 +9,9 @@ import contextlib
 import pickle
 import pickletools
 import re
+import struct
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What files of `torch.save` begin with that are no zip archives (torch before 1.6)."""
 UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError),
-    *(RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile),
+    *(RuntimeError, TypeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile),
 )
 """What torch's readers raise on a damaged file: each byte may become any value, so nearly any error."""
 
@@ -49,7 +51,7 @@ def read_archive(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is damaged or truncated: {error}. Copy or download it again.") from error
     names = {entry.filename.split("/", 1)[-1] for entry in entries}
     if "data.pkl" not in names:
@@ -90,6 +92,16 @@ def named_globals(path: Path) -> set[str]:
     return found
 
 
+def is_tar(head: bytes) -> bool:
+    """Say whether a file with these first 512 bytes is a tar archive, and not a compressed one."""
+    return head[257:262] == b"ustar"
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(512)
+
+
 def _load(path: Path, *, mmap: bool) -> Any:
     names = named_globals(path)
     if any(_SHARDED.fullmatch(name) for name in names):
@@ -99,7 +111,9 @@ def _load(path: Path, *, mmap: bool) -> Any:
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
         )
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # it is read, or refused with our message
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except UNREADABLE as error:
         if any(not _FOR_TENSORS.fullmatch(name) for name in names):
             raise CheckpointError(_explain(path, "a file of torch.save", names)) from error
@@ -135,8 +149,8 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
                 if name.endswith(".pkl"):
                     with archive.open(name) as member:
                         yield member
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
+    elif is_tar(_head(path)):
+        with tarfile.open(path, "r:") as tar:
             inner = tar.extractfile("pickle")
             if inner is not None:
                 yield inner

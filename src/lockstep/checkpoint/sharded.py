@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -67,20 +67,22 @@ class ShardedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metadata = _read_metadata(path)
-        places = self._metadata.planner_data or {}
-        self._names = {tuple(places.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
+        try:
+            places = self._metadata.planner_data or {}
+            self._names = {tuple(places.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
+            self.skeleton = self._make_skeleton()
+            """The content without values: nested dictionaries with meta tensors, and None for all else."""
+        except UNREADABLE as error:
+            raise self._damaged(error) from error
 
-    def skeleton(self) -> dict[str, Any]:
-        """Return the content without values: nested dictionaries with meta tensors, and None for all else."""
+    def _make_skeleton(self) -> dict[Any, Any]:
         content: dict[Any, Any] = {}
         for place, name in self._names.items():
-            inner = content
-            for key in place[:-1]:
-                inner = inner.setdefault(key, {})
             entry = self._metadata.state_dict_metadata[name]
-            inner[place[-1]] = None
+            value = None
             if isinstance(entry, TensorStorageMetadata):
-                inner[place[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            _put(content, place, value)
         return content
 
     def read(self, path: tuple[str, ...], names: Collection[str]) -> dict[str, Any]:
@@ -89,21 +91,31 @@ class ShardedFolder:
         Raises:
             CheckpointError: A file is missing or damaged, or a value needs pickle.
         """
-        stored = {name: self._names[(*path, name)] for name in names}
-        values: dict[str, Any] = {full: self._empty(full) for full in stored.values()}
+        heads = {(*path, name) for name in names}
+        stored = {place: name for place, name in self._names.items() if place[: len(path) + 1] in heads}
+        values: dict[str, Any] = {name: self._empty(name) for name in stored.values()}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank reads
                 load(values, storage_reader=_Reader(self.path, self._metadata), planner=_Planner(), no_dist=True)
-        except CheckpointError:
-            raise
         except UNREADABLE as error:
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise CheckpointError(
-                f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy it again, "
-                "with every *.distcp file."
-            ) from error
-        return {name: values[full] for name, full in stored.items()}
+            raise self._damaged(error) from error
+        except CheckpointException as error:  # no Exception; it wraps what this process raised while reading
+            cause = error.failures[0][0]
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            raise self._damaged(cause) from error
+        content: dict[Any, Any] = {}
+        for place, name in stored.items():
+            _put(content, place[len(path) :], values[name])
+        return {name: _with_lists(value) for name, value in content.items()}
+
+    def _damaged(self, cause: BaseException) -> CheckpointError:
+        reason = str(cause).strip().split("\n")[0] or type(cause).__name__
+        return CheckpointError(
+            f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy it again, with "
+            "every *.distcp file."
+        )
 
     def _empty(self, name: str) -> Any:
         entry = self._metadata.state_dict_metadata[name]
@@ -157,6 +169,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         return found
 
 
+def _put(content: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
+    for key in place[:-1]:
+        content = content.setdefault(key, {})
+    content[place[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Turn dictionaries with numbers for keys into the lists that they were: no others have them there."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    return list(inner.values()) if inner and all(isinstance(key, int) for key in inner) else inner
+
+
 def _read_metadata(path: Path) -> Metadata:
     file_path = path / METADATA_NAME
     try:
@@ -180,6 +206,12 @@ def _checked(metadata: Any) -> Metadata:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             raise TypeError(f"{name!r} is described by a {type(entry).__name__}")
+        if isinstance(entry, TensorStorageMetadata):
+            sizes = [entry.size, *(chunk.sizes for chunk in entry.chunks)]
+            if not isinstance(entry.properties.dtype, torch.dtype) or any(
+                type(size) is not torch.Size for size in sizes
+            ):
+                raise TypeError(f"{name!r} has no dtype or no size")
     for info in metadata.storage_data.values():
         if info.relative_path != Path(info.relative_path).name:
             raise ValueError(f"it points to {info.relative_path!r}, outside its folder")

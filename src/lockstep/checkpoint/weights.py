@@ -49,11 +49,11 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
     state = OrderedDict((renaming.names[name], {**weights.tensors, **weights.extra}[name]) for name in names)
     versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
     loaded = _compare(model, targets, state, versions, describe_weights(weights, renaming))
-    nothing_fits = bool(targets) and len(loaded.missing) + len(loaded.misshaped) == len(targets)
+    nothing_fits = len(loaded.unexpected) + len(loaded.misshaped) == len(state)
     if nothing_fits or (strict and not loaded.fits):
         message = describe_misfit(loaded, str(path), _hint(state, targets), can_load_rest=strict and not nothing_fits)
         raise CheckpointError(message)
-    fitting = _as_state_dict(state, versions, loaded.misshaped)
+    fitting = as_state_dict(state, versions, loaded.misshaped)
     try:
         model.load_state_dict(fitting, strict=False)
     except UNREADABLE as error:
@@ -93,7 +93,7 @@ def _compare(
     # Setting extra state is an effect, so that is compared by name.
     plain = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
     with _NoCopies():  # type: ignore[no-untyped-call]
-        missing, unexpected = model.load_state_dict(_as_state_dict(plain, versions, misshaped), strict=False)
+        missing, unexpected = model.load_state_dict(as_state_dict(plain, versions, misshaped), strict=False)
     extra = {name for name in targets if name.rpartition(".")[2] == EXTRA_STATE}
     missing = [name for name in missing if name not in extra and name not in misshaped]
     held = set(state) - set(unexpected)
@@ -123,9 +123,16 @@ def _shared(targets: Mapping[str, Any]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _as_state_dict(
-    state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str]
+def as_state_dict(
+    state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str] = ()
 ) -> "OrderedDict[str, Any]":
+    """Return a dictionary as `Module.state_dict` makes them.
+
+    Args:
+        state: Tensors and extra state by name.
+        versions: By a module's path, the version that wrote its part.
+        without: Names to leave out.
+    """
     left_out = set(without)
     chosen = OrderedDict((name, value) for name, value in state.items() if name not in left_out)
     chosen._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001 - where load_state_dict looks for it
