@@ -86,7 +86,8 @@ def named_globals(path: Path) -> set[str]:
     """Return what a pickle would import and call, without importing or calling anything."""
     found: set[str] = set()
     # A damaged pickle has no end; what it named until then is what counts.
-    with contextlib.suppress(*UNREADABLE, tarfile.TarError):
+    with contextlib.suppress(*UNREADABLE, tarfile.TarError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for stream in _pickles(path):
             _scan(stream, found)
     return found

@@ -93,11 +93,13 @@ class ShardedFolder:
         """
         heads = {(*path, name) for name in names}
         stored = {place: name for place, name in self._names.items() if place[: len(path) + 1] in heads}
-        values: dict[str, Any] = {name: self._empty(name) for name in stored.values()}
         try:
+            values: dict[str, Any] = {name: self._empty(name) for name in stored.values()}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank reads
                 load(values, storage_reader=_Reader(self.path, self._metadata), planner=_Planner(), no_dist=True)
+        except CheckpointError:
+            raise
         except UNREADABLE as error:
             raise self._damaged(error) from error
         except CheckpointException as error:  # no Exception; it wraps what this process raised while reading

@@ -21,8 +21,12 @@ class Target(StrEnum):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A checkpoint: a file, a folder of shards, or a run directory.")],
-    target: Annotated[Path, typer.Argument(help="What to write: NAME.pt, NAME.safetensors or NAME.dcp (a folder).")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A checkpoint: a file, a folder of shards, or a run directory.")
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="What to write: NAME.pt, NAME.safetensors or NAME.dcp (a folder).")
+    ],
     to: Annotated[Target | None, typer.Option("--to", help="What to write, if TARGET's name does not say it.")] = None,
     key: Annotated[
         str | None,

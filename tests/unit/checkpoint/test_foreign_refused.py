@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
 from torch.distributed.checkpoint import save as save_sharded
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint import load_weights
 from lockstep.errors import CheckpointError
@@ -157,6 +159,16 @@ def test_a_whole_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
 def test_what_is_no_tensor_beside_the_weights_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": nn.Linear(3, 2).state_dict(), "when": Path("x")}, tmp_path / "a.pt")
     refuse(tmp_path / "a.pt", "pathlib.PosixPath", "weights_only=False")
+
+
+def test_one_ranks_pieces_of_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        tensor = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        torch.save({"weight": tensor}, tmp_path / "a.pt")
+    finally:
+        destroy_process_group()
+    refuse(tmp_path / "a.pt", "one rank's pieces of sharded tensors", "full_state_dict=True")
 
 
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
