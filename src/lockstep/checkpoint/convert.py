@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.checkpoint.folders import METADATA_NAME
 from lockstep.checkpoint.foreign import ForeignWeights, read_weights
 from lockstep.checkpoint.names import Renaming, first_components, plain_names
 from lockstep.checkpoint.weights import as_state_dict, describe_weights
@@ -106,7 +107,7 @@ def _check_free(target: Path, form: Form, *, force: bool) -> None:
         return
     if not force:
         raise CheckpointError(f"{target} exists already. Choose another name, or write over it with --force.")
-    is_sharded = target.is_dir() and ((target / ".metadata").is_file() or not any(target.iterdir()))
+    is_sharded = target.is_dir() and ((target / METADATA_NAME).is_file() or not any(target.iterdir()))
     if target.is_dir() and not is_sharded:
         raise CheckpointError(f"{target} is a folder of other files, which is not written over. Choose another name.")
     if target.is_dir() != (form == "dcp"):

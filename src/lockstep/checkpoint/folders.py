@@ -10,6 +10,9 @@ from lockstep.errors import CheckpointError
 INDEX_SUFFIX = ".index.json"
 """What the file is called that says in which shard each tensor lies."""
 
+METADATA_NAME = ".metadata"
+"""The file that makes a folder one of torch.distributed.checkpoint."""
+
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
 _NAMES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)

@@ -13,14 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.file import MANIFEST_KEY, load_checkpoint
-from lockstep.checkpoint.folders import INDEX_SUFFIX, find_newest, find_weight_files
+from lockstep.checkpoint.folders import INDEX_SUFFIX, METADATA_NAME, find_newest, find_weight_files
 from lockstep.checkpoint.manifest import decode_state
 from lockstep.checkpoint.pickled import LEGACY_MAGIC, is_tar, read_archive, read_legacy, refuse_pickle
 from lockstep.checkpoint.wrapping import find_weights, split_extra
 from lockstep.errors import CheckpointError
 
 _HEAD = 512
-_METADATA_NAME = ".metadata"
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _LIGHTNING_KEY = "pytorch-lightning_version"
 _ELSEWHERE = (
@@ -68,7 +67,7 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
         CheckpointError: Nothing there, not weights, damaged, or in a form that could run code.
     """
     try:
-        if (path / _METADATA_NAME).is_file():
+        if (path / METADATA_NAME).is_file():
             return _read_sharded(path, key)
         content = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:

@@ -118,7 +118,10 @@ def _load(path: Path, *, mmap: bool) -> Any:
     except UNREADABLE as error:
         if any(not _FOR_TENSORS.fullmatch(name) for name in names):
             raise CheckpointError(_explain(path, "a file of torch.save", names)) from error
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's text tells how to run whatever it is
+            reason = "what it holds is no pickle of tensors"
+        else:
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} is damaged or truncated ({reason}). Copy or download it again.") from error
 
 
@@ -164,23 +167,24 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
 def _scan(stream: IO[bytes], found: set[str]) -> None:
     """Add to `found` what one pickle names."""
     texts: list[str] = []
-    memo: dict[int, str] = {}
+    memo: dict[int, str | None] = {}
+    text: str | None = None
     for opcode, argument, _ in pickletools.genops(stream):
         match opcode.name:
             case "GLOBAL" | "INST":
                 found.add(_qualified(*str(argument).split(" ", 1)))
             case "STACK_GLOBAL":
                 found.add(_qualified(*texts[-2:]) if len(texts) > 1 else "something unnamed")
-            case "MEMOIZE" if texts:
-                memo[len(memo)] = texts[-1]
-            case "PUT" | "BINPUT" | "LONG_BINPUT" if texts:
-                memo[int(argument or 0)] = texts[-1]
-            case "GET" | "BINGET" | "LONG_BINGET" if int(argument or 0) in memo:
-                texts.append(memo[int(argument or 0)])
             case "EXT1" | "EXT2" | "EXT4":
                 found.add("a registered extension")
-            case _ if isinstance(argument, str):
-                texts.append(argument)
+            case "MEMOIZE":
+                memo[len(memo)] = text
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[int(argument or 0)] = text
+        is_from_memo = opcode.name in {"GET", "BINGET", "LONG_BINGET"}
+        text = memo.get(int(argument or 0)) if is_from_memo else argument if isinstance(argument, str) else None
+        if text is not None:
+            texts.append(text)
 
 
 def _qualified(module: str, name: str = "?") -> str:

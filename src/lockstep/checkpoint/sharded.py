@@ -29,11 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from lockstep.checkpoint.folders import METADATA_NAME
 from lockstep.checkpoint.pickled import UNREADABLE
 from lockstep.errors import CheckpointError
-
-METADATA_NAME = ".metadata"
-"""The file that makes a folder one of torch.distributed.checkpoint."""
 
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import save as save_sharded
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint import load_weights
+from lockstep.checkpoint.pickled import named_globals
 from lockstep.errors import CheckpointError
 
 
@@ -261,3 +262,11 @@ def test_folders_and_other_things_without_weights(tmp_path: Path) -> None:
     refuse(tmp_path / "two", "2 files of weights and no index: a.pt, b.pt")
     os.mkfifo(tmp_path / "pipe")
     refuse(tmp_path / "pipe", "neither a file nor a folder")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_what_a_pickle_names_is_found_in_any_protocol(tmp_path: Path, bomb: Malicious, protocol: int) -> None:
+    # The second time a module is named, it comes from the pickle's memo.
+    content = {"weight": 1, "items": [Path, bomb, os.getcwd, bomb]}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
+    assert named_globals(tmp_path / "a.pkl") >= {"pathlib.Path", "posix.system", "posix.getcwd"}
