@@ -103,6 +103,8 @@ def _choose_form(target: Path, form: Form | None) -> Form:
 
 
 def _check_free(target: Path, form: Form, *, force: bool) -> None:
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Make it first.")
     if not os.path.lexists(target):
         return
     if not force:
@@ -182,11 +184,14 @@ def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
-    from torch.distributed.checkpoint import save  # it imports much, for a few
+    from torch.distributed.checkpoint import CheckpointException, save  # it imports much, for a few
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank writes
-        save(dict(state), checkpoint_id=path, no_dist=True)
+        try:
+            save(dict(state), checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:  # no Exception; it wraps what this process raised while writing
+            raise error.failures[0][0] from error
 
 
 _WRITERS = {"pt": _write_pt, "safetensors": _write_safetensors, "dcp": _write_dcp}

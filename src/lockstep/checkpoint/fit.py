@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ class LoadedWeights:
     """Names of the model that the file has not; they keep their values."""
     unexpected: tuple[str, ...] = ()
     """Names of the file that the model has not."""
-    misshaped: Mapping[str, tuple[Shape, Shape]]
+    misshaped: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names with other shapes, with that in the file and that in the model; they keep their values."""
     clashing: tuple[tuple[str, str], ...] = ()
     """Pairs of names that are one tensor in the model and have different values in the file."""

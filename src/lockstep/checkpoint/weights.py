@@ -44,9 +44,9 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
     if any(isinstance(target, Tensor) and target.is_meta for target in targets.values()):
         raise ValueError("The model is on the meta device, which has no memory. Call model.to_empty(device=...) first.")
     weights = read_weights(Path(path), key)
-    names = [*weights.tensors, *weights.extra]
-    renaming = fit_names(names, targets)
-    state = OrderedDict((renaming.names[name], {**weights.tensors, **weights.extra}[name]) for name in names)
+    content = {**weights.tensors, **weights.extra}
+    renaming = fit_names(content, targets)
+    state = {renaming.names[name]: value for name, value in content.items()}
     versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
     loaded = _compare(model, targets, state, versions, describe_weights(weights, renaming))
     nothing_fits = len(loaded.unexpected) + len(loaded.misshaped) == len(state)
@@ -108,9 +108,13 @@ def _compare(
             (first, second)
             for group in groups
             for first, second in itertools.pairwise(name for name in group if name in found)
-            if not torch.equal(state[first], state[second])
+            if _differ(state[first], state[second])
         ),
     )
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    return first.dtype != second.dtype or not torch.equal(first, second)
 
 
 def _shared(targets: Mapping[str, Any]) -> list[list[str]]:

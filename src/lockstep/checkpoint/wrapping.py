@@ -34,7 +34,7 @@ class Found:
     state: Mapping[str, Any]
     """The weights: tensors, and extra state of modules, by name; `prefix` is no part of the names."""
     others: tuple[str, ...]
-    """Keys of other weights beside them, e.g. an average."""
+    """Keys of other weights beside them, e.g. an average; numbers such as a best loss do not count."""
 
 
 def find_weights(content: Any, source: str, key: str | None = None) -> Found:
@@ -112,8 +112,9 @@ def _search(content: Any, path: tuple[str, ...], source: str) -> Found:
             f"'state_dict' or 'model', and found {_describe(content)}."
         )
     found = _search(entries[choice[0]], (*path, choice[0]), source)
-    beside = tuple(name for name in holders if name != choice[0] and is_weights(entries[name]))
-    return Found(path=found.path, prefix="", state=found.state, others=(*beside, *found.others))
+    single = [name for name, value in entries.items() if isinstance(value, Tensor) and value.numel() > 1]
+    beside = [name for name in holders if name != choice[0] and is_weights(entries[name])]
+    return Found(path=found.path, prefix="", state=found.state, others=(*beside, *map(str, single), *found.others))
 
 
 def _holds_weights(value: Any, depth: int = _DEPTH) -> bool:

@@ -343,3 +343,8 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(ValueError, match="meta device"):
         load_weights(tmp_path / "a.pt", model)
+
+
+def test_tensors_beside_the_weights_are_said(tmp_path: Path) -> None:
+    torch.save({"net": net().state_dict(), "mean": torch.ones(3), "loss": torch.tensor(1.0)}, tmp_path / "a.pt")
+    assert assert_same(tmp_path / "a.pt", net()).recognised.endswith("left out: 'mean'")
