@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from tests.unit.checkpoint.test_checkpoint import checkpoint
 from tests.unit.checkpoint.test_foreign import Counting, Tied, lightning, net
 from torch import nn
@@ -100,6 +100,9 @@ def test_tied_tensors_and_views_are_written_once_and_without_the_rest(tmp_path: 
     assert written["second.weight"].data_ptr() == written["third.weight"].data_ptr()
     convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors")
     Tied().load_state_dict(load_file(tmp_path / "b.safetensors"))
+    save_model(Tied(), str(tmp_path / "c.safetensors"))  # keeps one name of the two
+    convert_weights(tmp_path / "c.safetensors", tmp_path / "d.pt")
+    assert set(torch.load(tmp_path / "d.pt")) == set(state)
 
 
 def test_extra_state_goes_along_where_it_can(tmp_path: Path) -> None:

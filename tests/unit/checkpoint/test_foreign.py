@@ -348,3 +348,31 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
 def test_tensors_beside_the_weights_are_said(tmp_path: Path) -> None:
     torch.save({"net": net().state_dict(), "mean": torch.ones(3), "loss": torch.tensor(1.0)}, tmp_path / "a.pt")
     assert assert_same(tmp_path / "a.pt", net()).recognised.endswith("left out: 'mean'")
+
+
+class Versioned(nn.Linear):
+    """A layer that asks by which version of itself its state was written."""
+
+    _version = 3
+    seen: Any = None
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential])
+def test_modules_learn_which_version_wrote_their_state(tmp_path: Path, wrap: Any) -> None:
+    torch.save(wrap(nn.Sequential(Versioned(2, 2))).state_dict(), tmp_path / "a.pt")
+    model = nn.Sequential(Versioned(2, 2))
+    load_weights(tmp_path / "a.pt", model)
+    assert model[0].seen == 3
+
+
+def test_a_scalar_that_was_written_as_a_vector_of_one(tmp_path: Path) -> None:
+    # As torch before 0.4 did, and torch still reads it.
+    model = nn.Module()
+    model.register_buffer("scale", torch.tensor(0.0))
+    torch.save({"scale": torch.ones(1)}, tmp_path / "a.pt")
+    assert load_weights(tmp_path / "a.pt", model).fits
+    assert model.scale == 1
