@@ -48,7 +48,10 @@ PURE = (
     "lockstep.reduce.notes",
     "lockstep.data.order",
     "lockstep.data.cursor",
+    "lockstep.checkpoint.fit",
     "lockstep.checkpoint.manifest",
+    "lockstep.checkpoint.names",
+    "lockstep.checkpoint.wrapping",
     "lockstep.launch.environment",
     "lockstep.launch.lines",
 )

@@ -3,17 +3,22 @@
 A checkpoint is a safetensors file. Parameters and buffers lie in it under the model's plain names; the optimizer's
 tensors under `optimizer/`; everything else is the *manifest*, JSON in the file's header.
 
-Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; nothing is
-read with pickle; the digest in the manifest is that of the parameters and buffers in the file.
+Weights that others wrote are recognised by what is in a file (`foreign.py`), and what wrappers put into their names is
+found by structure (`names.py`).
+
+Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; nothing
+that is read can run code; the digest in the manifest is that of the parameters and buffers in the file.
 """
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
+from lockstep.checkpoint.fit import LoadedWeights
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoint",
+    "LoadedWeights",
     "Manifest",
     "load_checkpoint",
     "load_weights",

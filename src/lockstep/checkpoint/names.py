@@ -1,0 +1,126 @@
+"""From the names in a file to the names in a model. Pure.
+
+Wrappers leave their own attribute in every name: DataParallel and DistributedDataParallel put `module.` in front,
+torch.compile puts `_orig_mod.` where it wrapped, a LightningModule whatever attribute holds the model. They are found
+by structure, a leading path component that *all* names share, never by replacing text: `encoder.module.weight` and
+`module_list.0.weight` are names like any other.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+WRAPPER = "module"
+"""The attribute under which DataParallel and DistributedDataParallel hold the model."""
+COMPILED = "_orig_mod"
+"""The attribute under which torch.compile holds a module; it may stand anywhere in a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renaming:
+    """What becomes of the names in a file."""
+
+    names: Mapping[str, str]
+    """From the name in the file to the new one; one to one."""
+    notes: tuple[str, ...] = ()
+    """What was changed, in words."""
+    dropped: str = ""
+    """What was taken from the front of every name, with its last dot."""
+    added: str = ""
+    """What was put there instead."""
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the names were those of a DataParallel or DistributedDataParallel wrapper."""
+        return WRAPPER in self.dropped.split(".")
+
+    def rename_module(self, path: str) -> str:
+        """Return the new path of a module."""
+        plain = "".join(f"{part}." for part in path.split(".") if part not in {COMPILED, ""})
+        return f"{self.added}{plain.removeprefix(self.dropped)}".removesuffix(".")
+
+
+def plain_names(names: Collection[str]) -> Renaming:
+    """Drop what wrappers put into names, where no model says what they should be."""
+    return _renamed(names, _leading(_by_plain_name(names), WRAPPER), "", {})
+
+
+def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
+    """Choose the renaming that takes a file's names to a model's.
+
+    In this order: what makes the two sets equal with the fewest components dropped; what makes one of them a part of
+    the other; else `module.` is dropped where the model has no child of that name.
+
+    Args:
+        names: Names in the file.
+        expected: Names in the model, which may itself be wrapped.
+    """
+    plain, wanted = _by_plain_name(names), _by_plain_name(expected)
+    dropped, added = _leading(plain), _leading(wanted, WRAPPER)
+    fronts = [
+        (".".join([*dropped[:count], ""]), ".".join([*added[:put], ""]))
+        for count in range(len(dropped) + 1)
+        for put in range(len(added) + 1)
+    ]
+    fronts.sort(key=lambda pair: pair[0].count(".") + pair[1].count("."))
+    for fits in (set.__eq__, _is_part):
+        for old, new in fronts:
+            if fits({new + name.removeprefix(old) for name in plain}, set(wanted)):
+                return _renamed(names, old.split(".")[:-1], new, wanted)
+    inner = {name.removeprefix(".".join([*added, ""])) for name in wanted}
+    has_child = any(name.split(".", 1)[0] == WRAPPER for name in inner)
+    return _renamed(names, [] if has_child else _leading(plain, WRAPPER), ".".join([*added, ""]), wanted)
+
+
+def first_components(names: Iterable[str]) -> dict[str, int]:
+    """Return how many names lie under each first component, the most first."""
+    counts: dict[str, int] = {}
+    for name in names:
+        head, dot, _ = name.partition(".")
+        if dot:
+            counts[head] = counts.get(head, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _renamed(names: Collection[str], dropped: Collection[str], added: str, wanted: Mapping[str, str]) -> Renaming:
+    old = ".".join([*dropped, ""])
+    plain = _by_plain_name(names)
+    compiled = sum(short != name for short, name in plain.items())
+    notes = []
+    if compiled and all(COMPILED not in name.split(".") for name in wanted.values()):
+        notes.append(f"'{COMPILED}.' dropped from {_count(compiled)}")
+    if old and old != added:
+        notes.append(f"{old!r} dropped from {_count(len(names))}")
+    if added and old != added:
+        notes.append(f"{added!r} put before {_count(len(names))}")
+    targets = {name: added + short.removeprefix(old) for short, name in plain.items()}
+    return Renaming(
+        names={name: wanted.get(target, target) for name, target in targets.items()},
+        notes=tuple(notes),
+        dropped=old,
+        added=added,
+    )
+
+
+def _by_plain_name(names: Collection[str]) -> dict[str, str]:
+    """Return the names keyed by themselves without torch.compile's component, unless two would become one."""
+    plain = {".".join(part for part in name.split(".") if part != COMPILED): name for name in names}
+    return plain if len(plain) == len(names) else {name: name for name in names}
+
+
+def _leading(names: Collection[str], only: str | None = None) -> list[str]:
+    """Return the path components that all names begin with, but for the last one; those equal to `only`, if given."""
+    split = [name.split(".") for name in names]
+    leading: list[str] = []
+    for column in zip(*(parts[:-1] for parts in split), strict=False):
+        if len(set(column)) > 1 or only not in {None, column[0]}:
+            break
+        leading.append(column[0])
+    return leading
+
+
+def _is_part(found: set[str], wanted: set[str]) -> bool:
+    return bool(found) and (found <= wanted or wanted <= found) and bool(found & wanted)
+
+
+def _count(number: int) -> str:
+    return f"{number} name" if number == 1 else f"{number} names"
