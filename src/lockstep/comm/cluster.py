@@ -89,8 +89,8 @@ def _name_launcher(variables: Variables) -> str:
 
 
 def is_announced(world: WorldVariables) -> bool:
-    """Return whether a launcher says that this process is one of several workers."""
-    return world.rank is not None and world.world_size not in {None, "1"}
+    """Return whether a launcher says that this process is one of several workers; its rank may be missing."""
+    return world.world_size not in {None, "1"}
 
 
 def _merge(told: WorldVariables, place: _Place) -> WorldVariables:

@@ -109,6 +109,10 @@ def test_a_process_that_is_not_one_of_several_is_told_so(environment: Mapping[st
     assert not is_announced(world(environment))
 
 
+def test_a_size_without_a_rank_is_not_overlooked() -> None:
+    assert is_announced(world(WORLD_SIZE="2"))
+
+
 def test_torchrun_counts_under_srun_and_mpirun_too() -> None:
     assert told(world(SLURM, TORCHRUN)) == ("5", "8", "1", "4")
     assert told(world(OPEN_MPI, TORCHRUN)) == ("5", "8", "1", "4")
