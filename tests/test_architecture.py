@@ -48,6 +48,7 @@ PURE = (
     "lockstep.reduce.notes",
     "lockstep.data.order",
     "lockstep.data.cursor",
+    "lockstep.checkpoint.header",
     "lockstep.checkpoint.manifest",
     "lockstep.launch.environment",
     "lockstep.launch.lines",

@@ -3,21 +3,28 @@
 A checkpoint is a safetensors file. Parameters and buffers lie in it under the model's plain names; the optimizer's
 tensors under `optimizer/`; everything else is the *manifest*, JSON in the file's header.
 
-Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; nothing is
-read with pickle; the digest in the manifest is that of the parameters and buffers in the file.
+Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; every byte of a
+file is covered by a checksum, and none is believed before it was compared; nothing is read with pickle; the digest in
+the manifest is that of the parameters and buffers in the file. docs/checkpoint-format.md has the format.
 """
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
+from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoint",
+    "Contents",
+    "Findings",
     "Manifest",
+    "is_whole",
     "load_checkpoint",
     "load_weights",
     "read_manifest",
     "save_checkpoint",
+    "show_checkpoint",
     "state_digest",
+    "verify_checkpoint",
 ]
