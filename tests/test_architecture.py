@@ -50,6 +50,7 @@ PURE = (
     "lockstep.data.cursor",
     "lockstep.checkpoint.header",
     "lockstep.checkpoint.manifest",
+    "lockstep.train.keep",
     "lockstep.launch.environment",
     "lockstep.launch.lines",
 )

@@ -357,7 +357,7 @@ def test_a_diverging_loss_stops_with_a_message(run_here: Callable[..., Said]) ->
 
 
 def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str, list[psutil.Process]]:
-    """Run the command on a pseudo terminal, press Ctrl-C after two epochs; return code, output, workers."""
+    """Run the command on a pseudo terminal, press Ctrl-C after three epochs; return code, output, workers."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -373,7 +373,7 @@ def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str,
         except OSError:  # the terminal is closed: every process has let go of it
             break
         output += chunk.decode(errors="replace")
-        if output.count("samples/s") == 2 and not workers:  # so the first epoch's checkpoint is written
+        if output.count("samples/s") == 3 and not workers:  # so the second save has begun, and the first is done
             workers = psutil.Process(pid).children(recursive=True)
             os.write(terminal, b"\x03")
     os.close(terminal)

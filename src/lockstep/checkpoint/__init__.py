@@ -12,6 +12,7 @@ from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
 from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.saver import OnError, Saver
 from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Contents",
     "Findings",
     "Manifest",
+    "OnError",
+    "Saver",
     "is_whole",
     "load_checkpoint",
     "load_weights",

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_BESIDE = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+_BESIDE = re.compile(r"\..+\.ckpt\.[0-9a-f]+\.tmp")
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from lockstep.errors import CheckpointError, ConfigError, DataFileError
 from lockstep.events import NULL_RECORDER
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import parse_config
-from lockstep.train.run_directory import find_checkpoints, restore_trainer, save_trainer
+from lockstep.train.run_directory import find_checkpoints, restore_trainer
+from lockstep.train.saving import RunSaver
 
 MODULE = """
 import torch
@@ -145,7 +146,8 @@ def test_a_list_of_two_data_sets_is_train_and_test() -> None:
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
-    save_trainer(build(model="own_things:Extra").trainer, None, config, tmp_path, NULL_RECORDER)
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
     restore_trainer(parts.trainer, None, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
     restored: Any = parts.trainer.model
@@ -162,7 +164,8 @@ def saved(tmp_path: Path) -> Checkpoint:
     parts = build()
     for batch in parts.train.epoch(0):
         parts.trainer.step(batch)
-    save_trainer(parts.trainer, None, parse_config(VALUES, "config"), tmp_path, NULL_RECORDER)
+    with RunSaver(parse_config(VALUES, "config"), tmp_path, NULL_RECORDER) as saver:
+        saver.save(parts.trainer, None, {})
     return load_checkpoint(find_checkpoints(tmp_path)[0])
 
 
@@ -186,10 +189,11 @@ def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Pat
     (tmp_path / ".step-00000001.ckpt.abc.tmp").touch()
     parts = build()
     config = parse_config(VALUES | {"keep": 2}, "config")
-    for epoch in range(4):
-        for batch in parts.train.epoch(epoch):
-            parts.trainer.step(batch)
-        save_trainer(parts.trainer, None, config, tmp_path, NULL_RECORDER)
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch in range(4):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {})
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "own_things.py" and path.is_file()) == [
         "step-00000003.ckpt",
         "step-00000004.ckpt",
