@@ -105,7 +105,7 @@ def _closing(run_dir: Path) -> Iterator[None]:
 def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None) -> FitResult:
     """Train in one worker; rank 0 shows and records."""
     with ExitStack() as stack:
-        recorder = _make_recorder(run_dir, stack) if run.rank == 0 else NULL_RECORDER
+        recorder = _make_recorder(config, run_dir, stack) if run.rank == 0 else NULL_RECORDER
         return fit(config, device=run.device, run_dir=run_dir, recorder=recorder, resume_from=checkpoint)
 
 
@@ -144,10 +144,11 @@ def _show_placement(placement: Placement, config: Config) -> None:
         typer.echo(f"hint: {placement.hint}")
 
 
-def _make_recorder(run_dir: Path, stack: ExitStack) -> Recorder:
+def _make_recorder(config: Config, run_dir: Path, stack: ExitStack) -> Recorder:
     console = Console()
     shown: Recorder = stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
-    return Recorders([MetricsFile(run_dir / METRICS_NAME), shown])
+    metrics = MetricsFile(run_dir / METRICS_NAME, may_fail=config.on_save_error == "warn")
+    return Recorders([metrics, shown])
 
 
 def _draw(run_dir: Path) -> None:

@@ -1,3 +1,5 @@
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,29 @@ def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Pat
         "step-00000003.ckpt",
         "step-00000004.ckpt",
     ]
+
+
+def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
+    parts = build()
+    config = parse_config(VALUES | {"keep": 1, "keep_best": "-loss"}, "config")
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch, loss in enumerate((0.5, 0.25, math.nan, 0.25)):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {"loss": loss})
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004.ckpt", "step-00000002.ckpt"]
+    assert (tmp_path / "best.ckpt").readlink() == Path("step-00000002.ckpt")
+    assert load_checkpoint(tmp_path / "best.ckpt").manifest.metrics == {"loss": 0.25}
+
+
+def test_a_checkpoint_that_was_damaged_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    parts = build()
+    config = parse_config(VALUES | {"keep": 2, "async_save": False}, "config")
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch in range(3):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {})
+            if epoch == 1:
+                os.truncate(tmp_path / "step-00000002.ckpt", 1000)
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-0000000{step}.ckpt" for step in (3, 2, 1)]
