@@ -52,6 +52,10 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         if name.startswith(OPTIMIZER_PREFIX):
             raise CheckpointError(f"The model has a tensor named {name!r}; names under {OPTIMIZER_PREFIX!r} are taken.")
     tensors = {**checkpoint.model, **checkpoint.optimizer}
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+            raise CheckpointError(f"The tensor {name!r} is {kind}, and a checkpoint holds dense tensors with values.")
     try:
         places = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
         unknown = _encode(places, checkpoint.manifest, dict.fromkeys(tensors, NO_CHECKSUM))

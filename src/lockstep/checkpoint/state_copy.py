@@ -15,7 +15,7 @@ class StateCopy:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, bool], Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors, and return the copies; they hold until the next call.
@@ -24,15 +24,13 @@ class StateCopy:
             RuntimeError: There is no memory for them.
         """
         previous, self._buffers = self._buffers, {}  # what is not needed any more is freed
+        copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            buffer = previous.pop(name, None)
-            if buffer is None or not _fits(buffer, tensor):
+            key = name, tensor.is_cuda  # and with it whether the memory is pinned, which is slow to ask
+            buffer = previous.pop(key, None)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+            copies[name] = self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return dict(self._buffers)
-
-
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and buffer.is_pinned() == tensor.is_cuda
+        return copies

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self, final
 
@@ -19,6 +20,8 @@ from lockstep.train.trainer import Scheduler, Trainer
 class RunSaver:
     """Write the checkpoints of one run, on one rank. Use it as a context: at its end the last save is waited for.
 
+    What killed savers have left in the directory is removed first, for it may be what fills the disk.
+
     Args:
         config: `keep`, `keep_best`, `async_save` and `on_save_error`; it goes into every checkpoint.
         run_dir: Where they go.
@@ -30,6 +33,8 @@ class RunSaver:
         self._run_dir = run_dir
         self._recorder = recorder
         self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
+        with suppress(OSError):  # the first save will tell
+            remove_leftovers(run_dir)
 
     def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
         """Save where the run stands (local).
@@ -58,7 +63,6 @@ class RunSaver:
     def _clear_up(self, _path: Path) -> None:
         """Point to the best checkpoint, then remove what is too old; called when a new one is whole."""
         try:
-            remove_leftovers(self._run_dir)
             found = {self._describe(path): path for path in find_checkpoints(self._run_dir)}
             best = find_best(list(found))
             if best is not None:

@@ -154,6 +154,12 @@ def test_a_dtype_that_cannot_be_stored_is_explained(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tensor_without_plain_values_is_named(tmp_path: Path) -> None:
+    for tensor in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
+        with pytest.raises(CheckpointError, match=r"tensor 'w' is .* holds dense tensors"):
+            save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model={"w": tensor}, optimizer={}, manifest=manifest()))
+
+
 def test_others_may_read_a_checkpoint_as_they_may_any_file(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(2, 2)))
     (tmp_path / "usual").touch()
