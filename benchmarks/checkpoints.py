@@ -8,6 +8,7 @@ turns, round after round, in the same process:
 - `torch.distributed.checkpoint.async_save`, without a group.
 
 A turn is some quiet steps, a save, steps until the save is done, and a sync of the disk that nobody's time includes.
+Files go where TMPDIR says, which should be on a disk.
 """
 
 import argparse
@@ -136,7 +137,7 @@ def take_turn(side: str, training: Training, contenders: Contenders, taken: Take
 def measure(state_bytes: int, sides: list[str], rounds: int) -> dict[str, Taken]:
     training = Training(state_bytes)
     found = {side: Taken() for side in sides}
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="bench-checkpoints-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoints-") as folder:
         contenders = Contenders(Path(folder))
         for number in range(rounds + 1):
             tell(f"{state_bytes / MB:.0f} MB, round {number} of {rounds} ...")

@@ -3,7 +3,8 @@
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from lockstep.train.run_lock import locked_run
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-def fork(child: Callable[[], None]) -> int:
-    """Run something in a child, which then waits to be killed; return when it has run."""
+@contextmanager
+def forked(child: Callable[[], None]) -> Iterator[int]:
+    """Run something in a child, which then lives for as long as the block, and is killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -26,23 +28,21 @@ def fork(child: Callable[[], None]) -> int:
         finally:
             os._exit(1)
     os.close(writing)
-    assert os.read(reading, 1) == b"1"
-    os.close(reading)
-    return pid
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        assert os.read(reading, 1) == b"1"
+        yield pid
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_second_training_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     lock = locked_run(tmp_path)
-    pid = fork(lock.__enter__)
-    said = f"process {pid} on host {socket.gethostname()}"
-    with pytest.raises(RunDirectoryError, match=f"{said}.*run_dir=NAME"), locked_run(tmp_path):
-        pass
-    kill(pid)
+    with forked(lock.__enter__) as pid:
+        said = f"process {pid} on host {socket.gethostname()}"
+        with pytest.raises(RunDirectoryError, match=f"{said}.*run_dir=NAME"), locked_run(tmp_path):
+            pass
     with locked_run(tmp_path):  # gone with its holder
         pass
 
@@ -55,13 +55,13 @@ def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     # As a data-loading process that outlives its training would.
-    with locked_run(tmp_path):
-        pid = fork(lambda: None)
-        with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"), locked_run(tmp_path):
+    with ExitStack() as children:
+        with locked_run(tmp_path):
+            children.enter_context(forked(lambda: None))
+            with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"), locked_run(tmp_path):
+                pass
+        with locked_run(tmp_path):
             pass
-    with locked_run(tmp_path):
-        pass
-    kill(pid)
 
 
 def test_a_directory_that_is_gone_is_explained(tmp_path: Path) -> None:
