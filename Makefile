@@ -5,7 +5,7 @@ VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint bench-ddp bench-comm bench-bits clean
+.PHONY: train test lint bench-ddp bench-comm bench-bits bench-checkpoints clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -23,6 +23,9 @@ bench-ddp: $(STAMP)
 
 bench-bits: $(STAMP)
 	$(VENV)/bin/python benchmarks/bits.py
+
+bench-checkpoints: $(STAMP)
+	$(VENV)/bin/python benchmarks/checkpoints.py
 
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py

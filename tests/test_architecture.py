@@ -49,9 +49,11 @@ PURE = (
     "lockstep.data.order",
     "lockstep.data.cursor",
     "lockstep.checkpoint.fit",
+    "lockstep.checkpoint.header",
     "lockstep.checkpoint.manifest",
     "lockstep.checkpoint.names",
     "lockstep.checkpoint.wrapping",
+    "lockstep.train.keep",
     "lockstep.launch.environment",
     "lockstep.launch.lines",
 )

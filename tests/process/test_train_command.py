@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
+from lockstep.train.run_lock import locked_run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "train"]
@@ -279,15 +280,15 @@ def test_a_broken_checkpoint_is_told_of_and_the_one_before_taken_to_the_same_dig
     assert rates == pytest.approx([1e-4, 1e-4, 1e-5, 1e-6])
 
 
+def limit_file_size() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the metrics fit, checkpoint and curves do not
+
+
 def test_a_full_disk_leaves_the_checkpoint_before_it_whole(project: Path, trained: Trained) -> None:
     folder = trained.copy_to(project, 4)
     [checkpoint] = folder.glob("*.ckpt")
     before = checkpoint.read_bytes()
-
-    def limit_file_size() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the metrics fit, checkpoint and curves do not
-
     finished = run(project, *OWN, "epochs=5", "workers=1", "--resume", before=limit_file_size)
     assert "going on with epoch 5" in finished.stdout  # of four once
     assert finished.returncode == 2, finished.stderr
@@ -296,6 +297,31 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_whole(project: Path, traine
     assert "Traceback" not in finished.stderr
     assert [path.read_bytes() for path in folder.glob("*.ckpt")] == [before]
     assert not list(folder.glob(".*tmp"))
+
+
+def test_a_full_disk_does_not_stop_a_training_that_is_to_go_on(project: Path, trained: Trained) -> None:
+    folder = trained.copy_to(project, 2)
+    [checkpoint] = folder.glob("*.ckpt")
+    before = checkpoint.read_bytes()
+    finished = run(
+        project, *OWN, "epochs=4", "workers=1", "on_save_error=warn", "keep=1", "--resume", before=limit_file_size
+    )
+    assert digest_line(finished) == trained.digest
+    assert finished.stderr.count("File too large. Any checkpoint written before is whole") == 2  # epochs 3 and 4
+    assert [path.read_bytes() for path in folder.glob("*.ckpt")] == [before]
+    assert not list(folder.glob(".*tmp"))
+
+
+def test_a_second_training_in_a_directory_is_refused(
+    run_here: Callable[..., Said], project: Path, trained: Trained
+) -> None:
+    folder = trained.copy_to(project, 4)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock")
+    with locked_run(folder):
+        finished = run_here(*OWN, "epochs=5", "workers=1", "--resume")
+    assert finished.code == 2
+    assert f"Another training is in the run directory run: process {os.getpid()} on host" in finished.stderr
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock") == before
 
 
 @pytest.mark.parametrize(
@@ -357,7 +383,7 @@ def test_a_diverging_loss_stops_with_a_message(run_here: Callable[..., Said]) ->
 
 
 def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str, list[psutil.Process]]:
-    """Run the command on a pseudo terminal, press Ctrl-C after two epochs; return code, output, workers."""
+    """Run the command on a pseudo terminal, press Ctrl-C after three epochs; return code, output, workers."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -373,7 +399,7 @@ def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str,
         except OSError:  # the terminal is closed: every process has let go of it
             break
         output += chunk.decode(errors="replace")
-        if output.count("samples/s") == 2 and not workers:  # so the first epoch's checkpoint is written
+        if output.count("samples/s") == 3 and not workers:  # so the second save has begun, and the first is done
             workers = psutil.Process(pid).children(recursive=True)
             os.write(terminal, b"\x03")
     os.close(terminal)

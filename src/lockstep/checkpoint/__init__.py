@@ -6,23 +6,33 @@ tensors under `optimizer/`; everything else is the *manifest*, JSON in the file'
 Weights that others wrote are recognised by what is in a file (`foreign.py`), and what wrappers put into their names is
 found by structure (`names.py`).
 
-Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; nothing
-that is read can run code; the digest in the manifest is that of the parameters and buffers in the file.
+Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; every byte of a
+file is covered by a checksum, and none is believed before it was compared; nothing that is read can run code; the
+digest in the manifest is that of the parameters and buffers in the file. docs/checkpoint-format.md has the format.
 """
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
 from lockstep.checkpoint.fit import LoadedWeights
+from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.saver import OnError, Saver
 from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoint",
+    "Contents",
+    "Findings",
     "LoadedWeights",
     "Manifest",
+    "OnError",
+    "Saver",
+    "is_whole",
     "load_checkpoint",
     "load_weights",
     "read_manifest",
     "save_checkpoint",
+    "show_checkpoint",
     "state_digest",
+    "verify_checkpoint",
 ]

@@ -1,18 +1,33 @@
-"""Writing a checkpoint so that it is whole or not there, and reading it back."""
+"""Writing a checkpoint so that it is whole or not there, and reading it back with every byte checked.
+
+Files are written here and not by safetensors' `save_file`, which makes a copy of every tensor, cannot compute checksums
+on the way, and calls nothing to be durable. They are read by safetensors, as everybody else reads them.
+"""
 
 import os
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.checkpoint.durable import written_whole
+from lockstep.checkpoint.header import (
+    NO_CHECKSUM,
+    Header,
+    Place,
+    checksum,
+    decode_header,
+    encode_header,
+    header_length,
+    lay_out,
+)
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
 
 MANIFEST_KEY = "lockstep"
@@ -20,105 +35,164 @@ MANIFEST_KEY = "lockstep"
 OPTIMIZER_PREFIX = "optimizer/"
 """What the names of tensors that are not the model's begin with."""
 
+_CHUNK_BYTES = 1 << 20
+"""How much is added to a checksum and then written: it is still in the cache then."""
+
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write `checkpoint` to `path`, whole or not at all (local; call it on one rank).
 
-    The file is written beside its final name, flushed to disk and renamed; then the directory is flushed.
+    No tensor is copied but those that lie elsewhere than in contiguous memory of the host, and these one at a time.
 
     Raises:
-        CheckpointError: The disk is full, the directory cannot be written, or a model tensor has a reserved name.
-            Whatever was under `path` before is still there.
+        CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or a
+            tensor is of a kind that the format has no name for. Whatever was under `path` before is still there.
     """
     for name in checkpoint.model:
         if name.startswith(OPTIMIZER_PREFIX):
             raise CheckpointError(f"The model has a tensor named {name!r}; names under {OPTIMIZER_PREFIX!r} are taken.")
-    tensors = {name: _plain(tensor) for name, tensor in {**checkpoint.model, **checkpoint.optimizer}.items()}
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    tensors = {**checkpoint.model, **checkpoint.optimizer}
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+            raise CheckpointError(f"The tensor {name!r} is {kind}, and a checkpoint holds dense tensors with values.")
     try:
-        save_file(tensors, beside, metadata={"format": "pt", MANIFEST_KEY: checkpoint.manifest.to_json()})
-        beside.chmod(_usual_mode(path.parent))
-        _flush(beside)
-        beside.replace(path)
-        _flush(path.parent)
-    except KeyError as error:  # safetensors has no name for the dtype
-        raise CheckpointError(
-            f"The checkpoint {path} could not be written: {error} is not a dtype it can hold."
-        ) from error
-    except (OSError, SafetensorError) as error:
+        places = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+        unknown = _encode(places, checkpoint.manifest, dict.fromkeys(tensors, NO_CHECKSUM))
+        with written_whole(path) as descriptor:
+            checksums = {
+                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin)
+                for place in places
+            }
+            header = _encode(places, checkpoint.manifest, checksums)
+            assert len(header) == len(unknown)
+            _write(descriptor, memoryview(header), 0)
+    except CheckpointError as error:
+        raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+    except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error}. Any checkpoint written before is "
             "whole: make room, then go on with --resume."
         ) from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoint:
+def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bool = True) -> Checkpoint:
     """Read a checkpoint; nothing in it is executed (local).
 
     Args:
         path: A file that `save_checkpoint` wrote.
         device: Where the tensors go.
+        check: Compare every tensor with its checksum.
 
     Raises:
-        CheckpointError: No such file, truncated, not a checkpoint of Lockstep, or of a later format.
+        CheckpointError: No such file, damaged, truncated, not a checkpoint of Lockstep, or of a later format.
     """
+    manifest = read_manifest(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
-    with _opened(path, device) as file:
-        manifest = _manifest_of(file, path)
+    damaged: list[str] = []
+    with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118 - the reader is not a mapping
-            (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = file.get_tensor(name)
+            tensor = file.get_tensor(name)
+            if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
+                damaged.append(name)
+            (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+    if damaged:
+        raise CheckpointError(
+            f"{path} is damaged: {describe_damaged(damaged)} not what was written. Use a checkpoint before it, or a "
+            "copy; `lockstep checkpoint verify` lists all that is damaged."
+        )
     return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint, and none of its tensors (local).
 
+    That the header is as it was written, and the file as long as the header says, is checked.
+
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
-    with _opened(path, "cpu") as file:
-        return _manifest_of(file, path)
+    header, file_bytes = read_header(path)
+    if header.is_intact is False:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged.")
+    manifest = manifest_of(header, path)
+    if header.file_bytes != file_bytes:
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, expected {header.file_bytes:,}."
+        )
+    return manifest
 
 
-@contextmanager
-def _opened(path: Path, device: torch.device | str) -> Iterator[Any]:
+def read_header(path: Path) -> tuple[Header, int]:
+    """Return a file's header, and how many bytes the file has (local).
+
+    Raises:
+        CheckpointError: No such file, or none that begins as a safetensors file does.
+    """
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            yield file
-    except (OSError, SafetensorError) as error:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            header = start + file.read(header_length(start, file_bytes) - len(start))
+        return decode_header(header), file_bytes
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
 
 
-def _manifest_of(file: Any, path: Path) -> Manifest:
-    text = (file.metadata() or {}).get(MANIFEST_KEY)
+def manifest_of(header: Header, path: Path) -> Manifest:
+    """Return the manifest in a header.
+
+    Raises:
+        CheckpointError: There is none, or one that cannot be understood.
+    """
+    text = header.metadata.get(MANIFEST_KEY)
     if text is None:
         raise CheckpointError(
             f"{path} is a safetensors file without a Lockstep manifest, so no run can resume from it."
         )
-    return Manifest.from_json(text)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor as safetensors wants it: on the CPU, contiguous, with memory of its own."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
-
-
-def _usual_mode(directory: Path) -> int:
-    """Return the mode that a new file gets here; safetensors makes its files for the owner alone."""
-    probe = directory / f".{uuid.uuid4().hex}.tmp"
-    probe.touch()
     try:
-        return probe.stat().st_mode & 0o777
-    finally:
-        probe.unlink()
+        manifest = Manifest.from_json(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if manifest.checksums and header.is_intact is None:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: its header has lost its checksum.")
+    return manifest
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def describe_damaged(names: list[str]) -> str:
+    """Return the names of damaged tensors, the first three of them, and the verb that goes with them."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    if len(names) > 3:  # noqa: PLR2004 - as many as are shown
+        return f"tensors {shown} and {len(names) - 3} more are"
+    return f"tensors {shown} are" if len(names) > 1 else f"tensor {shown} is"
+
+
+def _encode(places: tuple[Place, ...], manifest: Manifest, checksums: Mapping[str, str]) -> bytes:
+    complete = replace(manifest, checksums=checksums)
+    return encode_header(places, {"format": "pt", MANIFEST_KEY: complete.to_json()})
+
+
+def _write_tensor(descriptor: int, tensor: Tensor, offset: int) -> str:
+    data = raw_bytes(tensor)
+    found = NO_CHECKSUM
+    for begin in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[begin : begin + _CHUNK_BYTES]
+        found = checksum(chunk, found)
+        _write(descriptor, chunk, offset + begin)
+    return found
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 
-FORMAT_VERSION = 1
-"""Raised when a reader of the version before could misread a file."""
+FORMAT_VERSION = 2
+"""Raised when a reader of the version before could misread a file; docs/checkpoint-format.md has each version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,12 @@ class Manifest:
     """What the digest depends on besides code and data; None in files of earlier versions."""
     config: Mapping[str, Any] | None
     """The resolved config of `lockstep train`; None for a run without one."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Means over the test set at this point; None for one that is not finite, empty where none were measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """CRC-32 of each tensor's bytes, 8 hex digits; whoever writes the file fills it in. Empty in files of format 1."""
     format_version: int = FORMAT_VERSION
     """Version of this description."""
 

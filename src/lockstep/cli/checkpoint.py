@@ -1,8 +1,136 @@
-"""`lockstep checkpoint`: commands on checkpoints."""
+"""`lockstep checkpoint show|verify|convert`: what is in a file, whether it is what was written, other forms of it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from lockstep.checkpoint import Contents, Findings, show_checkpoint, verify_checkpoint
 from lockstep.cli.convert import convert
+from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.errors import CheckpointError
+from lockstep.train.run_directory import find_checkpoints
 
-checkpoint = typer.Typer(help="Convert checkpoints.", no_args_is_help=True, rich_markup_mode=None)
-checkpoint.command(name="convert")(convert)
+_WIDTH_IN_FILES = 160
+
+checkpoint_app = typer.Typer(
+    name="checkpoint", help="Look into checkpoint files, and convert them.", no_args_is_help=True, rich_markup_mode=None
+)
+
+checkpoint_app.command(name="convert")(convert)
+
+_Path = Annotated[Path, typer.Argument(metavar="FILE|RUN_DIR", help="A checkpoint, or the directory of a run.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
+
+
+@checkpoint_app.command(name="show")
+def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
+    """Show what is in a checkpoint: where the run stood, its config, its tensors. Of a directory: in the newest."""
+    with failures_shown(debug=debug):
+        contents = show_checkpoint(_find(path)[0])
+        if as_json:
+            typer.echo(json.dumps(_as_document(contents), indent=2))
+        else:
+            _show(contents)
+
+
+@checkpoint_app.command(name="verify")
+def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
+    """Compare every byte with the checksums, and the weights with the digest. Of a directory: of all checkpoints.
+
+    Exit code 0 if they hold, 1 if anything is damaged.
+    """
+    with failures_shown(debug=debug):
+        found = [verify_checkpoint(each) for each in _find(path)]
+        if as_json:
+            typer.echo(json.dumps({"checkpoints": [_as_entry(findings) for findings in found]}, indent=2))
+        else:
+            _list(found)
+        if not all(findings.is_whole for findings in found):
+            raise typer.Exit(FAILURE_EXIT)
+
+
+def _find(path: Path) -> Sequence[Path]:
+    """Return a file alone, or the checkpoints of a run, the newest first."""
+    if not path.is_dir():
+        return [path]
+    found = find_checkpoints(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint. Name a file, or the directory of a run that has saved one.")
+    return found
+
+
+def _as_document(contents: Contents) -> dict[str, Any]:
+    values = asdict(contents.manifest)
+    for key in ("optimizer", "scheduler", "scaler", "model_extra", "checksums"):  # of no use to who reads this
+        del values[key]
+    groups = [asdict(group) for group in contents.groups]
+    return {"path": str(contents.path), "num_bytes": contents.num_bytes, **values, "groups": groups}
+
+
+def _as_entry(findings: Findings) -> dict[str, Any]:
+    return {**asdict(findings), "path": str(findings.path), "is_whole": findings.is_whole}
+
+
+def _list(found: Sequence[Findings]) -> None:
+    for findings in found:
+        typer.echo(str(findings))
+        for name in findings.damaged:
+            typer.echo(f"  damaged: {name}")
+
+
+def _show(contents: Contents) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_IN_FILES
+    facts = Table(show_header=False, box=None)
+    for name, text in _facts(contents):
+        facts.add_row(name, Text(text))
+    console.print(facts)
+    table = Table("tensors", "of", "how many", "elements", "dtype", "size")
+    for group in contents.groups:
+        table.add_row(
+            Text(group.name),
+            "model" if group.is_model else "optimizer",
+            str(group.num_tensors),
+            f"{group.num_elements:,}",
+            ", ".join(group.dtypes),
+            _describe_size(group.num_bytes),
+        )
+    console.print(table)
+
+
+def _facts(contents: Contents) -> list[tuple[str, str]]:
+    """Return the lines above the table; `docs/checkpoint-format.md` says what each key means."""
+    manifest = contents.manifest
+    fingerprint = manifest.fingerprint or {"shards": manifest.num_shards, "seed": manifest.seed}
+    lines = {
+        "file": f"{contents.path}, {_describe_size(contents.num_bytes)}, format {manifest.format_version}",
+        "stands": f"{manifest.global_step} updates done; next is epoch {manifest.epoch}, step {manifest.step} "
+        "(counted from 0)",
+        "digest": manifest.digest,
+        "fingerprint": _listed(fingerprint),
+        "test": _listed(manifest.metrics),
+        "loader": manifest.loader or "",
+        "versions": _listed(manifest.versions),
+        "config": _listed(manifest.config or {}),
+    }
+    return [(name, text) for name, text in lines.items() if text]
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, {}))
+
+
+def _describe_size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.checkpoint import checkpoint
+from lockstep.cli.checkpoint import checkpoint_app
 from lockstep.cli.devices import devices
 from lockstep.cli.run import CONTEXT, run
 from lockstep.cli.train import train
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(checkpoint_app)
 app.command(name="devices")(devices)
 app.command(name="run", context_settings=CONTEXT)(run)
 app.command(name="train")(train)

@@ -30,6 +30,7 @@ from lockstep.train.run_directory import (
     make_run_directory,
     write_config,
 )
+from lockstep.train.run_lock import locked_run
 
 
 def train(
@@ -56,10 +57,11 @@ def _train_launched(config: Config, name: str, *, resume: bool, force: bool) -> 
     """Start workers, and show what they come to."""
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))
-    run_dir, checkpoint = _open_run(config, name, resume=resume)
-    _show_placement(placement, config)
-    with _closing(run_dir):
-        result = _launch(config, run_dir, checkpoint, placement)
+    with ExitStack() as held:
+        run_dir, checkpoint = _open_run(config, name, held, resume=resume)
+        _show_placement(placement, config)
+        with _closing(run_dir):
+            result = _launch(config, run_dir, checkpoint, placement)
     _show_result(result, run_dir)
 
 
@@ -67,9 +69,10 @@ def _train_joined(config: Config, name: str, *, resume: bool) -> None:
     """Be one of the workers that another launcher has started; the first one shows what they come to."""
     world = join_started(config.device_ids)
     config.check_workers(world.world_size)
-    run_dir, checkpoint = world.from_first(lambda: _open_run(config, name, resume=resume))
-    with _closing(run_dir) if world.rank == 0 else nullcontext():
-        result = _launch(config, run_dir, checkpoint, config.device_ids)
+    with ExitStack() as held:
+        run_dir, checkpoint = world.from_first(lambda: _open_run(config, name, held, resume=resume))
+        with _closing(run_dir) if world.rank == 0 else nullcontext():
+            result = _launch(config, run_dir, checkpoint, config.device_ids)
     if world.rank == 0:
         _show_result(result, run_dir)
 
@@ -103,16 +106,19 @@ def _closing(run_dir: Path) -> Iterator[None]:
 def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None, code: Path) -> FitResult:
     """Train in one worker; rank 0 shows and records."""
     with ExitStack() as stack:
-        recorder = _make_recorder(run_dir, stack) if run.rank == 0 else NULL_RECORDER
+        recorder = _make_recorder(config, run_dir, stack) if run.rank == 0 else NULL_RECORDER
         return fit(config, device=run.device, run_dir=run_dir, recorder=recorder, resume_from=checkpoint, code=code)
 
 
-def _open_run(config: Config, name: str, *, resume: bool) -> tuple[Path, Path | None]:
+def _open_run(config: Config, name: str, held: ExitStack, *, resume: bool) -> tuple[Path, Path | None]:
+    """Return the run's directory, locked for as long as `held` is open, and the checkpoint to go on from."""
     if not resume:
         run_dir = make_run_directory(config.run_dir, name)
+        held.enter_context(locked_run(run_dir))
         write_config(run_dir, config)
         return run_dir, None
     run_dir = find_run_directory(config.run_dir, name)
+    held.enter_context(locked_run(run_dir))
     checkpoint, manifest = _newest_whole(run_dir)
     check_same_run(manifest, config)
     write_config(run_dir, config)
@@ -139,10 +145,11 @@ def _show_placement(placement: Placement, config: Config) -> None:
         typer.echo(f"hint: {placement.hint}")
 
 
-def _make_recorder(run_dir: Path, stack: ExitStack) -> Recorder:
+def _make_recorder(config: Config, run_dir: Path, stack: ExitStack) -> Recorder:
     console = Console()
     shown: Recorder = stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
-    return Recorders([MetricsFile(run_dir / METRICS_NAME), shown])
+    metrics = MetricsFile(run_dir / METRICS_NAME, may_fail=config.on_save_error == "warn")
+    return Recorders([metrics, shown])
 
 
 def _draw(run_dir: Path) -> None:

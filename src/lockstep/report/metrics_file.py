@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -15,12 +16,18 @@ from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, S
 class MetricsFile:
     """A recorder that appends to a file; a line is handed to the system when `record` returns.
 
+    Args:
+        path: The file.
+        may_fail: Warn when a line cannot be written, once until one can be again, and go on.
+
     Raises:
-        RunDirectoryError: In `record`: the file cannot be written.
+        RunDirectoryError: In `record`: the file cannot be written, and that may not fail.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, may_fail: bool = False) -> None:
         self._path = path
+        self._may_fail = may_fail
+        self._is_failing = False
         # A line that a kill cut off stays alone on its line.
         self._lead = "" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else "\n"
 
@@ -33,11 +40,24 @@ class MetricsFile:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{self._lead}{json.dumps(line, allow_nan=False)}\n")
         except OSError as error:
+            self._lead = "\n"  # a part of the line may be there
+            self._fail(error)
+        else:
+            self._lead, self._is_failing = "", False
+
+    def _fail(self, error: OSError) -> None:
+        if not self._may_fail:
             raise RunDirectoryError(
                 f"{self._path} cannot be written: {error}. Any checkpoint written before is whole: make room, then go "
                 "on with --resume."
             ) from error
-        self._lead = ""
+        if not self._is_failing:
+            warnings.warn(
+                f"{self._path} cannot be written: {error}. The training goes on, and lines will be missing until there "
+                "is room.",
+                stacklevel=3,
+            )
+        self._is_failing = True
 
     def rewind(self, global_step: int) -> None:
         """Drop what was recorded after an update, from which the run now goes on."""

@@ -75,6 +75,12 @@ class Config(BaseModel):
     """Where the run is kept; must not exist yet. None for a new numbered one under runs/."""
     keep: int = Field(default=2, ge=1)
     """How many checkpoints to keep, the newest."""
+    keep_best: str | None = Field(default=None, min_length=1)
+    """A metric of the test set: the best checkpoint by it is kept besides; `-loss` where lower is better."""
+    async_save: bool = True
+    """Whether checkpoints are written in the background, from a copy of the state, while the training goes on."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """What becomes of the run when a checkpoint or a line of metrics cannot be written."""
 
     @field_validator("device_ids")
     @classmethod
@@ -84,6 +90,13 @@ class Config(BaseModel):
         except DeviceError as error:
             raise ValueError(str(error).removesuffix(".")) from error
         return request
+
+    @field_validator("keep_best")
+    @classmethod
+    def _check_best(cls, name: str | None) -> str | None:
+        if name == "loss":
+            raise ValueError("keep_best is 'loss', which would keep the worst: write '-loss', for lower is better")
+        return name
 
     @model_validator(mode="after")
     def _check_shards(self) -> "Config":

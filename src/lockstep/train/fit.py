@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from lockstep.train.config import Config
 from lockstep.train.environment import gather_facts, write_environment
 from lockstep.train.fingerprint import Fingerprint
 from lockstep.train.importing import call_object, import_object
-from lockstep.train.run_directory import restore_trainer, save_trainer
+from lockstep.train.keep import check_wanted
+from lockstep.train.run_directory import restore_trainer
+from lockstep.train.saving import RunSaver
 from lockstep.train.trainer import Trainer
 
 
@@ -53,7 +56,7 @@ def fit(
     Args:
         config: The run.
         device: Where this worker trains.
-        run_dir: Where checkpoints go; rank 0 writes them, after every epoch.
+        run_dir: Where checkpoints go; rank 0 writes them, after every epoch, the last before this returns.
         recorder: Told what happens.
         resume_from: A checkpoint of this run to go on from.
         code: The folder of the user's code, whose commit is noted; None for the current one.
@@ -72,16 +75,12 @@ def fit(
     if trainer.world.rank == 0:
         write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
     recorder.record(_describe_run(config, parts, device))
-    test: dict[str, Any] = {}
+    if parts.test is None:
+        check_wanted(config.keep_best, {})
     start = trainer.cursor
-    for epoch in range(start.epoch, config.epochs):
-        finished = _train_epoch(config, parts, epoch, start.step if epoch == start.epoch else 0, recorder)
-        test = trainer.evaluate(parts.test, parts.metric) if parts.test is not None else {}
-        values = {name: mean.value for name, mean in test.items()}
-        recorder.record(finished(values))
-        _check_finite(trainer, epoch)
-        if trainer.world.rank == 0:
-            save_trainer(trainer, parts.scheduler, config, run_dir, recorder)
+    saver = RunSaver(config, run_dir, recorder) if trainer.world.rank == 0 else None
+    with saver or nullcontext():
+        test = _train_epochs(config, parts, recorder, saver)
     if start.epoch >= config.epochs and parts.test is not None:
         test = trainer.evaluate(parts.test, parts.metric)
     counted = test.get("accuracy", test.get("loss"))
@@ -93,6 +92,23 @@ def fit(
         num_right=test["accuracy"].total if "accuracy" in test else None,
         finish=_finish(config, trainer),
     )
+
+
+def _train_epochs(config: Config, parts: RunParts, recorder: Recorder, saver: RunSaver | None) -> dict[str, Any]:
+    """Train, evaluate and save, epoch after epoch; return the last evaluation."""
+    trainer = parts.trainer
+    test: dict[str, Any] = {}
+    start = trainer.cursor
+    for epoch in range(start.epoch, config.epochs):
+        finished = _train_epoch(config, parts, epoch, start.step if epoch == start.epoch else 0, recorder)
+        test = trainer.evaluate(parts.test, parts.metric) if parts.test is not None else {}
+        values = {name: mean.value for name, mean in test.items()}
+        recorder.record(finished(values))
+        _check_finite(trainer, epoch)
+        if saver is not None:
+            saver.save(trainer, parts.scheduler, values)
+        check_wanted(config.keep_best, values)
+    return test
 
 
 def _train_epoch(

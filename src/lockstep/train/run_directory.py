@@ -4,37 +4,41 @@ runs/digits/
   config.yaml            the resolved config
   environment.json       what it was started with and on, each time; see environment.py
   metrics.jsonl          one JSON object per line: steps and epochs
-  step-00000132.ckpt     the newest checkpoints, named by the updates behind them
+  step-00000132.ckpt     the newest checkpoints, and the best, named by the updates behind them
+  best.ckpt              a link to the best one, where the config names a metric; see keep.py
   curves.png             loss and accuracy
+  .lock                  locked while a training is in here; see run_lock.py
 """
 
 import contextlib
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
+from lockstep.checkpoint import Checkpoint, Manifest
 from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.errors import CheckpointError, RunDirectoryError
-from lockstep.events import CheckpointSaved, Recorder
 from lockstep.train.config import Config
 from lockstep.train.environment import ENVIRONMENT_NAME
+from lockstep.train.run_lock import LOCK_NAME
 from lockstep.train.trainer import Scheduler, Trainer
 
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 CURVES_NAME = "curves.png"
+BEST_NAME = "best.ckpt"
 
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _RUNS = Path("runs")
 _MAY_CHANGE = frozenset(
     {
-        *("balance", "device_ids", "epochs", "finish", "finish_args"),
-        *("keep", "loader_workers", "metric", "run_dir", "workers"),
+        *("async_save", "balance", "device_ids", "epochs", "finish", "finish_args", "keep", "keep_best"),
+        *("loader_workers", "metric", "on_save_error", "run_dir", "workers"),
     }
 )
 """Config keys that may differ when a run is resumed: they do not change what is computed, only where or how long."""
@@ -91,7 +95,7 @@ def write_config(run_dir: Path, config: Config) -> None:
 def discard_unused(run_dir: Path) -> None:
     """Remove the directory of a run that ended before it began, so that its name is free for the next try."""
     paths = list(run_dir.iterdir())
-    if all(path.name in {CONFIG_NAME, ENVIRONMENT_NAME} or path.suffix == ".patch" for path in paths):
+    if all(path.name in {CONFIG_NAME, ENVIRONMENT_NAME, LOCK_NAME} or path.suffix == ".patch" for path in paths):
         for path in paths:
             path.unlink()
         run_dir.rmdir()
@@ -126,13 +130,46 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
-def save_trainer(
-    trainer: Trainer, scheduler: Scheduler | None, config: Config, run_dir: Path, recorder: Recorder
-) -> None:
-    """Write a checkpoint and remove those that are too old (local; call it on one rank).
+def checkpoint_name(global_step: int) -> str:
+    """Return what the checkpoint after so many updates is called."""
+    return f"step-{global_step:08d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """Return how many updates are behind a checkpoint that `find_checkpoints` has found."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def point_to_best(run_dir: Path, path: Path) -> None:
+    """Let best.ckpt be a link to a checkpoint of the run; at no moment is it missing, or a link to nothing.
 
     Raises:
-        CheckpointError: It could not be written; the ones before are whole.
+        OSError: The directory cannot be written.
+    """
+    link = run_dir / BEST_NAME
+    if link.is_symlink() and link.readlink() == Path(path.name):
+        return
+    beside = run_dir / f".{BEST_NAME}.new"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(path.name)
+    beside.replace(link)
+
+
+def take_checkpoint(
+    trainer: Trainer, scheduler: Scheduler | None, config: Config | None, metrics: Mapping[str, float | None]
+) -> Checkpoint:
+    """Return where a run stands; its tensors are the live ones, and its digest is for the saver to compute (local).
+
+    Args:
+        trainer: What is trained.
+        scheduler: One that the trainer does not step itself.
+        config: The run's, if it has one.
+        metrics: Means over the test set, by name; finite or None.
+
+    Raises:
+        CheckpointError: The state holds something that a checkpoint cannot store.
     """
     state = trainer.state_dict()
     model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
@@ -146,23 +183,18 @@ def save_trainer(
         global_step=state["global_step"],
         num_shards=state["num_shards"],
         seed=state["seed"],
-        digest=trainer.digest(),
+        digest="",
         loader=state["loader"],
         fingerprint=state["fingerprint"],
         scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
         optimizer=optimizer,
         scheduler=made,
         model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
-        config=json.loads(config.model_dump_json()),
+        config=None if config is None else json.loads(config.model_dump_json()),
+        metrics=metrics,
         versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
     )
-    for leftover in run_dir.glob(".*.ckpt.*.tmp"):  # of a save that was killed
-        leftover.unlink(missing_ok=True)
-    path = run_dir / f"step-{trainer.global_step:08d}.ckpt"
-    save_checkpoint(path, Checkpoint(model=model, optimizer=tensors, manifest=manifest))
-    recorder.record(CheckpointSaved(path=path, global_step=trainer.global_step))
-    for old in find_checkpoints(run_dir)[config.keep :]:
-        old.unlink(missing_ok=True)
+    return Checkpoint(model=model, optimizer=tensors, manifest=manifest)
 
 
 def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: Checkpoint, config: Config) -> None:

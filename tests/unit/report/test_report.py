@@ -151,3 +151,14 @@ def test_nothing_is_drawn_before_the_first_epoch(tmp_path: Path) -> None:
     MetricsFile(tmp_path / "m.jsonl").record(step(1))
     draw_curves(tmp_path / "m.jsonl", tmp_path / "m.png", "early")
     assert not (tmp_path / "m.png").exists()
+
+
+def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "metrics.jsonl"
+    recorder = MetricsFile(path, may_fail=True)
+    with pytest.warns(UserWarning, match="The training goes on"):
+        recorder.record(step(1))
+    recorder.record(step(2))  # a second warning would be an error here
+    path.parent.mkdir()
+    recorder.record(step(3))
+    assert [row["global_step"] for row in read_metrics(path)] == [3]

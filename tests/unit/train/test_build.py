@@ -1,3 +1,5 @@
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from lockstep.report.metrics_file import read_metrics
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import parse_config
 from lockstep.train.fit import fit
-from lockstep.train.run_directory import find_checkpoints, restore_trainer, save_trainer
+from lockstep.train.run_directory import find_checkpoints, restore_trainer
+from lockstep.train.saving import RunSaver
 
 MODULE = """
 import torch
@@ -170,7 +173,8 @@ def test_a_skipped_step_is_no_part_of_the_epochs_mean(tmp_path: Path) -> None:
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
-    save_trainer(build(model="own_things:Extra").trainer, None, config, tmp_path, NULL_RECORDER)
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
     restore_trainer(parts.trainer, None, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
     restored: Any = parts.trainer.model
@@ -187,7 +191,8 @@ def saved(tmp_path: Path) -> Checkpoint:
     parts = build()
     for batch in parts.train.epoch(0):
         parts.trainer.step(batch)
-    save_trainer(parts.trainer, None, parse_config(VALUES, "config"), tmp_path, NULL_RECORDER)
+    with RunSaver(parse_config(VALUES, "config"), tmp_path, NULL_RECORDER) as saver:
+        saver.save(parts.trainer, None, {})
     return load_checkpoint(find_checkpoints(tmp_path)[0])
 
 
@@ -211,11 +216,38 @@ def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Pat
     (tmp_path / ".step-00000001.ckpt.abc.tmp").touch()
     parts = build()
     config = parse_config(VALUES | {"keep": 2}, "config")
-    for epoch in range(4):
-        for batch in parts.train.epoch(epoch):
-            parts.trainer.step(batch)
-        save_trainer(parts.trainer, None, config, tmp_path, NULL_RECORDER)
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch in range(4):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {})
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "own_things.py" and path.is_file()) == [
         "step-00000003.ckpt",
         "step-00000004.ckpt",
     ]
+
+
+def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
+    parts = build()
+    config = parse_config(VALUES | {"keep": 1, "keep_best": "-loss"}, "config")
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch, loss in enumerate((0.5, 0.25, math.nan, 0.25)):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {"loss": loss})
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004.ckpt", "step-00000002.ckpt"]
+    assert (tmp_path / "best.ckpt").readlink() == Path("step-00000002.ckpt")
+    assert load_checkpoint(tmp_path / "best.ckpt").manifest.metrics == {"loss": 0.25}
+
+
+def test_a_checkpoint_that_was_damaged_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    parts = build()
+    config = parse_config(VALUES | {"keep": 2, "async_save": False}, "config")
+    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+        for epoch in range(3):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {})
+            if epoch == 1:
+                os.truncate(tmp_path / "step-00000002.ckpt", 1000)
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-0000000{step}.ckpt" for step in (3, 2, 1)]

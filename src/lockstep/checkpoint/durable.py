@@ -1,0 +1,83 @@
+"""Writing a file so that it is whole or not there, whatever kills the writer, and clearing up after killed ones.
+
+    1  beside = .NAME.<random>.tmp, created and locked     a kill here or later leaves `beside`, and NAME as it was
+    2  the data, fsync(beside)
+    3  rename beside -> NAME                               from here on NAME is the new file, whole
+    4  fsync(directory)                                    from here on also after a power cut
+
+[Note: whose leftover] The writer holds a kernel lock (flock) on `beside` until it is renamed. The lock is gone with
+the writer, so a file that can be locked belongs to nobody: no pid is asked, which would say nothing on another host.
+"""
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_BESIDE = re.compile(r"\..+\.ckpt\.[0-9a-f]+\.tmp")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a new file, which takes the place of `path` when the block ends well.
+
+    When it does not, or the file cannot be flushed or renamed, the file that was there is still there.
+
+    Raises:
+        OSError: The directory or the disk does not take it.
+    """
+    beside, descriptor = _create_beside(path)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the directory may be what is gone
+            beside.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)  # not before the rename: the lock would go
+    _flush_directory(path.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed writers have left in a directory. [Note: whose leftover].
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    for path in directory.iterdir():
+        if _BESIDE.fullmatch(path.name):
+            with suppress(OSError):  # of a live writer, or gone by now, or on a file system without locks
+                _remove_unowned(path)
+
+
+def _create_beside(path: Path) -> tuple[Path, int]:
+    while True:
+        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # a file system without locks: then nobody else can lock it either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return beside, descriptor
+        os.close(descriptor)  # somebody took it for a leftover before it was locked
+
+
+def _remove_unowned(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""Files that are not what was written: flipped bits, cut-off ends, other formats; and what says so."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest, verify_checkpoint
+from lockstep.checkpoint.file import read_header
+from lockstep.checkpoint.header import decode_header, encode_header, lay_out
+from lockstep.cli.main import app
+from lockstep.errors import CheckpointError
+
+GOLDEN = Path(__file__).parent / "golden"
+DOCS = Path(__file__).parent.parent.parent.parent / "docs" / "checkpoint-format.md"
+GOLDEN_DIGEST = "bfcc1e7ffd8fb2564145613ff1b09e649eabdea691220f0ede4da773773fbb51"
+
+
+def write(path: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict()
+    values: dict[str, Any] = {
+        "epoch": 2,
+        "step": 3,
+        "global_step": 25,
+        "num_shards": 4,
+        "seed": 7,
+        "config": None,
+        "scheduler": None,
+        "digest": state_digest(model),
+        "optimizer": {"lr": 0.125},
+    }
+    optimizer = {"optimizer/state/0/exp_avg": torch.ones(4, 3)}
+    save_checkpoint(path, Checkpoint(model=model, optimizer=optimizer, manifest=Manifest(**values | changes)))
+    return path
+
+
+def flip(path: Path, data: bytes, byte: int, bit: int) -> None:
+    path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :])
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_format_is_read(version: int) -> None:
+    path = GOLDEN / f"format-{version}.ckpt"
+    read = load_checkpoint(path)
+    assert read.manifest.format_version == version
+    assert (read.manifest.epoch, read.manifest.step, read.manifest.global_step) == (1, 0, 2)
+    assert read.manifest.digest == state_digest(read.model) == GOLDEN_DIGEST
+    assert len(read.optimizer) == 18
+    assert bool(read.manifest.checksums) == (version > 1)
+    assert verify_checkpoint(path).is_whole
+
+
+def test_the_lines_in_the_docs_read_the_weights(model: nn.Module) -> None:
+    [lines] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for line in lines.splitlines() if line]) == 3
+    exec(lines.replace("step-00000240.ckpt", str(GOLDEN / "format-2.ckpt")), {"model": model})
+    assert state_digest(model.state_dict()) == GOLDEN_DIGEST
+
+
+def test_the_docs_name_every_key_of_the_manifest() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert all(f"`{key}`" in text for key in Manifest.__dataclass_fields__)
+    assert all(f'"{key}"' in text for key in Manifest.__dataclass_fields__)  # in the example
+
+
+def test_a_flipped_bit_anywhere_is_noticed_and_the_tensor_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ckpt")
+    data = path.read_bytes()
+    header, _ = read_header(path)
+    for byte in range(0, len(data), 3):
+        flip(path, data, byte, bit=byte % 8)
+        with pytest.raises(CheckpointError, match=r"damaged|cannot be read") as refused:
+            load_checkpoint(path)
+        findings = verify_checkpoint(path)
+        assert not findings.is_whole, byte
+        if byte >= header.num_bytes:
+            at = byte - header.num_bytes
+            [place] = [place for place in header.places if place.begin <= at < place.end]
+            assert repr(place.name) in str(refused.value)
+            assert findings.damaged == (place.name,)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "a.ckpt"
+    data = (GOLDEN / f"format-{version}.ckpt").read_bytes()
+    for kept in (0, 1, 7, 8, 9, *range(20, len(data), 97), len(data) - 1):
+        path.write_bytes(data[:kept])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_checkpoint(path)
+        assert not verify_checkpoint(path).is_whole
+    path.write_bytes(data + b"\0")
+    assert not verify_checkpoint(path).is_whole
+
+
+def test_what_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ckpt")
+    path.write_bytes(path.read_bytes()[:-4])
+    last = read_header(path)[0].places[-1].name
+    assert verify_checkpoint(path).damaged == (last,)
+
+
+def test_checks_can_be_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ckpt")
+    data = path.read_bytes()
+    flip(path, data, len(data) - 1, bit=0)
+    load_checkpoint(path, check=False)
+
+
+def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
+    # As a program would leave it that writes tensors and their checksums, but not the digest.
+    findings = verify_checkpoint(write(tmp_path / "a.ckpt", digest="0" * 64))
+    assert "the digest of parameters and buffers is another" in findings.problems
+
+
+def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has format 3, and this Lockstep reads formats up to 2"):
+        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=3))
+    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
+        verify_checkpoint(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{", b'{"a":1}', b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'])
+def test_nonsense_is_refused_with_a_message(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="its header"):
+        load_checkpoint(path)
+    path.write_bytes((1 << 60).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="does not begin as a safetensors file"):
+        load_checkpoint(path)
+
+
+def test_a_header_that_readers_would_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.checkpoint.header.MAX_HEADER_BYTES", 500)
+    with pytest.raises(CheckpointError, match=r"too many for one file"):
+        write(tmp_path / "a.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_dtype_is_read_by_safetensors(tmp_path: Path) -> None:
+    names = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8", "uint64"]
+    names += ["uint32", "uint16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"]
+    tensors = {name: torch.arange(3).to(getattr(torch, name)) for name in names}
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t()}
+    manifest = Manifest(
+        epoch=0,
+        step=0,
+        global_step=0,
+        num_shards=1,
+        seed=0,
+        digest=state_digest(tensors),
+        optimizer=None,
+        scheduler=None,
+        config=None,
+    )
+    save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model=tensors, optimizer={}, manifest=manifest))
+    assert state_digest(load_file(tmp_path / "a.ckpt")) == manifest.digest
+    assert state_digest(load_checkpoint(tmp_path / "a.ckpt").model) == manifest.digest
+    assert verify_checkpoint(tmp_path / "a.ckpt").is_whole
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    places = lay_out({"b": (torch.bool, (3,)), 'a"lockstep_checksum":"': (torch.float32, (2, 2))})
+    header = decode_header(encode_header(places, {"lockstep": '{"lockstep_checksum":"12345678"}'}))
+    assert header.is_intact
+    assert header.places == places
+    assert header.file_bytes == header.num_bytes + 19
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *arguments])
+    return result.exit_code, result.output
+
+
+def test_show_tells_what_is_in_a_file() -> None:
+    code, output = command("show", str(GOLDEN / "format-2.ckpt"))
+    assert code == 0
+    said = ("2 updates done; next is epoch 1, step 0", GOLDEN_DIGEST, "exp_avg_sq", "batch_size 8", "seed 0", "torch 2")
+    assert all(text in output for text in said)
+    document = json.loads(command("show", "--json", str(GOLDEN / "format-2.ckpt"))[1])
+    assert (document["global_step"], document["digest"]) == (2, GOLDEN_DIGEST)
+    assert sum(group["num_tensors"] for group in document["groups"]) == 27
+
+
+def test_verify_says_what_is_damaged_of_a_file_and_of_a_run(tmp_path: Path) -> None:
+    whole, damaged = write(tmp_path / "step-00000001.ckpt"), write(tmp_path / "step-00000002.ckpt")
+    data = damaged.read_bytes()
+    flip(damaged, data, len(data) - 1, bit=3)
+    assert command("verify", str(whole))[0] == 0
+    code, output = command("verify", str(tmp_path))
+    assert code == 1
+    assert "step-00000001.ckpt: whole, 8 checksums and the digest hold" in output
+    assert "DAMAGED" in output
+    code, output = command("verify", "--json", str(tmp_path))
+    assert code == 1
+    assert [entry["is_whole"] for entry in json.loads(output)["checkpoints"]] == [False, True]
+
+
+def test_what_is_not_there_is_bad_input(tmp_path: Path) -> None:
+    for arguments in (("show", str(tmp_path)), ("verify", str(tmp_path / "gone.ckpt"))):
+        code, output = command(*arguments)
+        assert code == 2
+        assert "holds no checkpoint" in output or "No such file" in output

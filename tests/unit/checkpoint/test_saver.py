@@ -1,0 +1,196 @@
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, state_digest
+from lockstep.checkpoint.state_copy import StateCopy
+from lockstep.errors import CheckpointError
+
+
+def checkpoint(tensor: Tensor) -> Checkpoint:
+    manifest = Manifest(
+        epoch=0,
+        step=0,
+        global_step=0,
+        num_shards=1,
+        seed=0,
+        digest="",
+        optimizer=None,
+        scheduler=None,
+        config=None,
+    )
+    return Checkpoint(model={"w": tensor}, optimizer={"optimizer/m": tensor + 1}, manifest=manifest)
+
+
+def save_and_fail(saver: Saver, path: Path, error: type[BaseException] | None) -> None:
+    with saver:
+        saver.save(path, checkpoint(torch.ones(2)))
+        if error is not None:
+            raise error
+
+
+class Gate:
+    """Holds a background save after its file is whole, until it is opened."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    def __call__(self, path: Path, /) -> None:
+        self.is_reached.set()
+        assert self.is_open.wait(20)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, is_async: bool) -> None:
+    weight = torch.zeros(1000)
+    saved: list[Path] = []
+    with Saver(is_async=is_async, on_saved=saved.append) as saver:
+        for step in range(3):
+            weight.fill_(step)
+            saver.save(tmp_path / f"{step}.ckpt", checkpoint(weight))
+            weight.fill_(-1)  # as the next step would
+    assert [path.name for path in saved] == ["0.ckpt", "1.ckpt", "2.ckpt"]
+    for step, path in enumerate(saved):
+        read = load_checkpoint(path)
+        assert set(read.model["w"].tolist()) == {step}
+        assert set(read.optimizer["optimizer/m"].tolist()) == {step + 1}
+        assert read.manifest.digest == state_digest(read.model)
+
+
+def test_two_saves_never_overlap_and_a_long_wait_is_told(tmp_path: Path) -> None:
+    gate = Gate()
+    with Saver(patience_seconds=0.05) as saver:
+        saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)), gate)
+        assert gate.is_reached.wait(20)
+        threading.Timer(0.3, gate.is_open.set).start()
+        began = time.monotonic()
+        with pytest.warns(UserWarning, match="two saves never overlap"):
+            saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
+        assert time.monotonic() - began > 0.2
+    assert (tmp_path / "b.ckpt").exists()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("at", ["save", "close"])
+def test_a_failed_save_stops(tmp_path: Path, is_async: bool, at: str) -> None:
+    saver = Saver(is_async=is_async)
+    with pytest.raises(CheckpointError, match="could not be written"):  # noqa: PT012 - wherever it comes
+        saver.save(tmp_path / "gone" / "a.ckpt", checkpoint(torch.ones(2)))
+        if at == "save":
+            saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
+        saver.close()
+    assert not list(tmp_path.iterdir())
+    saver.close()  # told once
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_failed_save_is_warned_of(tmp_path: Path, is_async: bool) -> None:
+    saver = Saver(is_async=is_async, on_error="warn")
+    with pytest.warns(UserWarning, match=r"could not be written.*The training goes on"):
+        save_and_fail(saver, tmp_path / "gone" / "a.ckpt", None)
+    saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
+    saver.close()
+    assert (tmp_path / "b.ckpt").exists()
+
+
+def test_an_error_that_is_no_save_error_is_raised_all_the_same(tmp_path: Path) -> None:
+    def fail(_: Path, /) -> None:
+        raise KeyError("a mistake in a program")
+
+    saver = Saver(on_error="warn")
+    saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)), fail)
+    with pytest.raises(KeyError):
+        saver.close()
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_save_is_finished_when_the_training_fails_and_its_error_does_not_hide_the_other(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    with pytest.raises(error):
+        save_and_fail(Saver(), tmp_path / "a.ckpt", error)
+    assert (tmp_path / "a.ckpt").exists()
+    with pytest.warns(UserWarning, match="could not be written"), pytest.raises(error):
+        save_and_fail(Saver(), tmp_path / "gone" / "a.ckpt", error)
+
+
+def test_the_memory_of_the_copy_is_used_again() -> None:
+    copy = StateCopy()
+    first = copy.fill({"a": torch.ones(5), "b": torch.ones(3)})
+    again = copy.fill({"a": torch.zeros(5), "b": torch.ones(4)})
+    assert again["a"].data_ptr() == first["a"].data_ptr()
+    assert again["a"].tolist() == [0] * 5
+    assert again["b"].shape == (4,)
+
+
+def test_no_memory_for_the_copy_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("you tried to allocate 1 TB")
+
+    monkeypatch.setattr(StateCopy, "fill", no_memory)
+    with pytest.raises(CheckpointError, match=r"could not be copied: you tried.*async_save: false takes none"):
+        Saver().save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+def test_the_background_is_of_low_priority_and_the_training_is_not(tmp_path: Path) -> None:
+    found: list[int] = []
+    with Saver() as saver:
+        saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)), lambda _: found.append(os.nice(0)))
+    assert found == [os.nice(0) + 10]
+
+
+SCRIPT = """
+import sys, time, torch
+from pathlib import Path
+from lockstep.checkpoint import Checkpoint, Manifest, Saver
+manifest = Manifest(epoch=0, step=0, global_step=0, num_shards=1, seed=0, digest="", optimizer=None, scheduler=None,
+                    config=None)
+Saver().save(Path("a.ckpt"), Checkpoint(model={"w": torch.ones(9)}, optimizer={}, manifest=manifest),
+             lambda path: (time.sleep(0.5), Path("after").touch()))
+raise KeyboardInterrupt
+"""
+
+
+def test_a_program_that_ends_without_closing_waits_for_its_save(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    assert b"KeyboardInterrupt" in ended.stderr
+    assert (tmp_path / "after").exists()
+
+
+def status_bytes(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+
+def highest_growth(work: Callable[[], None]) -> int:
+    """Return by how many bytes this process grew while something ran, at most."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest is from now on
+    before = status_bytes("VmRSS")
+    work()
+    return status_bytes("VmHWM") - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of the highest memory on Linux alone")
+@pytest.mark.parametrize(("is_async", "num_copies"), [(True, 1), (False, 0)])
+def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(tmp_path: Path, is_async: bool, num_copies: int) -> None:
+    model = {f"w{number}": torch.ones(1 << 20) for number in range(16)}
+    state = Checkpoint(model=model, optimizer={}, manifest=checkpoint(torch.ones(1)).manifest)
+
+    def save() -> None:
+        with Saver(is_async=is_async) as saver:
+            for _ in range(2):
+                saver.save(tmp_path / "a.ckpt", state)
+
+    size = 16 * (1 << 22)
+    assert highest_growth(save) < (num_copies + 0.25) * size
