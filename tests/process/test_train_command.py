@@ -183,7 +183,8 @@ def test_ctrl_c_while_the_command_imports_is_one_line(project: Path) -> None:
     if pid == 0:
         os.chdir(project)
         os.execv(COMMAND[0], [*COMMAND, "mine.yaml"])
-    while not any("libtorch" in mapped.path for mapped in psutil.Process(pid).memory_maps()):
+    process = psutil.Process(pid)  # a fork of this one at first, where torch is there
+    while process.cmdline()[-1:] != ["mine.yaml"] or not any("libtorch" in each.path for each in process.memory_maps()):
         pass
     os.write(terminal, b"\x03")
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

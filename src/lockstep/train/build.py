@@ -175,6 +175,7 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
             seed=config.seed,
             shuffle=shuffle,
             num_workers=config.loader_workers,
+            persistent_workers=config.loader_workers > 0,  # nobody changes the data between epochs here
             pin_memory=device.type == "cuda",
         )
     except (TypeError, ValueError) as error:
