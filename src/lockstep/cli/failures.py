@@ -30,7 +30,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         if isinstance(cause, UsageError):
             _show(cause, error.failures[0].traceback if debug else "")
             raise typer.Exit(USAGE_EXIT) from None
-        if isinstance(cause, LockstepError) and not debug:
+        # An error of ours says what to do, but not where another worker's own exception came from.
+        if cause is not None and not debug and all(isinstance(it.error, LockstepError) for it in error.failures):
             _show(cause, "")
             raise typer.Exit(FAILURE_EXIT) from None
         typer.echo(f"error: {error}", err=True)
