@@ -202,6 +202,25 @@ def test_an_error_that_tells_of_another_worker_is_not_the_cause() -> None:
         ls.launch(fail_one_after_the_other, devices=CPU2)
 
 
+class SlowToPickleError(Exception):
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        time.sleep(0.3)
+        return SlowToPickleError, ()
+
+
+def test_a_failure_has_the_time_at_which_it_happened() -> None:
+    # It had the time at which its exception was pickled, and the quicker one was called the first.
+    def fail_one_after_the_other(run: ls.Run) -> None:
+        dist.barrier()
+        if run.rank == 0:
+            raise SlowToPickleError
+        time.sleep(0.1)
+        raise KeyError("the later")
+
+    with pytest.raises(WorkerFailedError, match=r"Worker 0 failed first: .*SlowToPickleError"):
+        ls.launch(fail_one_after_the_other, devices=CPU2)
+
+
 def test_a_worker_that_exits_is_a_failure() -> None:
     def leave(run: ls.Run) -> None:
         os._exit(7)
@@ -273,6 +292,31 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
     assert process.returncode != 0
     if how is signal.SIGINT:
         assert "KeyboardInterrupt" in err
+
+
+@pytest.mark.parametrize("is_from_thread", [False, True])
+def test_an_interrupt_while_a_worker_starts_leaves_none(
+    is_from_thread: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It came between the start of the process and the line that took note of it.
+    started = []
+
+    class InterruptedPopen(subprocess.Popen[bytes]):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            if is_from_thread:  # as where the kernel gives it to another thread, since this one blocks it
+                thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+                thread.start()
+                thread.join()
+            else:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+    with pytest.raises(KeyboardInterrupt):
+        ls.launch(add_ranks, 0, devices=CPU2)
+    assert [process.returncode is None for process in started] == [False]
+    assert capfd.readouterr().err == ""
 
 
 NOTEBOOK = """

@@ -16,6 +16,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -49,7 +50,10 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 down, up, life = map(int, sys.argv[1:4])
 stream = os.fdopen(down, "rb")
-sys.path[:] = json.loads(stream.readline())
+search_path = stream.readline()
+if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
+    sys.exit(1)
+sys.path[:] = json.loads(search_path)
 from lockstep.launch.worker import main
 main(stream, up, life)
 """
@@ -173,25 +177,25 @@ class _Crew:
 
     def start(self, assignment: Assignment, device: Device, lifeline: int) -> None:
         """Start one worker; it waits for its assignment while it imports."""
-        down_read, down_write = os.pipe()
-        up_read, up_write = os.pipe()
-        command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
-        try:
-            with _sigint_blocked():
+        with _sigint_held_back():  # until `stop` knows of it
+            down_read, down_write = os.pipe()
+            up_read, up_write = os.pipe()
+            command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
+            try:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter
                     command,
                     pass_fds=(down_read, up_write, lifeline),
                     stdin=subprocess.DEVNULL,
                     env=worker_environment({**_variables(assignment), **device.variables()}, seed=assignment.seed),
                 )
-        except BaseException:
-            os.close(down_write)
-            os.close(up_read)
-            raise
-        finally:
-            os.close(down_read)
-            os.close(up_write)
-        self._workers.append(_Worker(assignment, process, down_write, up_read))
+            except BaseException:
+                os.close(down_write)
+                os.close(up_read)
+                raise
+            finally:
+                os.close(down_read)
+                os.close(up_write)
+            self._workers.append(_Worker(assignment, process, down_write, up_read))
 
     def assign(self) -> None:
         """Send the assignments; all workers have started by then, so that none waits for another to import."""
@@ -274,13 +278,27 @@ def _variables(assignment: Assignment) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Hold back Ctrl-C from a child until it has said that it ignores it; the child inherits the mask."""
+def _sigint_held_back() -> Iterator[None]:
+    """Hold back Ctrl-C, from this process till the end, and from a child until it has said that it ignores it.
+
+    The child inherits this thread's mask. That does not keep the signal from a process that has other threads, and
+    Python would still raise KeyboardInterrupt in this one: hence the handler.
+    """
+    held: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # Python runs handlers in the main thread, which alone may set them; None is one that it does not know of.
+    has_handler = threading.current_thread() is threading.main_thread() and handler is not None
+    if has_handler:
+        signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if has_handler:
+            signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _hear(worker: _Worker, *, has_ended: bool) -> bool:
