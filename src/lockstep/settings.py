@@ -15,7 +15,7 @@ CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
-"""Set in the workers of `ls.launch`, which have torchrun's variables too."""
+"""Set, and not empty, in the workers of `ls.launch`, which have torchrun's variables too."""
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -81,7 +81,7 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     Args:
         environ: Mapping to read instead of this process' environment.
     """
-    return LAUNCHED in (os.environ if environ is None else environ)
+    return bool((os.environ if environ is None else environ).get(LAUNCHED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

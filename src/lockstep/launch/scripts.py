@@ -30,7 +30,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalMailbox
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.settings import read_num_threads, worker_environment
+from lockstep.settings import LAUNCHED, read_num_threads, worker_environment
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -247,7 +247,8 @@ def _environment(job: ScriptJob, place: ScriptPlace, *, is_piped: bool) -> dict[
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
-    overrides = {**world_variables(place), **devices, "OMP_NUM_THREADS": job.threads}
+    # Not a worker of `launch`, though one of those may have started this launcher.
+    overrides = {**world_variables(place), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     return worker_environment(overrides, defaults=defaults)
 
 
