@@ -76,6 +76,12 @@ class Config(BaseModel):
     keep: int = Field(default=2, ge=1)
     """How many checkpoints to keep, the newest."""
 
+    @field_validator("device_ids", mode="before")
+    @classmethod
+    def _list_one_device(cls, request: object) -> object:
+        """Take one GPU's number, which YAML does not read as text, as a list of one."""
+        return [request] if isinstance(request, int) and not isinstance(request, bool) else request
+
     @field_validator("device_ids")
     @classmethod
     def _check_devices(cls, request: str | list[int | str]) -> str | list[int | str]:
