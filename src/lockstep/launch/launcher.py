@@ -24,6 +24,7 @@ from typing import Any, final
 
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
+from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.exits import describe_exit, describe_failures
 from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
@@ -42,6 +43,8 @@ _LEAVE_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
 _POLL_SECONDS = 0.1
 """How often to look for workers that ended without their pipe closing: a process they started may hold it open."""
+_NUM_DESCRIPTORS = 4
+"""Of the launcher for each worker, at the most: two pipes, two connections to the store."""
 _CLOSED = -1
 """Stands for a descriptor that is closed."""
 _BOOTSTRAP = """
@@ -99,6 +102,7 @@ def launch(
         DeviceError: No or zero workers, or devices that are not there or not free.
         WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
+        UsageError: This process may not open enough descriptors for so many workers.
     """
     told = find_launcher()
     if told is not None:
@@ -111,6 +115,7 @@ def launch(
             seed=seed,
         )
     placement = place_workers(devices, workers=workers, force=force)
+    check_descriptors(len(placement.devices), _NUM_DESCRIPTORS)
     try:
         call = pack_call(function, args, kwargs)
     except Exception as error:
