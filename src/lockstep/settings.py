@@ -91,7 +91,7 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    return LAUNCHED in source and source[LAUNCHED] == source.get("MASTER_PORT")
+    return bool(source.get(LAUNCHED)) and source[LAUNCHED] == source.get("MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ INTERRUPTED_EXIT = 130
 def main() -> None:
     """Import the command line and run it; a Ctrl-C meanwhile ends the process at once."""
     signal.signal(signal.SIGINT, _end)
+    _open_closed_streams()
     # Not at the top: that is the point of this module.
     if sys.argv[1:2] == ["run"]:
         _leave_front_door_closed()
@@ -26,6 +27,20 @@ def main() -> None:
     else:
         from lockstep.cli.main import main as run
     run()
+
+
+def _open_closed_streams() -> None:
+    """Open the null device where a standard stream is closed, as by `>&-`, here and for what this process starts.
+
+    Else the next pipe or socket would have its number, and get what is written to the stream.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free is the one that is given.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _leave_front_door_closed() -> None:

@@ -35,6 +35,13 @@ def workers_of(pid: int) -> list[psutil.Process]:
         return []
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def assert_all_end(processes: list[psutil.Process], within: float) -> None:
     _, alive = psutil.wait_procs(processes, timeout=within)
     for process in alive:
@@ -202,6 +209,25 @@ def test_an_error_that_tells_of_another_worker_is_not_the_cause() -> None:
         ls.launch(fail_one_after_the_other, devices=CPU2)
 
 
+class SlowToPickleError(Exception):
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        time.sleep(0.3)
+        return SlowToPickleError, ()
+
+
+def test_a_failure_has_the_time_at_which_it_happened() -> None:
+    # It had the time at which its exception was pickled, and the quicker one was called the first.
+    def fail_one_after_the_other(run: ls.Run) -> None:
+        dist.barrier()
+        if run.rank == 0:
+            raise SlowToPickleError
+        time.sleep(0.1)
+        raise KeyError("the later")
+
+    with pytest.raises(WorkerFailedError, match=r"Worker 0 failed first: .*SlowToPickleError"):
+        ls.launch(fail_one_after_the_other, devices=CPU2)
+
+
 def test_a_worker_that_exits_is_a_failure() -> None:
     def leave(run: ls.Run) -> None:
         os._exit(7)
@@ -275,6 +301,34 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
         assert "KeyboardInterrupt" in err
 
 
+@pytest.mark.parametrize("is_from_thread", [False, True])
+def test_an_interrupt_while_a_worker_starts_leaves_none(
+    is_from_thread: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It came between the start of the process and the line that took note of it.
+    started = []
+
+    class InterruptedPopen(subprocess.Popen[bytes]):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            if "-c" not in args[0]:  # not a worker
+                return
+            if is_from_thread:  # as where the kernel gives it to another thread, since this one blocks it
+                thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+                thread.start()
+                thread.join()
+            else:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+    with pytest.raises(KeyboardInterrupt):
+        ls.launch(add_ranks, 0, devices=CPU2)
+    assert len(started) == 2  # the guardian and one worker
+    assert all(process.returncode is not None for process in started)
+    assert capfd.readouterr().err == ""
+
+
 NOTEBOOK = """
 import code
 cell = '''
@@ -302,7 +356,7 @@ def test_a_launch_leaves_no_descriptor_open() -> None:
     assert psutil.Process().num_fds() <= before
 
 
-def test_processes_that_a_worker_leaves_behind_do_not_hold_up_the_launch() -> None:
+def test_processes_that_a_worker_leaves_behind_end_and_do_not_hold_up_the_launch() -> None:
     def leave_two(run: ls.Run) -> tuple[int, int]:
         child = os.fork()
         if child == 0:
@@ -313,8 +367,42 @@ def test_processes_that_a_worker_leaves_behind_do_not_hold_up_the_launch() -> No
     began = time.monotonic()
     [children] = ls.launch(leave_two, devices="cpu")
     assert time.monotonic() - began < 20
-    for child in children:
-        psutil.Process(child).kill()
+    assert all(map(has_ended, children))
+
+
+LEAVING = """
+import subprocess, sys, time
+import lockstep as ls
+
+def main(run):
+    child = subprocess.Popen(["sleep", "60"])
+    with open("child", "w") as stream:
+        print(child.pid, file=stream)
+    if sys.argv[1] == "fail":
+        raise KeyError("the culprit")
+    time.sleep(60)
+
+ls.launch(main, devices="cpu")
+"""
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_what_a_worker_has_started_ends_with_it(how: signal.Signals | None, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEAVING)
+    command = [sys.executable, "script.py", "fail" if how is None else "wait"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    noted = tmp_path / "child"
+    deadline = time.monotonic() + 40
+    while not (noted.exists() and noted.read_text().endswith("\n")):
+        assert time.monotonic() < deadline, "the worker did not start"
+        time.sleep(0.05)
+    if how is not None:
+        process.send_signal(how)
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 3
+    while not has_ended(int(noted.read_text())):
+        assert time.monotonic() < deadline, "what the worker has started runs on"
+        time.sleep(0.05)
 
 
 def test_a_worker_that_closes_every_descriptor_is_a_failure_and_no_hang() -> None:

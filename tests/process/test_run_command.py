@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
+from lockstep.settings import LAUNCHED, read_is_launched
 
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "run"]
 GONE_SECONDS = 2.0
@@ -74,7 +75,9 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
     write(tmp_path, SHOWING)
     # --lr, --workers and -- stand after the script, and are its own.
     options = ["--standalone", "--nnodes=1", "--nproc-per-node", "2", "--threads-per-worker", "3"]
-    found = run(tmp_path, *options, "script.py", "--lr", "0.1", "--workers", "9", "--", "-m")
+    # Started from a worker of `launch`, it is no such worker: a script's own `launch` would start others beside it.
+    inherited = {**os.environ, LAUNCHED: "1"}
+    found = run(tmp_path, *options, "script.py", "--lr", "0.1", "--workers", "9", "--", "-m", env=inherited)
     assert found.returncode == 0, found.stderr
     assert found.stderr.startswith("devices: CPU, 2 workers")
     assert "; 3 threads each (" in found.stderr
@@ -90,8 +93,38 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
         assert [environment[name] for name in names] == [*[str(rank)] * 3, "2", "2", "0", "3"]
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert not read_is_launched(environment)
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
     assert len({environment["TORCHELASTIC_RUN_ID"] for environment in environments}) == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    # The next pipe had the number of the stream, and the command ended with a traceback, or said nothing.
+    write(tmp_path, "import os, pathlib; print('shown'); pathlib.Path('ran-' + os.environ['RANK']).touch()")
+    command = [*COMMAND, "--workers", "2", "script.py"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    found = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert found.returncode == 0, found.stderr
+    assert {path.name for path in tmp_path.glob("ran-*")} == {"ran-0", "ran-1"}
+    assert found.stdout.count("shown") == (2 if closed == "2>&-" else 0)
+    assert "Traceback" not in found.stderr
+
+
+INTERRUPTED_EARLY = """
+import signal, sys, typer
+typer.Typer.__call__ = lambda *_, **__: signal.raise_signal(signal.SIGINT)
+from lockstep_command import main
+sys.argv = ["lockstep", "run", "script.py"]
+main()
+"""
+
+
+def test_an_interrupt_before_anything_began_is_one_line() -> None:
+    # Between the imports and the command itself it was a traceback.
+    command = [sys.executable, "-c", INTERRUPTED_EARLY]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (found.returncode, found.stderr) == (130, "\nInterrupted before anything began.\n")
 
 
 FOR_LAUNCH = """

@@ -1,5 +1,6 @@
 """How a command ends when something fails: the message, and the exit code."""
 
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,15 @@ INTERRUPTED_EXIT = 130
 
 @contextmanager
 def failures_shown(*, debug: bool) -> Iterator[None]:
-    """Turn what is raised inside into a message and an exit code.
+    """Turn what is raised inside, KeyboardInterrupt included, into a message and an exit code; main thread only.
 
     Args:
         debug: Show the traceback of bad input too.
     """
     try:
+        # Until here a Ctrl-C ends the process at once (`lockstep_command`). Where the command was started with SIGINT
+        # ignored, as a shell script's background job is, it should stop all the same when asked to by name.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except KeyboardInterrupt:
         typer.echo("\nInterrupted; every worker has ended.", err=True)
@@ -30,7 +34,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         if isinstance(cause, UsageError):
             _show(cause, error.failures[0].traceback if debug else "")
             raise typer.Exit(USAGE_EXIT) from None
-        if isinstance(cause, LockstepError) and not debug:
+        # An error of ours says what to do, but not where another worker's own exception came from.
+        if cause is not None and not debug and all(isinstance(it.error, LockstepError) for it in error.failures):
             _show(cause, "")
             raise typer.Exit(FAILURE_EXIT) from None
         typer.echo(f"error: {error}", err=True)

@@ -1,6 +1,5 @@
 """The entry point of `lockstep`."""
 
-import signal
 from importlib.metadata import version
 from typing import Annotated
 
@@ -46,8 +45,6 @@ def describe(
 
 def main() -> None:
     """Run the command line."""
-    # A shell script's background job starts with SIGINT ignored; asked to stop by name, it should stop all the same.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     app(prog_name="lockstep")
 
 

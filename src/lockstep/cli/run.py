@@ -1,7 +1,6 @@
 """`lockstep run SCRIPT ARGS`: start any script once per worker, as torchrun does on one host."""
 
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +34,6 @@ def _refuse_hosts(given: str | None) -> None:
 
 def main() -> None:
     """Run this command alone, without what the others import."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the reason in `lockstep.cli.main`
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(context_settings=CONTEXT)(run)
     app(sys.argv[2:], prog_name="lockstep run")

@@ -201,15 +201,33 @@ def _too_few(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> st
     size = "" if wanted.min_free_bytes is None else f" with {describe_bytes(wanted.min_free_bytes)} of free memory"
     expected = f"{wanted.count} workers need {wanted.count} GPUs{size}" if wanted.count else f"auto needs a GPU{size}"
     lines = [f"  {label(gpu)} {why or 'is free'}" for gpu, why in zip(inventory.gpus, obstacles, strict=True)]
-    fewer = f"Ask for at most {num_free}, wait" if num_free else "Wait"
-    forced = "share one (auto>=10GiB asks for free memory alone), insist with --force (in Python force=True)"
     return "\n".join(
         [
             f"{expected}, but of {len(obstacles)} here {num_free or 'none'} can be taken:",
             *lines,
-            f'{fewer}, {forced}, or say "cpu:{wanted.count or NUM_CPU_WORKERS}" to train on the CPU.',
+            _advise(wanted, inventory, obstacles),
         ]
     )
+
+
+def _advise(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str:
+    """Say what would help: to wait for others or to share with them only where they hold all that is missing."""
+    num_free = sum(not obstacle for obstacle in obstacles)
+    usable = [gpu for gpu in inventory.gpus if gpu.is_visible and not gpu.problem]
+    num_held = sum(bool(find_occupants(gpu, inventory)) for gpu in usable)
+    ways = [f"ask for at most {num_free}"] if num_free else []
+    if num_held and (wanted.count or 1) <= len(usable):
+        ways.append("wait")
+        if wanted.min_free_bytes is None:
+            ways.append("share one (auto>=10GiB asks for free memory alone)")
+            ways.append("insist with --force (in Python force=True)")
+    if wanted.min_free_bytes is not None and (wanted.count or 1) <= len(usable):
+        ways.append("ask for less memory")
+    if any(not gpu.is_visible for gpu in inventory.gpus):
+        ways.append("unset CUDA_VISIBLE_DEVICES or name other GPUs in it")
+    ways.append(f'say "cpu:{wanted.count or NUM_CPU_WORKERS}" to train on the CPU')
+    advice = ", or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0]
+    return f"{advice[0].upper()}{advice[1:]}."
 
 
 def _hidden_by(inventory: Inventory) -> str:

@@ -1,5 +1,6 @@
 """What a user may ask for, read into values. Pure."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,8 @@ def resized(request: Request, workers: int) -> Request:
 
 def _parse_text(text: str) -> Request:
     match = _COUNTED.fullmatch(text.strip())
+    if match is None and text.strip().startswith("["):
+        return parse_request(_read_list(text))
     if match is None:
         names = [part.strip() for part in text.split(",")]
         if not all(_NAME.fullmatch(name) for name in names):
@@ -120,6 +123,16 @@ def _parse_text(text: str) -> Request:
     if size is not None:
         raise DeviceError(f'device_ids is {text!r}, but only "auto" asks for free memory: {FORMS}.')
     return Cpu(count)
+
+
+def _read_list(text: str) -> list[GpuName | Sequence[GpuName]]:
+    """Read a list as it is written in Python or YAML, where names may stand without quotes."""
+    try:
+        entries: list[GpuName | Sequence[GpuName]] = json.loads(text)
+    except ValueError:
+        inner = text.strip().removeprefix("[").removesuffix("]")
+        entries = [part.strip(" \"'") for part in inner.split(",")]
+    return entries
 
 
 def _parse_size(size: str, text: str) -> int:

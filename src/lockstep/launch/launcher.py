@@ -6,6 +6,7 @@ launcher                                            worker r
 2 start the process, send the assignment     ->     join the group, run the function
 3 wait for reports and deaths                <-     report: result or failure
 4 on the first failure: wait a moment for an earlier one, terminate, then kill, all that are left
+5 end what workers have started and left behind: each leads a session (see sessions.py)
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,9 +25,11 @@ from typing import Any, final
 
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
+from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.exits import describe_exit, describe_failures
 from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
+from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.store import LOOPBACK_INTERFACE, open_store
 from lockstep.settings import LAUNCHED, worker_environment
 
@@ -41,6 +45,10 @@ _LEAVE_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
 _POLL_SECONDS = 0.1
 """How often to look for workers that ended without their pipe closing: a process they started may hold it open."""
+_END_POLL_SECONDS = 0.01
+"""How often to look whether a worker that is about to end has ended."""
+_NUM_DESCRIPTORS = 4
+"""Of the launcher for each worker, at the most: two pipes, two connections to the store."""
 _CLOSED = -1
 """Stands for a descriptor that is closed."""
 _BOOTSTRAP = """
@@ -49,7 +57,10 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 down, up, life = map(int, sys.argv[1:4])
 stream = os.fdopen(down, "rb")
-sys.path[:] = json.loads(stream.readline())
+search_path = stream.readline()
+if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
+    sys.exit(1)
+sys.path[:] = json.loads(search_path)
 from lockstep.launch.worker import main
 main(stream, up, life)
 """
@@ -95,6 +106,7 @@ def launch(
         DeviceError: No or zero workers, or devices that are not there or not free.
         WorkerFailedError: A worker raised or died; names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
+        UsageError: This process may not open enough descriptors for so many workers.
     """
     told = find_launcher()
     if told is not None:
@@ -107,6 +119,7 @@ def launch(
             seed=seed,
         )
     placement = place_workers(devices, workers=workers, force=force)
+    check_descriptors(len(placement.devices), _NUM_DESCRIPTORS)
     try:
         call = pack_call(function, args, kwargs)
     except Exception as error:
@@ -117,8 +130,9 @@ def launch(
     with ExitStack() as stack:
         store = open_store()
         lifeline, held = os.pipe()
-        crew = _Crew(held)
-        stack.callback(crew.stop)
+        with _sigint_held_back():
+            crew = _Crew(held)
+            stack.callback(crew.stop)
         try:
             for rank, device in enumerate(placement.devices):
                 crew.start(
@@ -168,30 +182,33 @@ class _Crew:
 
     def __init__(self, lifeline: int) -> None:
         self._lifeline = lifeline
+        self._sessions = Sessions()
         self._workers: list[_Worker] = []
         self._released = False
 
     def start(self, assignment: Assignment, device: Device, lifeline: int) -> None:
         """Start one worker; it waits for its assignment while it imports."""
-        down_read, down_write = os.pipe()
-        up_read, up_write = os.pipe()
-        command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
-        try:
-            with _sigint_blocked():
+        with _sigint_held_back():  # until `stop` knows of it
+            down_read, down_write = os.pipe()
+            up_read, up_write = os.pipe()
+            command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
+            try:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter
                     command,
                     pass_fds=(down_read, up_write, lifeline),
                     stdin=subprocess.DEVNULL,
                     env=worker_environment({**_variables(assignment), **device.variables()}, seed=assignment.seed),
+                    start_new_session=True,
                 )
-        except BaseException:
-            os.close(down_write)
-            os.close(up_read)
-            raise
-        finally:
-            os.close(down_read)
-            os.close(up_write)
-        self._workers.append(_Worker(assignment, process, down_write, up_read))
+                self._sessions.adopt(process)
+            except BaseException:
+                os.close(down_write)
+                os.close(up_read)
+                raise
+            finally:
+                os.close(down_read)
+                os.close(up_write)
+            self._workers.append(_Worker(assignment, process, down_write, up_read))
 
     def assign(self) -> None:
         """Send the assignments; all workers have started by then, so that none waits for another to import."""
@@ -216,7 +233,7 @@ class _Crew:
                 if time.monotonic() >= deadline:
                     break
                 heard = [key.data for key, _ in selector.select(_POLL_SECONDS)]
-                silent = [key.data for key in selector.get_map().values() if key.data.process.poll() is not None]
+                silent = [key.data for key in selector.get_map().values() if exit_code(key.data.process) is not None]
                 for worker in {*heard, *silent}:
                     if _hear(worker, has_ended=worker in silent):
                         selector.unregister(worker.upward)
@@ -235,21 +252,16 @@ class _Crew:
         return [worker.report for worker in self._workers if worker.report is not None]
 
     def stop(self) -> None:
-        """End every process that is still there; none is left when this returns."""
-        patience = _LEAVE_SECONDS if self._released else _TERMINATE_SECONDS
-        deadline = time.monotonic() + patience
+        """End every process that is still there, and what workers have started; none is left when this returns."""
         try:
-            for worker in self._workers:
-                if not self._released and worker.process.poll() is None:
-                    worker.process.terminate()
-            for worker in self._workers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(deadline - time.monotonic(), 0))
+            if self._released:
+                deadline = time.monotonic() + _LEAVE_SECONDS
+                for worker in self._workers:
+                    _wait_for(worker.process, deadline)
+            self._sessions.end(signal.SIGTERM, _TERMINATE_SECONDS, is_hurried=_sleep)
         finally:  # also when a second Ctrl-C comes while this waits
+            self._sessions.close()
             for worker in self._workers:
-                if worker.process.poll() is None:
-                    worker.process.kill()
-                    worker.process.wait()
                 os.close(worker.upward)
                 if worker.downward != _CLOSED:
                     os.close(worker.downward)
@@ -274,13 +286,40 @@ def _variables(assignment: Assignment) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Hold back Ctrl-C from a child until it has said that it ignores it; the child inherits the mask."""
+def _sigint_held_back() -> Iterator[None]:
+    """Hold back Ctrl-C, from this process till the end, and from a child until it has said that it ignores it.
+
+    The child inherits this thread's mask. That does not keep the signal from a process that has other threads, and
+    Python would still raise KeyboardInterrupt in this one: hence the handler.
+    """
+    held: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # Python runs handlers in the main thread, which alone may set them; None is one that it does not know of.
+    has_handler = threading.current_thread() is threading.main_thread() and handler is not None
+    if has_handler:
+        signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if has_handler:
+            signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _wait_for(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return how a process ended; None if it has not by the deadline."""
+    while (code := exit_code(process)) is None and time.monotonic() < deadline:
+        time.sleep(_END_POLL_SECONDS)
+    return code
+
+
+def _sleep(seconds: float) -> bool:
+    """Wait, and tell that nobody is in a hurry: a second Ctrl-C is raised."""
+    time.sleep(seconds)
+    return False
 
 
 def _hear(worker: _Worker, *, has_ended: bool) -> bool:
@@ -337,11 +376,11 @@ def _describe_failure(worker: _Worker) -> tuple[float, WorkerFailure]:
     report = worker.report
     if report is None:
         assert worker.died_at is not None
-        try:
-            code = worker.process.wait(_TERMINATE_SECONDS)
-            reason = describe_exit(code) + (" and no report" if code >= 0 else "")
-        except subprocess.TimeoutExpired:
+        code = _wait_for(worker.process, time.monotonic() + _TERMINATE_SECONDS)
+        if code is None:
             reason = "closed its pipe to the launcher and runs on"
+        else:
+            reason = describe_exit(code) + (" and no report" if code >= 0 else "")
         failure = WorkerFailure(rank=worker.rank, reason=reason, traceback="", error=None)
         return worker.died_at - _SETTLE_SECONDS, failure
     return report.time, WorkerFailure(

@@ -7,7 +7,6 @@ written stays in the pipe.
 
 import contextlib
 import os
-import select
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import BinaryIO, Literal, final
 
 from lockstep.errors import UsageError
 from lockstep.launch.lines import LineCutter, Tail
+from lockstep.launch.readiness import wait_to_read, wait_to_write
 
 Stream = Literal["stdout", "stderr"]
 _CHUNK_BYTES = 1 << 16
@@ -126,7 +126,7 @@ class _Relay:
 
     def _read(self) -> bytes:
         """Return the next chunk; nothing at the end."""
-        ready, _, _ = select.select([self._source, self._over], [], [])
+        ready = wait_to_read(self._source, self._over)
         chunk = os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
         if self._over in ready:
             # A process that a worker has left behind may go on writing.
@@ -160,7 +160,7 @@ def write_all(descriptor: int, text: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            select.select([], [descriptor], [])
+            wait_to_write(descriptor)
 
 
 def log_path(directory: Path, rank: int, stream: Stream) -> Path:

@@ -22,6 +22,7 @@ from typing import final
 
 from lockstep.devices import Placement, count_cores
 from lockstep.errors import WorkerFailure
+from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.environment import ScriptPlace, device_variables, share_cores, world_variables
 from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
 from lockstep.launch.lines import Tail
@@ -30,7 +31,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalMailbox
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.settings import read_num_threads, worker_environment
+from lockstep.settings import LAUNCHED, read_num_threads, worker_environment
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -42,6 +43,8 @@ _DRAIN_SECONDS = 1.0
 """After a signal: how long the terminal may take for what the workers have written."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
+_NUM_DESCRIPTORS = 6
+"""Of the launcher for each worker, at the most: two pipes, two log files, two connections to the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +103,9 @@ def run_script(job: ScriptJob) -> Ending:
     """Start the workers and wait for them; none is left when this returns. Main thread only.
 
     Raises:
-        UsageError: The log directory cannot be used.
+        UsageError: The log directory cannot be used, or this process may not open enough descriptors.
     """
+    check_descriptors(job.world_size, _NUM_DESCRIPTORS)
     if job.log_dir is not None:
         make_log_directory(job.log_dir)
     flush_own_output()
@@ -247,7 +251,8 @@ def _environment(job: ScriptJob, place: ScriptPlace, *, is_piped: bool) -> dict[
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
-    overrides = {**world_variables(place), **devices, "OMP_NUM_THREADS": job.threads}
+    # Not a worker of `launch`, though one of those may have started this launcher.
+    overrides = {**world_variables(place), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     return worker_environment(overrides, defaults=defaults)
 
 

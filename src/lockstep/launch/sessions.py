@@ -6,7 +6,7 @@ starts belongs to it. Three things end them:
 1. `Sessions.end`, however the launch ends in an orderly way;
 2. the guardian, a process that waits for the launcher's end and kills the sessions then (`guardian.py`);
 3. the kernel, which kills the leaders when the launcher ends, should the guardian have been killed with it
-   (`script_entry.py`).
+   (`script_entry.py`, and `worker.py` for the workers of `launch`).
 
 [Note: numbers that are used again] A process' number is free for another one when the process was waited for and its
 group is empty. So nobody is waited for before the end of the launch, and the guardian is told first.
@@ -81,6 +81,12 @@ class Sessions:
         self._leaders[process.pid] = process
         return process
 
+    def adopt(self, leader: subprocess.Popen[bytes]) -> None:
+        """Take in a process that was started as leader of a session, and cannot be left behind before this."""
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel is asked as well
+            os.write(self._pipe, b"+%d\n" % leader.pid)
+        self._leaders[leader.pid] = leader
+
     def end(self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool]) -> None:
         """End everything in the sessions; nothing is left when this returns.
 
@@ -140,7 +146,10 @@ def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
     """Return how a process ended, -N for signal N, and keep its number from being used again; None while it runs."""
     if sys.platform == "darwin":  # where Python 3.11 has no waitid
         return leader.poll()
-    found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    try:
+        found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the program that called us has waited for it, or ignores SIGCHLD
+        return leader.poll()
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -1,11 +1,12 @@
 """Signals as things that can be waited for, so that a launcher reacts where it can and is interrupted nowhere."""
 
 import os
-import select
 import signal
 from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Self, final
+
+from lockstep.launch.readiness import wait_to_read
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that ask the launcher to end: Ctrl-C, a polite kill, a closed terminal, Ctrl-backslash."""
@@ -43,7 +44,7 @@ class SignalMailbox:
 
     def wait(self, seconds: float | None) -> signal.Signals | None:
         """Wait for a signal, at most so long; return the first that asks to end, if one has come."""
-        ready, _, _ = select.select([self._source], [], [], seconds)
+        ready = wait_to_read(self._source, seconds=seconds)
         numbers = os.read(self._source, _ROOM_BYTES) if ready else b""
         return next((signal.Signals(number) for number in numbers if number in STOPPING), None)
 

@@ -1,7 +1,6 @@
 """The rendezvous of one host: a store on a port of loopback that the kernel picks, so that no two launches clash."""
 
 import os
-import select
 import socket
 import sys
 import threading
@@ -9,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from lockstep.launch.readiness import wait_to_read
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -71,10 +72,10 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 
 def _serve_when_asked(listener: socket.socket, over: int) -> None:
     """Serve the store from the first connection on, until `over` is closed at its other end."""
-    ready, _, _ = select.select([listener.fileno(), over], [], [])
+    ready = wait_to_read(listener.fileno(), over)
     if over not in ready:
         store = _serve(listener)
-        select.select([over], [], [])
+        wait_to_read(over)
         del store
 
 

@@ -31,7 +31,10 @@ def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -
         report_descriptor: Where the report goes.
         lifeline_descriptor: A pipe that the launcher holds open as long as it lives.
     """
-    assignment: Assignment = pickle.loads(downward.read())  # noqa: S301 - from our own parent, over a pipe only we hold
+    try:
+        assignment: Assignment = pickle.loads(downward.read())  # noqa: S301 - from our parent, over a pipe only we hold
+    except (EOFError, pickle.UnpicklingError):  # the launcher was interrupted while it sent it
+        sys.exit(1)
     downward.close()
     # Ctrl-C reaches every process of the terminal, and is ignored here from the first line on (see the launcher's
     # bootstrap): what to do about it is the launcher's decision alone.
@@ -83,7 +86,8 @@ def _run(assignment: Assignment) -> Report:
         result = function(run, *args, **kwargs)
         packed = _pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
-        report = _failure(assignment.rank, error)  # first, for its time says who was the cause
+        failed_at = time.monotonic()  # first of all, for it says who was the cause
+        report = _failure(assignment.rank, error, failed_at)
         tell_peers(error)
         return report
     return Report(rank=assignment.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
@@ -118,7 +122,7 @@ def _pack_result(result: object) -> bytes:
     return packed
 
 
-def _failure(rank: int, error: BaseException) -> Report:
+def _failure(rank: int, error: BaseException, failed_at: float) -> Report:
     try:
         packed = cloudpickle.dumps(error)
         cloudpickle.loads(packed)
@@ -128,7 +132,7 @@ def _failure(rank: int, error: BaseException) -> Report:
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return Report(
         rank=rank,
-        time=time.monotonic(),
+        time=failed_at,
         result=None,
         reason="".join(traceback.format_exception_only(error)).strip(),
         traceback="".join(traceback.format_exception(type(error), error, trace)),

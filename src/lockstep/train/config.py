@@ -82,6 +82,12 @@ class Config(BaseModel):
     on_save_error: Literal["stop", "warn"] = "stop"
     """What becomes of the run when a checkpoint or a line of metrics cannot be written."""
 
+    @field_validator("device_ids", mode="before")
+    @classmethod
+    def _list_one_device(cls, request: object) -> object:
+        """Take one GPU's number, which YAML does not read as text, as a list of one."""
+        return [request] if isinstance(request, int) and not isinstance(request, bool) else request
+
     @field_validator("device_ids")
     @classmethod
     def _check_devices(cls, request: str | list[int | str]) -> str | list[int | str]:

@@ -42,6 +42,9 @@ def taken(placement: Placement, inventory: Inventory) -> list[Any]:
         ([3, 0], 2, FOUR, None, [3, 0]),
         ((1,), None, FOUR, None, [1]),
         ("0,2", None, FOUR, None, [0, 2]),
+        ("[0, 2]", None, FOUR, None, [0, 2]),
+        ('["GPU-3a", 1]', None, FOUR, None, [3, 1]),
+        ("[GPU-3a,1]", None, FOUR, None, [3, 1]),
         (" 3 , 1 ", None, FOUR, None, [3, 1]),
         ("GPU-2a2a", None, FOUR, None, [2]),
         ("gpu-1A,GPU-0", None, FOUR, None, [1, 0]),
@@ -72,6 +75,8 @@ def test_request_becomes_placement(
         ("auto:-1", None, FOUR, "at least one worker"),
         ("gpu", None, FOUR, "names no devices"),
         ("0,", None, FOUR, "names no devices"),
+        ("[]", None, FOUR, "empty list"),
+        ("[0,", None, FOUR, "but GPUs are named by"),
         ("auto:3>20GiB", None, FOUR, "names no devices"),
         ("auto:3>=20", None, FOUR, "'20' should be an amount of memory with its unit"),
         ("cpu:2>=20GiB", None, FOUR, 'only "auto" asks for free memory'),
@@ -166,6 +171,34 @@ def test_too_few_free_cards_tell_how_many_there_are() -> None:
         choose_devices("auto:4", inventory=LAB)
     assert "GPU 1 (NVIDIA GeForce RTX 3090) is free" in str(refused.value)
     assert "Ask for at most 3" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "inventory", "advice"),
+    [
+        ("auto:3", machine(gpu(0), gpu(1)), 'Ask for at most 2, or say "cpu:3" to train on the CPU.'),
+        ("auto", machine(gpu(0, problem="it is lost")), 'Say "cpu:2" to train on the CPU.'),
+        (
+            "auto",
+            machine(gpu(0, is_visible=False), cuda_visible_devices="GPU-zz"),
+            'Unset CUDA_VISIBLE_DEVICES or name other GPUs in it, or say "cpu:2" to train on the CPU.',
+        ),
+        (
+            "auto",
+            machine(held(0)),
+            (
+                "Wait, share one (auto>=10GiB asks for free memory alone), insist with --force (in Python force=True), "
+                'or say "cpu:2" to train on the CPU.'
+            ),
+        ),
+        ("auto>=20GiB", machine(held(0)), 'Wait, ask for less memory, or say "cpu:2" to train on the CPU.'),
+    ],
+)
+def test_only_what_would_help_is_advised(request_: str, inventory: Inventory, advice: str) -> None:
+    # To wait and --force were advised where nobody held a card, and neither would have changed anything.
+    with pytest.raises(DeviceError) as refused:
+        choose_devices(request_, inventory=inventory)
+    assert str(refused.value).splitlines()[-1] == advice
 
 
 def test_named_cards_that_are_held_are_refused() -> None:

@@ -1,0 +1,25 @@
+"""Whether a launcher may open as many descriptors as it will need, told before anything is started."""
+
+import resource
+
+import psutil
+
+from lockstep.errors import UsageError
+
+_NUM_SPARE = 16
+"""For what does not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
+
+
+def check_descriptors(num_workers: int, num_per_worker: int) -> None:
+    """Check that this process may open what it needs for its workers.
+
+    Raises:
+        UsageError: It may not.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise UsageError(
+            f"{num_workers} workers need {needed} file descriptors in the process that starts them, but it may have "
+            f"{limit} (`ulimit -n`). Allow it more, as with `ulimit -n {needed}`, or start fewer workers."
+        )
