@@ -271,9 +271,13 @@ class _Word:
         if time.monotonic() < self._due:
             return
         self._due = math.inf
+        why = str(refusal)
+        if isinstance(refusal, socket.gaierror):
+            setting = "MASTER_ADDR" if self._meeting.scheme == "env" else "the host in init_method"
+            why = f"the name {self._meeting.host!r} cannot be resolved; set {setting} to an address if it never will be"
         warnings.warn(
-            f"No rendezvous at {self._meeting.address} for {WORD_SECONDS:.3g} s now ({refusal}); this worker will try "
-            f"for {self._end - time.monotonic():.3g} s more.",
+            f"No rendezvous at {self._meeting.address} for {WORD_SECONDS:.0f} s now: {why}. This worker will try for "
+            f"{self._end - time.monotonic():.0f} s more.",
             stacklevel=2,
         )
 

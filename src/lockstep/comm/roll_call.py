@@ -251,7 +251,7 @@ class _Roll:
         if missing and self._me.rank == present[0]:
             warnings.warn(
                 f"{_name_ranks(missing)} of {self._me.world_size} did not come in {self._word:.3g} s; "
-                f"{_name_ranks(present).lower()} will wait {seconds - self._word:.3g} s more.",
+                f"{_name_ranks(present).lower()} will wait {seconds - self._word:.0f} s more.",
                 stacklevel=2,
             )
         return self._wait(["stir"], seconds - self._word)

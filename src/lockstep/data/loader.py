@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -73,6 +73,13 @@ class ShardedBatch:
     assignment: Assignment
     """Who runs which shards in the steps to come; may be changed."""
 
+    def __iter__(self) -> NoReturn:
+        """Refuse to be taken apart as a DataLoader's batch is."""
+        raise TypeError(
+            "A ShardedBatch is given to Trainer.step as it is: trainer.step(batch). The loss function gets its slices, "
+            "as the data set and collate_fn made them."
+        )
+
 
 @final
 class ShardedLoader:
@@ -137,6 +144,13 @@ class ShardedLoader:
         self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
         self._is_iterating = False
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be looped over as a DataLoader is: the order of an epoch follows from its number."""
+        raise TypeError(
+            "A ShardedLoader is not looped over itself, but its epochs: for batch in loader.epoch(epoch), where epoch "
+            "is 0, 1, ..."
+        )
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""

@@ -1,12 +1,33 @@
 """What a loss function may return."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, SupportsFloat
 
 from torch import Tensor
 
 from lockstep.data import Slice
 from lockstep.errors import LossError
+
+
+@contextmanager
+def explained_second_backward() -> Iterator[None]:
+    """Say what to do where the loss function has called `backward` by itself.
+
+    Raises:
+        LossError: It has. torch's own advice, retain_graph=True, would add the gradient twice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise LossError(
+            "The loss that the loss function returned has been through backward already. Return the loss and leave "
+            "backward, zero_grad and optimizer.step to Trainer.step; with retain_graph=True the gradient would count "
+            "twice."
+        ) from error
 
 
 def read_loss(result: Any, part: Slice) -> tuple[Tensor, float]:

@@ -45,7 +45,8 @@ from lockstep.train.checks import Conditions, check_fingerprints, check_optimize
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.gradients import flag_nonfinite, name_nonfinite
-from lockstep.train.losses import read_loss
+from lockstep.train.losses import explained_second_backward, read_loss
+from lockstep.train.own_calls import ScheduleWatch, guard_steps
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
 from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
@@ -198,6 +199,8 @@ class Trainer:
         self._watch = ParameterWatch(model)
         self._is_first = True
         self._has_inner_backwards = False
+        self._guard = guard_steps(optimizer, self)
+        self._schedule = ScheduleWatch(scheduler)
         self._agreement = Agreement(model, optimizer, self.world)
         self._unsaved = UnsavedBuffers(model)
 
@@ -224,6 +227,7 @@ class Trainer:
             self._check_batch(batch)
             self._check_model()
             self._conditions.check()
+            self._schedule.check()
             self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
             self._run_shards(batch, table)
         except _OF_THE_REDUCTION:
@@ -252,6 +256,7 @@ class Trainer:
             self._buffers.go_back()
         if self.scheduler is not None:
             self.scheduler.step()
+            self._schedule.note()
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self._source, self._is_restored = batch.source, False
@@ -337,6 +342,7 @@ class Trainer:
                 self.scaler.load_state_dict(state["scaler"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
+                self._schedule.note()
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
         self._source, self._is_restored = state.get("loader"), True
@@ -457,7 +463,8 @@ class Trainer:
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         self._gradients.mark(scaled, turn)
-        scaled.backward()
+        with explained_second_backward():
+            scaled.backward()
 
     def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
         self._seed("shard", batch, part)
@@ -583,11 +590,12 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(trained, self._max_grad_norm)
             if self.scaler is None and not math.isfinite(norm):
                 return self._explain_gradient(batch, norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:  # it leaves the step out where a gradient is not finite, and lowers its scale
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        with self._guard.allowed():
+            if self.scaler is None:
+                self.optimizer.step()
+            else:  # it leaves the step out where a gradient is not finite, and lowers its scale
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         self._agreement.note_update()
         return ""
 

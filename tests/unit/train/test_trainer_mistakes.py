@@ -1,6 +1,7 @@
 """What a trainer is given by mistake: each is one message, before anything is changed."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -331,3 +332,57 @@ def test_a_world_of_one_compares_nothing() -> None:
     training = make()
     assert current_world().world_size == 1
     assert (training._agreement.options_number(), training._agreement.values_number()) == (0, 0)
+
+
+# -- Calls that are the trainer's --------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_still_steps_the_optimizer_is_refused() -> None:
+    # The gradients of the step are there yet: the update would be made a second time.
+    trainer = make()
+    batch = next(loader().epoch(0))
+    trainer.step(batch)
+    before = trainer.digest()
+    with pytest.raises(ValueError, match=r"optimizer\.step\(\) was called outside of Trainer\.step"):
+        trainer.optimizer.step()
+    assert trainer.digest() == before
+
+
+def test_an_optimizer_is_its_owners_again_when_no_trainer_is_left_and_may_have_another() -> None:
+    first = make()
+    second = Trainer(first.model, first.optimizer, loss=loss, num_shards=2)
+    second.step(next(loader().epoch(0)))
+    optimizer = first.optimizer
+    del first, second
+    gc.collect()
+    optimizer.step()
+
+
+def test_a_loss_function_that_calls_backward_is_told_to_leave_it() -> None:
+    def impatient(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        value.backward()
+        return value
+
+    with pytest.raises(LossError, match="Return the loss and leave backward"):
+        make(loss=impatient).step(next(loader().epoch(0)))
+
+
+def test_a_scheduler_that_the_loop_steps_too_is_warned_of_once() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    trainer = Trainer(model, optimizer, loss=loss, num_shards=2, scheduler=scheduler)
+    batches = loader().epoch(0)
+    trainer.step(next(batches))
+    trainer.step(next(batches))
+    scheduler.step()
+    with pytest.warns(UserWarning, match="Leave scheduler.step\\(\\) out of the loop"):
+        trainer.step(next(batches))
+
+
+def test_what_a_data_loader_allows_and_ours_does_not_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"for batch in loader\.epoch\(epoch\)"):
+        iter(loader())
+    with pytest.raises(TypeError, match=r"trainer\.step\(batch\)"):
+        tuple(next(loader().epoch(0)))
