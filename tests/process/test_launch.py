@@ -442,3 +442,13 @@ def test_a_worker_sees_the_device_of_its_placement_alone(monkeypatch: pytest.Mon
     devices = tuple(Device(name="cpu", visible=uuid, label=uuid) for uuid in ("GPU-a", "GPU-b"))
     found = ls.launch(look, devices=Placement(devices=devices, reason="by hand"))
     assert found == [("GPU-a", "PCI_BUS_ID"), ("GPU-b", "PCI_BUS_ID")]
+
+
+def test_a_call_for_a_worker_that_has_returned_ends_at_once() -> None:
+    def work(run: ls.Run) -> None:
+        if run.rank == 0:
+            dist.all_reduce(torch.ones(3))  # an evaluation on one rank alone
+
+    with pytest.raises(WorkerFailedError, match="Rank 1 has left the group") as raised:
+        ls.launch(work, devices=CPU2)
+    assert raised.value.rank == 0

@@ -18,6 +18,26 @@ class Tells(Protocol):
         """Tell them that this rank ends because of `error`."""
 
 
+@runtime_checkable
+class Leaves(Protocol):
+    """A process group that can tell its other ranks that this one is done."""
+
+    def leave(self) -> None:
+        """Tell them that this rank makes no more calls."""
+
+
+def say_goodbye() -> None:
+    """Tell the other ranks of every group of this process that it makes no more calls (local).
+
+    Whoever still calls for it has an error at once, and not when the timeout is up. Groups of torch's own backends say
+    nothing.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in tuple(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of groups
+            if isinstance(group, Leaves):
+                group.leave()
+
+
 def tell_peers(error: BaseException) -> None:
     """Tell the other ranks of every group of this process that it ends because of `error` (local).
 

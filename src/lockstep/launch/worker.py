@@ -14,13 +14,15 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import destroy_process_group, init_process_group, tell_peers
+from lockstep.comm import destroy_process_group, init_process_group, say_goodbye, tell_peers
 from lockstep.comm.group import choose_backend
 from lockstep.launch.messages import Assignment, Report, Run, write_up
 from lockstep.processes import die_with_parent, keep_freed_memory
 from lockstep.train.reproducibility import seed_generators
 
 _RENDEZVOUS_SECONDS = 300
+_LINGER_SECONDS = 2.0
+"""How long the others' last calls may take after this worker's own; more than they need."""
 
 
 def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -> None:
@@ -51,7 +53,9 @@ def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -
         write_up(upward, report)
     if report.result is not None:
         # Leave together: a worker that tears down while another still communicates would look like a lost one.
-        released.wait()
+        if not released.wait(_LINGER_SECONDS):
+            say_goodbye()  # or who still calls for this one, as in an evaluation on rank 0 alone, would wait
+            released.wait()
         destroy_process_group()
 
 

@@ -509,6 +509,10 @@ class ShmProcessGroup(ProcessGroup):
         """Tell the other ranks that this one ends because of `error` (local)."""
         self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one makes no more calls; what they have of it stays (local)."""
+        self._peers.leave_well()
+
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
         self._peers.leave(PeerState.FAILED, "it aborted the group")
