@@ -27,6 +27,7 @@ from lockstep.checkpoint.header import (
     lay_out,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.pace import Rest, no_rest
 from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
 
@@ -39,10 +40,15 @@ _CHUNK_BYTES = 1 << 20
 """How much is added to a checksum and then written: it is still in the cache then."""
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) -> None:
     """Write `checkpoint` to `path`, whole or not at all (local; call it on one rank).
 
     No tensor is copied but those that lie elsewhere than in contiguous memory of the host, and these one at a time.
+
+    Args:
+        path: The file.
+        checkpoint: What it is to hold.
+        rest: Called after every megabyte.
 
     Raises:
         CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or a
@@ -61,7 +67,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         unknown = _encode(places, checkpoint.manifest, dict.fromkeys(tensors, NO_CHECKSUM))
         with written_whole(path) as descriptor:
             checksums = {
-                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin)
+                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin, rest)
                 for place in places
             }
             header = _encode(places, checkpoint.manifest, checksums)
@@ -131,6 +137,8 @@ def read_header(path: Path) -> tuple[Header, int]:
         CheckpointError: No such file, or none that begins as a safetensors file does.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise CheckpointError("it is no file")  # noqa: TRY301 - told as every other mistake
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
@@ -173,13 +181,14 @@ def _encode(places: tuple[Place, ...], manifest: Manifest, checksums: Mapping[st
     return encode_header(places, {"format": "pt", MANIFEST_KEY: complete.to_json()})
 
 
-def _write_tensor(descriptor: int, tensor: Tensor, offset: int) -> str:
+def _write_tensor(descriptor: int, tensor: Tensor, offset: int, rest: Rest) -> str:
     data = raw_bytes(tensor)
     found = NO_CHECKSUM
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
         found = checksum(chunk, found)
         _write(descriptor, chunk, offset + begin)
+        rest()
     return found
 
 
