@@ -1,18 +1,17 @@
 """Writing a checkpoint so that it is whole or not there, and reading it back with every byte checked.
 
 Files are written here and not by safetensors' `save_file`, which makes a copy of every tensor, cannot compute checksums
-on the way, and calls nothing to be durable. They are read by safetensors, as everybody else reads them.
+on the way, and calls nothing to be durable. Nor are they read by it: its tensors are the mapped file, so that an
+optimizer's state stayed there for the rest of a run, and a file cut short or a lost mount killed the process (SIGBUS).
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.durable import written_whole
@@ -93,16 +92,20 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
     Raises:
         CheckpointError: No such file, damaged, truncated, not a checkpoint of Lockstep, or of a later format.
     """
-    manifest = read_manifest(path)
+    header, manifest = _read_described(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     damaged: list[str] = []
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 - the reader is not a mapping
-            tensor = file.get_tensor(name)
-            if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
-                damaged.append(name)
-            (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for place in header.places:
+                tensor = _read_tensor(file, place, header.num_bytes + place.begin)
+                name = place.name
+                if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
+                    damaged.append(name)
+                (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+    except (OSError, RuntimeError) as error:  # or there is no memory
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
     if damaged:
         raise CheckpointError(
             f"{path} is damaged: {describe_damaged(damaged)} not what was written. Use a checkpoint before it, or a "
@@ -119,6 +122,10 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
+    return _read_described(path)[1]
+
+
+def _read_described(path: Path) -> tuple[Header, Manifest]:
     header, file_bytes = read_header(path)
     if header.is_intact is False:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged.")
@@ -127,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, expected {header.file_bytes:,}."
         )
-    return manifest
+    return header, manifest
 
 
 def read_header(path: Path) -> tuple[Header, int]:
@@ -198,10 +205,13 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+def _read_tensor(file: FileIO, place: Place, offset: int) -> Tensor:
+    tensor = torch.empty(place.shape, dtype=place.dtype)
+    data = raw_bytes(tensor)
+    file.seek(offset)
+    while data:
+        count = file.readinto(data)
+        if not count:
+            raise OSError("it became shorter while it was read")
+        data = data[count:]
+    return tensor

@@ -114,6 +114,24 @@ def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: 
     assert not verify_checkpoint(path).is_whole
 
 
+def test_what_was_read_stays_when_the_file_goes(tmp_path: Path) -> None:
+    # The tensors were the mapped file: an optimizer took them as its state, and the first step after a mount was lost
+    # or a file cut short ended the process with SIGBUS.
+    path = write(tmp_path / "a.ckpt")
+    read = load_checkpoint(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, 0)
+    assert state_digest(read.model) == read.manifest.digest
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.ckpt")
+    kept = read_header(path)[0].num_bytes + 8  # the first tensor's
+    monkeypatch.setattr("lockstep.checkpoint.file.checksum", lambda *_: os.truncate(path, kept))
+    with pytest.raises(CheckpointError, match="became shorter"):
+        load_checkpoint(path)
+
+
 def test_what_is_cut_off_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes()[:-4])
