@@ -146,6 +146,13 @@ def test_checks_can_be_left_out(tmp_path: Path) -> None:
     load_checkpoint(path, check=False)
 
 
+def test_a_header_that_promises_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:
+    place = {"dtype": "U8", "shape": [1 << 50], "data_offsets": [4, 4 + (1 << 50)]}
+    (tmp_path / "a.ckpt").write_bytes(sealed("{}", z=place))
+    findings = verify_checkpoint(tmp_path / "a.ckpt")
+    assert findings.damaged == ("z",)
+
+
 def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
     # As a program would leave it that writes tensors and their checksums, but not the digest.
     findings = verify_checkpoint(write(tmp_path / "a.ckpt", digest="0" * 64))
