@@ -13,9 +13,9 @@ from typing import final
 Rest = Callable[[], None]
 """Called after each piece of work; returns when the next one may begin."""
 
-_RESTS_PER_WORK = 2.0
-_PIECE_SECONDS = 0.004
-"""Shorter pieces of work are taken together: a rest is two changes of thread."""
+_RESTS_PER_WORK = 1.0
+_PIECE_SECONDS = 0.02
+"""Shorter pieces of work are taken together: after each rest a thread of low priority waits for a core."""
 _LONGEST_REST_SECONDS = 0.5
 
 
