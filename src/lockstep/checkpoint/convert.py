@@ -81,7 +81,7 @@ def convert_weights(
         recognised=_describe(weights, renaming, form, key),
         form=form,
         num_tensors=len(tensors),
-        num_bytes=sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()),
+        num_bytes=sum(map(_num_bytes, {id(tensor): tensor for tensor in tensors.values()}.values())),
     )
 
 
@@ -155,6 +155,7 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         plain = tensor.detach()
         if plain.layout is torch.strided and not plain.is_quantized:
+            plain = plain.resolve_conj().resolve_neg()  # safetensors writes the memory, whatever a flag says of it
             place = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
             if place not in packed:
                 is_whole = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
@@ -162,6 +163,12 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             plain = packed[place]
         result[name] = plain
     return result
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._nnz() * tensor.element_size()  # noqa: SLF001 - public, but for its name
 
 
 def _write_pt(path: Path, state: "OrderedDict[str, Any]") -> None:

@@ -1,18 +1,17 @@
 """Writing a checkpoint so that it is whole or not there, and reading it back with every byte checked.
 
 Files are written here and not by safetensors' `save_file`, which makes a copy of every tensor, cannot compute checksums
-on the way, and calls nothing to be durable. They are read by safetensors, as everybody else reads them.
+on the way, and calls nothing to be durable. Nor are they read by it: its tensors are the mapped file, so that an
+optimizer's state stayed there for the rest of a run, and a file cut short or a lost mount killed the process (SIGBUS).
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.durable import written_whole
@@ -27,6 +26,7 @@ from lockstep.checkpoint.header import (
     lay_out,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.pace import Rest, no_rest
 from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
 
@@ -39,10 +39,15 @@ _CHUNK_BYTES = 1 << 20
 """How much is added to a checksum and then written: it is still in the cache then."""
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) -> None:
     """Write `checkpoint` to `path`, whole or not at all (local; call it on one rank).
 
     No tensor is copied but those that lie elsewhere than in contiguous memory of the host, and these one at a time.
+
+    Args:
+        path: The file.
+        checkpoint: What it is to hold.
+        rest: Called after every megabyte.
 
     Raises:
         CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or a
@@ -61,7 +66,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         unknown = _encode(places, checkpoint.manifest, dict.fromkeys(tensors, NO_CHECKSUM))
         with written_whole(path) as descriptor:
             checksums = {
-                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin)
+                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin, rest)
                 for place in places
             }
             header = _encode(places, checkpoint.manifest, checksums)
@@ -87,16 +92,20 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
     Raises:
         CheckpointError: No such file, damaged, truncated, not a checkpoint of Lockstep, or of a later format.
     """
-    manifest = read_manifest(path)
+    header, manifest = _read_described(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     damaged: list[str] = []
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 - the reader is not a mapping
-            tensor = file.get_tensor(name)
-            if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
-                damaged.append(name)
-            (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for place in header.places:
+                tensor = _read_tensor(file, place, header.num_bytes + place.begin)
+                name = place.name
+                if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
+                    damaged.append(name)
+                (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+    except (OSError, RuntimeError) as error:  # or there is no memory
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
     if damaged:
         raise CheckpointError(
             f"{path} is damaged: {describe_damaged(damaged)} not what was written. Use a checkpoint before it, or a "
@@ -113,6 +122,10 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
+    return _read_described(path)[1]
+
+
+def _read_described(path: Path) -> tuple[Header, Manifest]:
     header, file_bytes = read_header(path)
     if header.is_intact is False:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged.")
@@ -121,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, expected {header.file_bytes:,}."
         )
-    return manifest
+    return header, manifest
 
 
 def read_header(path: Path) -> tuple[Header, int]:
@@ -131,6 +144,8 @@ def read_header(path: Path) -> tuple[Header, int]:
         CheckpointError: No such file, or none that begins as a safetensors file does.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise CheckpointError("it is no file")  # noqa: TRY301 - told as every other mistake
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
@@ -173,13 +188,14 @@ def _encode(places: tuple[Place, ...], manifest: Manifest, checksums: Mapping[st
     return encode_header(places, {"format": "pt", MANIFEST_KEY: complete.to_json()})
 
 
-def _write_tensor(descriptor: int, tensor: Tensor, offset: int) -> str:
+def _write_tensor(descriptor: int, tensor: Tensor, offset: int, rest: Rest) -> str:
     data = raw_bytes(tensor)
     found = NO_CHECKSUM
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
         found = checksum(chunk, found)
         _write(descriptor, chunk, offset + begin)
+        rest()
     return found
 
 
@@ -189,10 +205,13 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+def _read_tensor(file: FileIO, place: Place, offset: int) -> Tensor:
+    tensor = torch.empty(place.shape, dtype=place.dtype)
+    data = raw_bytes(tensor)
+    file.seek(offset)
+    while data:
+        count = file.readinto(data)
+        if not count:
+            raise OSError("it became shorter while it was read")
+        data = data[count:]
+    return tensor

@@ -58,7 +58,7 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of shards: {error!r}. Download it again.") from error
     if not places:
         raise CheckpointError(f"{path} is an index without shards. Download it again.")

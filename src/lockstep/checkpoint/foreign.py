@@ -72,7 +72,10 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
         content = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    found = find_weights(content.value, str(path), key)
+    try:
+        found = find_weights(content.value, str(path), key)
+    except TypeError as error:  # a pickle can give a dictionary attributes, `items` among them
+        raise CheckpointError(f"{path} holds a dictionary that is none: {error}.") from error
     notes = _describe_others(found.others)
     return _weights(found.state, content, found.path, found.prefix, notes)
 
@@ -97,6 +100,11 @@ def _weights(
         raise CheckpointError(
             f"The weights hold {len(unfilled)} tensors on the meta device, {unfilled[0]} for one, which have no "
             "values. Save them again from a model whose tensors are filled."
+        )
+    nested = [name for name, tensor in tensors.items() if tensor.is_nested]
+    if nested:
+        raise CheckpointError(
+            f"The weights hold {len(nested)} nested tensors, {nested[0]} for one, which have no shape."
         )
     if rest:
         notes = (*notes, f"left out, for they are no tensors: {', '.join(rest)}")
@@ -203,6 +211,8 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
 def _read_own(path: Path) -> _Content:
     checkpoint = load_checkpoint(path)
     extra = decode_state(checkpoint.manifest.model_extra or {}, checkpoint.optimizer)
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"{path}: its model_extra holds no values by name.")
     form = f"a Lockstep checkpoint after {checkpoint.manifest.global_step} steps"
     return _Content(value={**checkpoint.model, **extra}, form=form)
 

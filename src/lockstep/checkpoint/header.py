@@ -29,6 +29,7 @@ NO_CHECKSUM = "0" * 8
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
+_MOST_ELEMENTS = (1 << 63) - 1
 _SEAL = f'"{CHECKSUM_KEY}":"'.encode()
 """Stands once in a header: within a JSON text the quotes would be escaped."""
 _DTYPES = {
@@ -152,7 +153,7 @@ def decode_header(header: bytes) -> Header:
         CheckpointError: It is not the header of a safetensors file.
     """
     try:
-        values = json.loads(header[_LENGTH_BYTES:])
+        values = json.loads(header[_LENGTH_BYTES:], object_pairs_hook=_without_twins)
         metadata = values.pop("__metadata__", None) or {}
         places = sorted((_decode_place(name, value) for name, value in values.items()), key=lambda place: place.begin)
         if not all(isinstance(text, str) for text in metadata.values()):
@@ -161,7 +162,7 @@ def decode_header(header: bytes) -> Header:
         raise CheckpointError(f"its header is not that of a safetensors file ({error!r})") from error
     end = 0
     for place in places:
-        if place.begin != end or place.num_bytes != place.dtype.itemsize * math.prod(place.shape):
+        if place.begin != end or place.num_bytes != place.dtype.itemsize * _num_elements(place.shape):
             raise CheckpointError(f"its header contradicts itself about the place of {place.name!r}")
         end = place.end
     is_intact = None if CHECKSUM_KEY not in metadata else _unsealed(header) == metadata[CHECKSUM_KEY]
@@ -178,7 +179,26 @@ def _unsealed(header: bytes) -> str:
     return checksum(header[:at] + NO_CHECKSUM.encode() + header[at + len(NO_CHECKSUM) :])
 
 
+def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse what readers would understand differently, some taking the first and some the last."""
+    values = dict(items)
+    if len(values) < len(items):
+        raise ValueError("a name that stands twice")
+    return values
+
+
+def _num_elements(shape: Sequence[int]) -> int:
+    """Return their number; -1 for more than any tensor has, whose exact number could take hours to compute."""
+    product = 1
+    for size in filter(None, shape):
+        product *= size
+        if product > _MOST_ELEMENTS:
+            return -1
+    return 0 if 0 in shape else product
+
+
 def _decode_place(name: str, value: Mapping[str, Any]) -> Place:
+    name.encode()  # half a surrogate pair is no text
     begin, end = value["data_offsets"]
     shape = tuple(value["shape"])
     if not all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape)):

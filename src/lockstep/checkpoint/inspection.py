@@ -128,7 +128,7 @@ def verify_checkpoint(path: Path) -> Findings:
         problems.append(f"it has {num_bytes:,} bytes, expected {header.file_bytes:,}")
     manifest = _manifest_or_problem(header, path, problems)
     checksums = manifest.checksums if manifest is not None else {}
-    damaged, digest = _read_tensors(path, header, checksums)
+    damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
         problems.append("the digest of parameters and buffers is another")
     return _findings(path, header.places, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
@@ -157,13 +157,14 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
         return None
 
 
-def _read_tensors(path: Path, header: Header, checksums: Mapping[str, str]) -> tuple[list[str], str]:
+def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mapping[str, str]) -> tuple[list[str], str]:
     """Return the names of tensors that are cut off or have another checksum, and the digest of the model's."""
     damaged: list[str] = []
 
     def read(file: BinaryIO, place: Place) -> bytes:
-        file.seek(header.num_bytes + place.begin)
-        data = file.read(place.num_bytes)
+        begin = header.num_bytes + place.begin
+        file.seek(min(begin, file_bytes))
+        data = file.read(min(place.num_bytes, max(0, file_bytes - begin)))  # not what a header may ask for
         if len(data) < place.num_bytes or (checksums and checksum(data) != checksums.get(place.name)):
             damaged.append(place.name)
         return data

@@ -11,7 +11,7 @@ JSON. JSON has no tuples, no integer keys and no tensors, so these become object
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,12 @@ from lockstep.errors import CheckpointError
 
 FORMAT_VERSION = 2
 """Raised when a reader of the version before could misread a file; docs/checkpoint-format.md has each version."""
+
+_DEPTH = 100
+"""How deep a manifest may be nested: readers go down by recursion, which ends."""
+_COUNTS = ("epoch", "step", "global_step", "num_shards", "seed", "format_version")
+_MAPPINGS = ("metrics", "versions", "checksums")
+_MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +68,15 @@ class Manifest:
     """Version of this description."""
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return the manifest as JSON text.
+
+        Raises:
+            CheckpointError: The state in it is nested deeper than a reader would go.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        if _is_deep(values):
+            raise CheckpointError(f"its state is nested more than {_DEPTH} deep")
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -80,9 +93,11 @@ class Manifest:
                     f"The checkpoint has format {version}, and this Lockstep reads formats up to {FORMAT_VERSION}. "
                     "Update Lockstep to read it."
                 )
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
+            manifest = cls(**values)
+            _check_kinds(manifest)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's manifest cannot be understood: {error!r}.") from error
+        return manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +143,61 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `encode_state`."""
+    """Undo `encode_state`.
+
+    Raises:
+        CheckpointError: It names a tensor that is not there, or is nothing that `encode_state` returns.
+    """
+    try:
+        return _decode(value, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"The state in the checkpoint's manifest cannot be understood: {error!r}.") from error
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode_state(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"$tensor": name}:
             return tensors[name]
         case {"$tuple": items}:
-            return tuple(decode_state(item, tensors) for item in items)
+            return tuple(_decode(item, tensors) for item in items)
         case {"$counter": items}:
-            return Counter({key: decode_state(item, tensors) for key, item in items})
+            return Counter({key: _decode(item, tensors) for key, item in items})
         case {"$dict": items}:
-            return {key: decode_state(item, tensors) for key, item in items}
-    return {key: decode_state(item, tensors) for key, item in value.items()}
+            return {key: _decode(item, tensors) for key, item in items}
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """Check that each value is of the kind that its readers count on.
+
+    Raises:
+        TypeError: One is not.
+        ValueError: It is nested too deep.
+    """
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(_COUNTS, int),
+        **dict.fromkeys(_MAPPINGS, dict),
+        **dict.fromkeys(_MAPPINGS_OR_NONE, dict | None),
+        "digest": str,
+        "loader": str | None,
+    }
+    values = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
+    for name, kind in kinds.items():
+        if not isinstance(values[name], kind) or isinstance(values[name], bool):
+            raise TypeError(f"{name} is {type(values[name]).__name__}")
+    if not all(value is None or isinstance(value, int | float) for value in manifest.metrics.values()):
+        raise TypeError("a metric that is no number")
+    if _is_deep(values):
+        raise ValueError(f"nested more than {_DEPTH} deep")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEPTH):
+        inner = [each.values() if isinstance(each, Mapping) else each for each in level]
+        level = [item for items in inner for item in items if isinstance(item, Mapping | list | tuple)]
+    return bool(level)

@@ -13,7 +13,7 @@ import struct
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,9 @@ UNREADABLE = (
 
 _LEGACY_PARTS = 5
 _SHOWN = 6
+_MOST_UNPACKED = 1 << 30
+_MOST_UNPACKED_PICKLE = 1 << 24
+_MOST_SHRUNK = 20
 _FOR_TENSORS = re.compile(
     r"torch\.\w+|torch\._utils\._rebuild\w+|torch\._tensor\._rebuild\w+|torch\.storage\.\w+|torch\.serialization\._get_layout"
     r"|torch\.nn\.parameter\.\w+|collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(set|bytearray|complex)"
@@ -39,6 +42,8 @@ _DANGEROUS = re.compile(
     r"(os|posix|nt|sys|subprocess|shutil|socket|importlib|runpy|ctypes|pty|code|webbrowser|types|pickle|operator)\..*"
     r"|builtins\.(eval|exec|compile|open|getattr|__import__|apply)"
 )
+_ON_DEVICE = re.compile(r"torch\.(?!sparse\.)\w+\.(sparse\.)?\w+Tensor")
+"""Tensor classes of one kind of device. Called, they take memory there, whatever `map_location` says."""
 _SHARDED = re.compile(r"torch\.distributed\.(tensor|_tensor|_shard|device_mesh)\b.*")
 
 
@@ -64,6 +69,8 @@ def read_archive(path: Path) -> Any:
             f"{path} is a TorchScript program, which is code, and was not run. Its owner can write the weights alone: "
             "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')."
         )
+    _check_unpacked(path, [entry for entry in entries if entry.filename.endswith(".pkl")], _MOST_UNPACKED_PICKLE)
+    _check_unpacked(path, entries, _MOST_UNPACKED)
     # Mapped, a tensor is the bytes in the file, which are not its values where the archive was compressed again.
     return _load(path, mmap=all(entry.compress_type == zipfile.ZIP_STORED for entry in entries))
 
@@ -98,6 +105,16 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
+def _check_unpacked(path: Path, entries: Collection[zipfile.ZipInfo], limit: int) -> None:
+    """Refuse what is made to fill the memory: more than `limit` bytes, and many times what the file holds of it."""
+    packed, unpacked = sum(each.compress_size for each in entries), sum(each.file_size for each in entries)
+    if unpacked > max(limit, _MOST_SHRUNK * packed):
+        raise CheckpointError(
+            f"{path} would take {unpacked:,} bytes when unpacked, from {packed:,}, so it was not read. If its owner "
+            "can be trusted, unpack it and zip it again without compression (zip -0)."
+        )
+
+
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(512)
@@ -110,6 +127,12 @@ def _load(path: Path, *, mmap: bool) -> Any:
             f"{path} holds one rank's pieces of sharded tensors (FSDP, DTensor), not the whole weights. Write them "
             "with torch.distributed.checkpoint, or gather them first: get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+        )
+    on_device = sorted(name for name in names if _ON_DEVICE.fullmatch(name))
+    if on_device:
+        raise CheckpointError(
+            f"{path} makes a {on_device[0]} while it is read, on a device that may be another worker's, so it was not "
+            "read. Its owner can write the weights again with a torch of this decade."
         )
     try:
         with warnings.catch_warnings():

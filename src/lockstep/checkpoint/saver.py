@@ -4,7 +4,7 @@
     1 wait for the save before, if it runs
     2 copy the state                                                     the pause that a save costs
     3 start a thread                           digest of the copy
-      the next step ...                        checksums, write, flush, rename
+      the next step ...                        checksums, write, flush, rename; at the pace of pace.py
       the next step ...                        what comes after a save: removing old ones
     4 at the next save, or at close: tell of it, or of its error
 
@@ -25,6 +25,7 @@ from typing import Literal, Protocol, Self, final
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import save_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint
+from lockstep.checkpoint.pace import Pace, Rest, no_rest
 from lockstep.checkpoint.state_copy import StateCopy
 from lockstep.errors import CheckpointError
 
@@ -72,6 +73,7 @@ class Saver:
         self._patience_seconds = patience_seconds
         self._copy = StateCopy()
         self._thread: threading.Thread | None = None
+        self._pace = Pace()
         self._saved: list[Path] = []
         self._errors: list[Exception] = []
 
@@ -105,10 +107,16 @@ class Saver:
             manifest=checkpoint.manifest,
         )
         # [Note: a thread per save]
+        self._pace = Pace()
         self._thread = threading.Thread(
-            target=self._write_kindly, args=(path, held, after), name="lockstep-saver", daemon=False
+            target=self._write_kindly, args=(path, held, after, self._pace.rest), name="lockstep-saver", daemon=False
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads, by a limit or because the interpreter ends
+            self._thread = None
+            self._write(path, held, after)
+            self.wait()
 
     def wait(self) -> None:
         """Wait until nothing is being written, and tell of what was.
@@ -117,7 +125,9 @@ class Saver:
             CheckpointError: A save failed, and is not only to be warned of.
         """
         if self._thread is not None:
-            self._join(self._thread)
+            self._pace.hurry()
+            if self._thread.ident is not None:  # a Ctrl-C may come before it is started
+                self._join(self._thread)
             self._thread = None
         saved, self._saved = self._saved, []
         errors, self._errors = self._errors, []
@@ -161,16 +171,16 @@ class Saver:
             )
             thread.join()
 
-    def _write_kindly(self, path: Path, checkpoint: Checkpoint, after: AfterSave) -> None:
+    def _write_kindly(self, path: Path, checkpoint: Checkpoint, after: AfterSave, rest: Rest) -> None:
         if sys.platform == "linux":  # elsewhere this would be the whole process's priority
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._write(path, checkpoint, after)
+        self._write(path, checkpoint, after, rest)
 
-    def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave) -> None:
+    def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, rest: Rest = no_rest) -> None:
         try:
-            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
-            save_checkpoint(path, replace(checkpoint, manifest=manifest))
+            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, rest))
+            save_checkpoint(path, replace(checkpoint, manifest=manifest), rest)
             self._saved.append(path)
             after(path)
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it

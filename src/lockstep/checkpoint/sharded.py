@@ -11,8 +11,10 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
@@ -122,6 +124,7 @@ class ShardedFolder:
         if not isinstance(entry, TensorStorageMetadata):
             return None
         # What no piece covers would keep whatever the memory held.
+        _check_pieces(name, entry)
         covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         if covered != math.prod(entry.size):
             raise CheckpointError(
@@ -159,7 +162,18 @@ class _Planner(DefaultLoadPlanner):
             ) from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in C leaves nothing to override but names
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
+    def load_build(self) -> None:
+        """Refuse to set attributes of what is no instance: those of a class or a function are everybody's."""
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(target, type | FunctionType | Enum):
+            raise pickle.UnpicklingError(f"{target.__module__}.{getattr(target, '__qualname__', target)}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -187,7 +201,7 @@ def _read_metadata(path: Path) -> Metadata:
     file_path = path / METADATA_NAME
     try:
         with file_path.open("rb") as file:
-            return _checked(_MetadataUnpickler(file).load())
+            metadata = _checked(_MetadataUnpickler(file).load())
     except pickle.UnpicklingError as error:
         if "." in str(error) and " " not in str(error):
             raise CheckpointError(
@@ -197,6 +211,36 @@ def _read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
     except UNREADABLE as error:
         raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
+    for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+        if (path / name).exists() and not (path / name).is_file():  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path / name} is no file. Copy the folder again.")
+    return metadata
+
+
+def _check_pieces(name: str, entry: TensorStorageMetadata) -> None:
+    """Check that a tensor's pieces lie within it and not over each other, so that as many numbers as it has fill it.
+
+    Raises:
+        ValueError: They do not.
+    """
+    bounds = [
+        tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in entry.chunks
+        if 0 not in chunk.sizes
+    ]
+    if any(
+        not 0 <= begin < end <= size for each in bounds for (begin, end), size in zip(each, entry.size, strict=True)
+    ):
+        raise ValueError(f"a piece of {name} lies outside it")
+    # Along the dimension that was cut most often, few pieces are beside each other.
+    most_cut = max(range(len(entry.size)), key=lambda dim: len({each[dim] for each in bounds}), default=0)
+    bounds.sort(key=lambda each: each[most_cut] if each else ())
+    for number, each in enumerate(bounds):
+        for other in bounds[number + 1 :]:
+            if each and other[most_cut][0] >= each[most_cut][1]:
+                break
+            if all(a < d and c < b for (a, b), (c, d) in zip(each, other, strict=True)):
+                raise ValueError(f"two pieces of {name} lie over each other")
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -213,6 +257,6 @@ def _checked(metadata: Any) -> Metadata:
             ):
                 raise TypeError(f"{name!r} has no dtype or no size")
     for info in metadata.storage_data.values():
-        if info.relative_path != Path(info.relative_path).name:
+        if info.relative_path in {"", ".", ".."} or info.relative_path != Path(info.relative_path).name:
             raise ValueError(f"it points to {info.relative_path!r}, outside its folder")
     return metadata

@@ -15,6 +15,7 @@ from lockstep.checkpoint.fit import LoadedWeights, Shape, describe_misfit, find_
 from lockstep.checkpoint.foreign import ForeignWeights, read_weights
 from lockstep.checkpoint.names import Renaming, first_components, fit_names
 from lockstep.checkpoint.pickled import UNREADABLE
+from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.checkpoint.wrapping import EXTRA_STATE
 from lockstep.errors import CheckpointError
 
@@ -114,14 +115,18 @@ def _compare(
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
-    return first.dtype != second.dtype or not torch.equal(first, second)
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return True
+    if torch.equal(first, second):
+        return False
+    return first.layout is not torch.strided or raw_bytes(first) != raw_bytes(second)  # a NaN does not equal itself
 
 
 def _shared(targets: Mapping[str, Any]) -> list[list[str]]:
     """Return the names that are one tensor in the model, together."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in targets.items():
-        if isinstance(value, Tensor) and not is_lazy(value) and value.numel():
+        if isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided and value.numel():
             place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
             groups.setdefault(place, []).append(name)
     return [names for names in groups.values() if len(names) > 1]

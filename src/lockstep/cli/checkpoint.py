@@ -83,7 +83,7 @@ def _list(found: Sequence[Findings]) -> None:
     for findings in found:
         typer.echo(str(findings))
         for name in findings.damaged:
-            typer.echo(f"  damaged: {name}")
+            typer.echo(f"  damaged: {_printable(name)}")
 
 
 def _show(contents: Contents) -> None:
@@ -92,12 +92,12 @@ def _show(contents: Contents) -> None:
         console.width = _WIDTH_IN_FILES
     facts = Table(show_header=False, box=None)
     for name, text in _facts(contents):
-        facts.add_row(name, Text(text))
+        facts.add_row(name, Text(_printable(text)))
     console.print(facts)
     table = Table("tensors", "of", "how many", "elements", "dtype", "size")
     for group in contents.groups:
         table.add_row(
-            Text(group.name),
+            Text(_printable(group.name)),
             "model" if group.is_model else "optimizer",
             str(group.num_tensors),
             f"{group.num_elements:,}",
@@ -127,6 +127,11 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, {}))
+
+
+def _printable(text: str) -> str:
+    """Return text from a file without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _describe_size(num_bytes: int) -> str:

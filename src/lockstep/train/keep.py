@@ -58,14 +58,17 @@ def find_best(saved: Sequence[Saved]) -> Saved | None:
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
-def choose_removed(saved: Sequence[Saved], keep: int) -> list[Saved]:
+def choose_removed(saved: Sequence[Saved], keep: int, written: int) -> list[Saved]:
     """Return the checkpoints that are too old to stay.
 
     Args:
         saved: All of a run.
         keep: How many of the newest stay, at least 1; the best stays besides.
+        written: Updates behind the one just written. Those with more are of before the run was taken back to an earlier
+            one, perhaps because they are damaged in a tensor, which nobody has looked at here: they do not count, and
+            are written over when the run comes to them.
     """
-    newest_first = sorted(saved, key=lambda each: -each.global_step)
+    newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
     best = find_best(saved)
     removed: list[Saved] = []
     num_whole = 0

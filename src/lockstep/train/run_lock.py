@@ -13,7 +13,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -32,19 +32,23 @@ def locked_run(run_dir: Path) -> Iterator[None]:
     Raises:
         RunDirectoryError: Another one is in it, or no lock can be made there.
     """
-    path = run_dir / LOCK_NAME
-    try:
-        file = path.open("a+b", buffering=0)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"The run directory {run_dir} cannot be locked: {error}. Make it writable, or choose another run_dir."
-        ) from error
-    with file:
-        _close_in_children(file)
-        _lock(file.fileno(), run_dir)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on host {socket.gethostname()}".encode())
-        yield
+    while True:
+        try:
+            file = (run_dir / LOCK_NAME).open("a+b", buffering=0)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"The run directory {run_dir} cannot be locked: {error}. Make it writable, or choose another run_dir."
+            ) from error
+        with file:
+            _close_in_children(file)
+            _lock(file.fileno(), run_dir)
+            if not os.fstat(file.fileno()).st_nlink:
+                continue  # a run that ended before it began took its directory away: nobody else would meet this lock
+            with suppress(OSError):  # a full disk; who holds the lock is a help and no more
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on host {socket.gethostname()}".encode())
+            yield
+            return
 
 
 def _lock(descriptor: int, run_dir: Path) -> None:

@@ -60,14 +60,14 @@ class RunSaver:
     def _tell(self, path: Path) -> None:
         self._recorder.record(CheckpointSaved(path=path, global_step=step_of(path)))
 
-    def _clear_up(self, _path: Path) -> None:
+    def _clear_up(self, written: Path) -> None:
         """Point to the best checkpoint, then remove what is too old; called when a new one is whole."""
         try:
             found = {self._describe(path): path for path in find_checkpoints(self._run_dir)}
             best = find_best(list(found))
             if best is not None:
                 point_to_best(self._run_dir, found[best])
-            for old in choose_removed(list(found), self._config.keep):
+            for old in choose_removed(list(found), self._config.keep, step_of(written)):
                 found[old].unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"Old checkpoints in {self._run_dir} could not be removed: {error}.") from error

@@ -105,6 +105,29 @@ def test_tied_tensors_and_views_are_written_once_and_without_the_rest(tmp_path: 
     assert set(torch.load(tmp_path / "d.pt")) == set(state)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_conjugate_that_is_only_marked_as_one_keeps_its_values(tmp_path: Path, form: Form) -> None:
+    # safetensors wrote the memory and lost the mark: every imaginary part had the other sign.
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    torch.save({"a": plain.conj(), "b": plain.clone().conj().imag}, tmp_path / "a.pt")
+    convert_weights(tmp_path / "a.pt", tmp_path / "b", form)
+    convert_weights(tmp_path / "b", tmp_path / "c.pt")
+    read = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert read["a"].tolist() == [1 - 2j, 3 + 4j]
+    assert read["b"].tolist() == [-2, 4]
+
+
+def test_a_sparse_tensor_is_read_and_written_where_it_can_be(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("a", torch.zeros(3, 3).to_sparse())
+    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    assert convert_weights(tmp_path / "a.pt", tmp_path / "b.pt").num_bytes == 12
+    assert load_weights(tmp_path / "b.pt", model).fits
+    assert torch.equal(model.get_buffer("a").to_dense(), torch.eye(3))
+    with pytest.raises(CheckpointError, match="could not be written"):
+        convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors")
+
+
 def test_extra_state_goes_along_where_it_can(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(2, 2))
     torch.save(model.state_dict(), tmp_path / "a.pt")

@@ -1,6 +1,7 @@
 """Files that are not what was written: flipped bits, cut-off ends, other formats; and what says so."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest, verify_checkpoint
+from lockstep.checkpoint import (
+    Checkpoint,
+    Manifest,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    state_digest,
+    verify_checkpoint,
+)
 from lockstep.checkpoint.file import read_header
 from lockstep.checkpoint.header import decode_header, encode_header, lay_out
 from lockstep.cli.main import app
@@ -105,6 +114,24 @@ def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: 
     assert not verify_checkpoint(path).is_whole
 
 
+def test_what_was_read_stays_when_the_file_goes(tmp_path: Path) -> None:
+    # The tensors were the mapped file: an optimizer took them as its state, and the first step after a mount was lost
+    # or a file cut short ended the process with SIGBUS.
+    path = write(tmp_path / "a.ckpt")
+    read = load_checkpoint(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, 0)
+    assert state_digest(read.model) == read.manifest.digest
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.ckpt")
+    kept = read_header(path)[0].num_bytes + 8  # the first tensor's
+    monkeypatch.setattr("lockstep.checkpoint.file.checksum", lambda *_: os.truncate(path, kept))
+    with pytest.raises(CheckpointError, match="became shorter"):
+        load_checkpoint(path)
+
+
 def test_what_is_cut_off_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes()[:-4])
@@ -117,6 +144,13 @@ def test_checks_can_be_left_out(tmp_path: Path) -> None:
     data = path.read_bytes()
     flip(path, data, len(data) - 1, bit=0)
     load_checkpoint(path, check=False)
+
+
+def test_a_header_that_promises_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:
+    place = {"dtype": "U8", "shape": [1 << 50], "data_offsets": [4, 4 + (1 << 50)]}
+    (tmp_path / "a.ckpt").write_bytes(sealed("{}", z=place))
+    findings = verify_checkpoint(tmp_path / "a.ckpt")
+    assert findings.damaged == ("z",)
 
 
 def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
@@ -142,6 +176,63 @@ def test_nonsense_is_refused_with_a_message(tmp_path: Path, header: bytes) -> No
     path.write_bytes((1 << 60).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="does not begin as a safetensors file"):
         load_checkpoint(path)
+
+
+def sealed(manifest: str, **places: Any) -> bytes:
+    """Return a file whose checksums hold and whose content somebody made up."""
+    header = encode_header(lay_out({"w": (torch.float32, (1,))}), {"lockstep": manifest})
+    if places:
+        values = {**json.loads(header[8:]), **places}
+        header = len(json.dumps(values)).to_bytes(8, "little") + json.dumps(values).encode()
+    return header + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("checksums", 5), ("metrics", [1]), ("metrics", {"a": "b"}), ("fingerprint", "s"), ("config", [1])),
+        *(("versions", None), ("digest", 3), ("loader", [1]), ("global_step", "x"), ("epoch", None), ("seed", True)),
+        *(("model_extra", {"$tensor": "gone"}), ("model_extra", {"$tuple": [1]}), ("format_version", "2")),
+        *(("model_extra", {"$dict": [[{}, 1]]}), ("optimizer", json.loads("[" * 150 + "]" * 150)), ("later", 1)),
+    ],
+)
+def test_a_manifest_of_other_kinds_is_refused_with_a_message(tmp_path: Path, key: str, value: Any) -> None:
+    # Each ended in a traceback of `show`, `verify` or `load_weights`.
+    path = write(tmp_path / "a.ckpt")
+    manifest = json.loads(read_header(path)[0].metadata["lockstep"])
+    path.write_bytes(sealed(json.dumps({**manifest, "checksums": {}, key: value})))
+    with pytest.raises(CheckpointError, match=r"cannot be understood|holds no values by name"):
+        load_weights(path, nn.Linear(1, 1))
+    for name in ("show", "verify"):
+        code, output = command(name, str(path))
+        assert code in {0, 1, 2}, output
+
+
+def test_nonsense_of_any_depth_or_size_is_refused_soon(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    place = {"dtype": "F32", "data_offsets": [0, 4]}
+    contents = [sealed("[" * 100_000), sealed("{}", w={**place, "shape": [1 << 40] * 200_000})]
+    contents.append(sealed("{}", w={**place, "shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}))
+    twice = json.dumps({"w": {**place, "shape": [1]}})[:-1] + "," + json.dumps({"w": {**place, "shape": [1, 1]}})[1:]
+    contents.append(len(twice).to_bytes(8, "little") + twice.encode() + bytes(4))
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="cannot be"):
+            load_checkpoint(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="it is no file"):
+        load_checkpoint(path)
+
+
+def test_state_too_deep_to_be_read_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+        write(tmp_path / "a.ckpt", optimizer=json.loads("[" * 150 + "]" * 150))
+
+
+def test_a_terminal_obeys_nothing_in_a_file(tmp_path: Path) -> None:
+    code, output = command("show", str(write(tmp_path / "a.ckpt", loader="\x1b]0;title\x07")))
+    assert (code, "\x1b" in output, "\\x1b]0;title\\x07" in output) == (0, False, True)
 
 
 def test_a_header_that_readers_would_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Files that torch, safetensors and others wrote, read into models."""
 
 import json
+import math
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -164,6 +165,13 @@ def test_two_tensors_for_what_is_one_in_the_model_are_refused(tmp_path: Path) ->
         CheckpointError, match=r"one tensor in the model and differ in the file: second.weight and third"
     ):
         load_weights(tmp_path / "a.pt", Tied())
+
+
+def test_one_tensor_under_two_names_may_hold_a_nan(tmp_path: Path) -> None:
+    model = Tied()
+    torch.nn.init.constant_(model.second.weight, math.nan)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    assert load_weights(tmp_path / "a.pt", Tied()).fits
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import pickle
 import tarfile
 import zipfile
@@ -115,11 +116,80 @@ def test_metadata_reaches_nothing_through_an_allowed_class(tmp_path: Path) -> No
     refuse(tmp_path / "a", "names torch.distributed.checkpoint.metadata.Metadata.__init__")
 
 
-def test_metadata_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pathlib PosixPath", "torch.serialization _get_layout"])
+def test_metadata_changes_no_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    # A pickle may set attributes of what it names: it made every path of the process be called "x", which is
+    # also how a folder's files were found to lie in it.
+    sharded(tmp_path / "a")
+    path = tmp_path / "a" / ".metadata"
+    build = f"c{kind}\n".replace(" ", "\n").encode() + b"N}Vname\nVx\nsV__kwdefaults__\nNs\x86b0"
+    path.write_bytes(build + path.read_bytes())
+    monkeypatch.setattr(pathlib.PurePosixPath, "name", pathlib.PurePath.name)  # which is put back
+    refuse(tmp_path / "a", f"names {kind.split(maxsplit=1)[0]}")
+    assert pathlib.PurePosixPath("here").name == "here"
+
+
+def test_pieces_that_do_not_make_the_tensor_are_refused(tmp_path: Path) -> None:
+    # As many numbers as the tensor has, but not in their places: what was in the memory before was loaded.
+    sharded(tmp_path / "a")
+    path = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entry = metadata.state_dict_metadata["weight"]
+    entry.chunks[0].offsets = torch.Size([5, 5])
+    path.write_bytes(pickle.dumps(metadata))
+    refuse(tmp_path / "a", "a piece of weight lies outside it")
+    entry.size, entry.chunks[0].offsets = torch.Size([4, 3]), torch.Size([0, 0])
+    entry.chunks.append(entry.chunks[0])
+    path.write_bytes(pickle.dumps(metadata))
+    refuse(tmp_path / "a", "two pieces of weight lie over each other")
+
+
+def test_a_pipe_in_a_sharded_folder_is_not_waited_for(tmp_path: Path) -> None:
+    sharded(tmp_path / "a")
+    (tmp_path / "a" / "__0_0.distcp").unlink()
+    os.mkfifo(tmp_path / "a" / "__0_0.distcp")
+    refuse(tmp_path / "a", "__0_0.distcp is no file")
+
+
+def write_entries(path: Path, content: bytes, **others: bytes) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", content)
+        for name, data in others.items():
+            archive.writestr(f"a/{name}", data)
+
+
+def test_a_small_archive_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_entries(tmp_path / "a.pt", b"\x80\x02" + b"N0" * (1 << 23) + b"}.")  # minutes of looking through it
+    refuse(tmp_path / "a.pt", "would take 16,777,220 bytes when unpacked")
+    monkeypatch.setattr("lockstep.checkpoint.pickled._MOST_UNPACKED", 100_000)
+    write_entries(tmp_path / "a.pt", b"\x80\x02}.", data=bytes(200_000))
+    refuse(tmp_path / "a.pt", "bytes when unpacked")
+
+
+def test_no_pickle_makes_tensors_on_a_gpu(tmp_path: Path) -> None:
+    # torch allows it, and map_location does not hold for what is made so.
+    write_entries(tmp_path / "a.pt", b"\x80\x02}X\x01\x00\x00\x00wctorch.cuda\nFloatTensor\nK\x06\x85Rs.")
+    refuse(tmp_path / "a.pt", "makes a torch.cuda.FloatTensor", "another worker's")
+
+
+def test_a_dictionary_with_attributes_of_its_own_is_refused(tmp_path: Path) -> None:
+    write_entries(
+        tmp_path / "a.pt", b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x05sb.", version=b"3"
+    )
+    refuse(tmp_path / "a.pt", "'int' object is not callable")
+
+
+def test_an_index_of_any_depth_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    refuse(tmp_path, "is no index of shards")
+
+
+@pytest.mark.parametrize("name", ["../secret", "..", "/etc/hosts"])
+def test_metadata_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
     sharded(tmp_path / "a")
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
-        info.relative_path = "../secret"
+        info.relative_path = name
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     refuse(tmp_path / "a", "outside its folder")
 
@@ -217,6 +287,13 @@ def test_content_without_weights_is_described(tmp_path: Path, content: Any, said
             load_weights(tmp_path / "a.pt", nn.Linear(3, 2))
     else:
         refuse(tmp_path / "a.pt", said)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="1 nested tensors, weight for one"):
+        load_weights(tmp_path / "a.pt", nn.Linear(3, 2))
 
 
 def test_a_dictionary_that_holds_itself_ends(tmp_path: Path) -> None:

@@ -141,6 +141,40 @@ def test_no_memory_for_the_copy_is_explained(tmp_path: Path, monkeypatch: pytest
         Saver().save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)))
 
 
+def test_a_save_is_slow_until_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lockstep.checkpoint.pace._PIECE_SECONDS", 0)
+    monkeypatch.setattr("lockstep.checkpoint.pace._RESTS_PER_WORK", 1e9)  # half a second for each megabyte
+    began = time.monotonic()
+    with Saver() as saver:
+        saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(8 << 20)))
+        time.sleep(0.7)
+        assert not (tmp_path / "a.ckpt").exists()
+    assert time.monotonic() - began < 5
+    assert (tmp_path / "a.ckpt").exists()
+
+
+def test_without_another_thread_it_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    saver = Saver()
+    saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)))
+    assert load_checkpoint(tmp_path / "a.ckpt").model["w"].tolist() == [1, 1]
+    saver.close()
+
+
+def test_an_interruption_before_the_thread_starts_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_and_fail(Saver(), tmp_path / "a.ckpt", None)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 def test_the_background_is_of_low_priority_and_the_training_is_not(tmp_path: Path) -> None:
     found: list[int] = []

@@ -12,8 +12,8 @@ def saved(*entries: tuple[int, float | None] | int, broken: tuple[int, ...] = ()
     return [Saved(global_step=step, score=score, is_whole=step not in broken) for step, score in pairs]
 
 
-def removed(found: list[Saved], keep: int) -> list[int]:
-    return sorted(each.global_step for each in choose_removed(found, keep))
+def removed(found: list[Saved], keep: int, written: int = 4) -> list[int]:
+    return sorted(each.global_step for each in choose_removed(found, keep, written))
 
 
 def test_the_newest_stay() -> None:
@@ -37,6 +37,13 @@ def test_a_damaged_one_neither_counts_nor_is_best() -> None:
     assert removed(saved(1, 2, broken=(2,)), keep=1) == []  # the only whole one
     assert removed(saved(1, 2, 3, broken=(1,)), keep=2) == [1]
     assert find_best(saved((1, 0.9), broken=(1,))) is None
+
+
+def test_what_is_newer_than_the_one_just_written_does_not_take_its_place() -> None:
+    # A run was taken back to step 1, for a bit had flipped in a tensor of 3 and of 4; headers were intact. At its next
+    # save the new checkpoint and the one it had gone on from were removed, and the two damaged ones stayed.
+    assert removed(saved(1, 2, 3, 4), keep=2, written=2) == []
+    assert removed(saved(0, 1, 2, 3, 4), keep=2, written=2) == [0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Two trainings in one directory. Children are forked: they hold real locks, and die real deaths."""
 
+import fcntl
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.train.run_lock import locked_run
+from lockstep.train.run_lock import LOCK_NAME, locked_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -66,4 +68,29 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_gone_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be locked"), locked_run(tmp_path / "gone"):
+        pass
+
+
+def test_a_full_disk_locks_nobody_out(tmp_path: Path) -> None:
+    # There was no room for the holder's name in the file, and `--resume` ended in a traceback.
+    def lock_without_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        lock.__enter__()
+
+    lock = locked_run(tmp_path)
+    with forked(lock_without_room), pytest.raises(RunDirectoryError, match="another process"), locked_run(tmp_path):
+        pass
+
+
+def test_a_lock_on_a_file_that_is_gone_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The run before takes its directory's files away between opening and locking, and ends.
+    flock = fcntl.flock
+
+    def lose_the_first(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / LOCK_NAME).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lose_the_first)
+    with locked_run(tmp_path), pytest.raises(RunDirectoryError, match="Another training"), locked_run(tmp_path):
         pass
