@@ -1,6 +1,7 @@
 """`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
 
 import math
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -252,7 +253,7 @@ class ShardedLoader:
             collate_fn=_as_it_is,
             pin_memory=self._pin_memory,
             persistent_workers=persistent,
-            worker_init_fn=partial(_start_loading_process, os.getpid()) if ties else None,
+            worker_init_fn=partial(_start_loading_process, _starter_pid()) if ties else None,
             # Its own generator: the default would draw from the global one, once per epoch.
             generator=torch.Generator(),
         )
@@ -307,8 +308,13 @@ def _check_slice(data: Any) -> Any:
     return data
 
 
-def _start_loading_process(parent_pid: int, _number: int) -> None:
-    die_with_parent(parent_pid)
+def _starter_pid() -> int | None:
+    """Return which process starts loading processes; None for a fork server, which ends when this process does."""
+    return None if multiprocessing.get_start_method() == "forkserver" else os.getpid()
+
+
+def _start_loading_process(parent_pid: int | None, _number: int) -> None:
+    die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:

@@ -124,6 +124,16 @@ def test_a_loader_that_is_dropped_ends_its_processes(is_abandoned: bool) -> None
         gc.enable()
 
 
+def test_loading_processes_may_come_from_a_fork_server() -> None:
+    # The default of Python 3.14. They once ended at once, for their parent is not the worker.
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        assert merged(1, num_workers=1) == merged(1)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_two_epochs_at_once_do_not_mix(num_workers: int) -> None:
     whole = loader(num_workers=num_workers)
