@@ -50,6 +50,7 @@ from lockstep.train.own_calls import ScheduleWatch, guard_steps
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
 from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
+from lockstep.train.step_checks import OrderWatch, check_places, check_written, find_bad_loss
 from lockstep.train.step_table import Standing, StepSums, StepTable, WorkerNumbers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -86,6 +87,8 @@ class StepResult:
     """The step that was taken."""
     is_skipped: bool = False
     """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
+    should_stop: bool = False
+    """Whether some worker was asked to stop (`Trainer.request_stop`): all are told so after the same step."""
 
 
 @final
@@ -197,8 +200,8 @@ class Trainer:
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
         self._buffers = BuffersOfShard0(model, self.world, self._device)
         self._watch = ParameterWatch(model)
-        self._is_first = True
-        self._has_inner_backwards = False
+        self._order = OrderWatch(lambda adds_once: self._gradients.trust(adds_once=adds_once))
+        self._wants_stop = False
         self._guard = guard_steps(optimizer, self)
         self._schedule = ScheduleWatch(scheduler)
         self._agreement = Agreement(model, optimizer, self.world)
@@ -238,14 +241,14 @@ class Trainer:
             raise
         with batch.assignment.held():
             sums = table.share(batch, self._stand(batch), self._take_numbers())
-            self._check_places(sums)
+            check_places(sums)
             if self._balancer is not None:
                 seconds, asked = zip(*((each.seconds, each.asked) for each in sums.standings), strict=True)
                 self._balancer.note(batch, seconds, max(asked))
         self._buffers.share(is_new_layout=sums.standings[0].has_new_layout)
         reseed_generators(derive_seed("update", self.seed, batch.cursor.epoch, batch.cursor.step))
-        self._check_written(sums, batch)
-        self._check_order(sums, batch)
+        check_written(sums, self._watch.names, batch)
+        self._order.check(sums, batch)
         self._agreement.check_options(sums.options, place_of(batch.cursor))
         self._agreement.check_values(sums.values, place_of(batch.cursor))
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
@@ -262,7 +265,27 @@ class Trainer:
         self._source, self._is_restored = batch.source, False
         self._last_content = batch.cursor.epoch, batch.content
         loss = sums.loss / sums.weight if sums.weight else math.nan
-        return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
+        return StepResult(
+            loss=loss,
+            weight=sums.weight,
+            cursor=batch.cursor,
+            is_skipped=bool(problem),
+            should_stop=any(standing.wants_stop for standing in sums.standings),
+        )
+
+    def request_stop(self) -> None:
+        """Have the steps from now on tell every worker to stop, in `StepResult.should_stop` (local).
+
+        For a signal that asks to end, which reaches the workers at different moments, or only one of them: all leave
+        the loop after the same step.
+
+            signal.signal(signal.SIGTERM, lambda number, frame: trainer.request_stop())
+            ...
+            if trainer.step(batch).should_stop:
+                trainer.save("run.ckpt")
+                sys.exit(75)
+        """
+        self._wants_stop = True
 
     @torch.no_grad()
     def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
@@ -436,7 +459,7 @@ class Trainer:
         self._buffers.begin(num_slices=len(turns), may_go_back=self._skips_nonfinite)
         if self.num_shards > 1:
             self._watch.begin()
-        attributes = plain_attributes(self.model) if self._is_first and self.world.rank == 0 else {}
+        attributes = plain_attributes(self.model) if self._order.is_first and self.world.rank == 0 else {}
         self._stopwatch.start()
         for number, turn in enumerate(turns, start=1):
             is_last = number == len(turns)
@@ -482,38 +505,8 @@ class Trainer:
             ran_inner=self._gradients.ran_inner,
             written=self._watch.find_written() if self.num_shards > 1 else 0,
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout,
+            wants_stop=self._wants_stop,
         )
-
-    def _check_written(self, sums: StepSums, batch: ShardedBatch) -> None:
-        rank, number = next(((rank, each.written) for rank, each in enumerate(sums.standings) if each.written), (0, 0))
-        if number:
-            raise LossError(
-                f"Parameter {self._watch.names[number - 1]} was written on rank {rank} while the shards of "
-                f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
-                "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
-                "buffers, or update it between two steps; do without max_norm in an embedding. The optimizer has "
-                "changed nothing in this step."
-            )
-
-    def _check_order(self, sums: StepSums, batch: ShardedBatch) -> None:
-        """Take in whether a backward has run another inside.
-
-        [Note: a backward inside a backward] in `lockstep.reduce.lending`.
-        """
-        rank = next((rank for rank, each in enumerate(sums.standings) if each.ran_inner), None)
-        is_new = rank is not None and not self._has_inner_backwards
-        is_late = is_new and not self._is_first
-        self._is_first = False
-        self._has_inner_backwards |= is_new
-        self._gradients.trust(adds_once=not self._has_inner_backwards)
-        if is_late:
-            raise LossError(
-                f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
-                f"does, at {place_of(batch.cursor)}; in no step before has one. Depending on the number of workers, "
-                "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
-                "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
-                "changed."
-            )
 
     def _held_parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -528,39 +521,9 @@ class Trainer:
             options=self._agreement.options_number(), values=self._agreement.values_number(), nonfinite=nonfinite
         )
 
-    def _check_places(self, sums: StepSums) -> None:
-        odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
-        if odd is None:
-            return
-        (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
-        if (epoch, step) == (other_epoch, other_step):
-            what = (
-                f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
-                f"rank {odd})"
-            )
-        else:
-            what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
-        raise ValueError(
-            f"The workers train on different batches: rank {odd}'s is {what}. Make the loader with the same arguments "
-            "on every rank, and skip no batch on one of them alone. No parameter was changed."
-        )
-
     def _find_problem(self, batch: ShardedBatch, sums: StepSums) -> str:
-        """Return what is wrong with the losses of a step, in words; empty if nothing is."""
-        for shard, (loss, weight) in enumerate(zip(sums.losses, sums.weights, strict=True)):
-            if not (math.isfinite(loss) and math.isfinite(weight)):
-                rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
-                return (
-                    f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                    f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
-                    'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
-                )
-        if not sums.weight > 0:
-            raise LossError(
-                f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
-                "zero: no shard had anything to learn from."
-            )
-        return self._explain_gradient(batch) if sums.has_nonfinite else ""
+        """Return what is wrong with the losses of a step, or the gradients, in words; empty if nothing is."""
+        return find_bad_loss(sums, batch) or (self._explain_gradient(batch) if sums.has_nonfinite else "")
 
     def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
         name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)
