@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -48,8 +50,23 @@ from lockstep.train.gradients import flag_nonfinite, name_nonfinite
 from lockstep.train.losses import explained_second_backward, read_loss
 from lockstep.train.own_calls import ScheduleWatch, guard_steps
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
-from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
+from lockstep.train.restoring import (
+    UnsavedBuffers,
+    check_options,
+    check_state,
+    class_name,
+    undone_on_error,
+)
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
+from lockstep.train.state_file import (
+    LoadedState,
+    heard_by_all,
+    pack_state,
+    read_together,
+    share_out,
+    unpack_state,
+    write_together,
+)
 from lockstep.train.step_checks import OrderWatch, check_places, check_written, find_bad_loss
 from lockstep.train.step_table import Standing, StepSums, StepTable, WorkerNumbers
 
@@ -332,7 +349,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to go on, on any number of workers (local).
 
-        To go on, load it into a trainer that was made in the same way, and begin where it stands:
+        `save` writes it into a file. To go on, load it into a trainer that was made in the same way, and begin where it
+        stands:
 
             for epoch in range(trainer.cursor.epoch, num_epochs):
                 for batch in loader.epoch(epoch, trainer.cursor.step):
@@ -348,6 +366,67 @@ class Trainer:
             )
         return self._take_state()
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Scheduler | LRScheduler | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> Path:
+        """Write all that the run needs to go on into one file, and return its path (collective: every worker calls).
+
+        Rank 0 writes; when this returns the file is whole and on the disk. It has the format that `lockstep train`
+        writes, docs/checkpoint-format.md.
+
+        Args:
+            path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
+            scheduler: One that you step yourself, if it is to go on as well.
+            metrics: What was measured, by name; `load` returns it.
+
+        Raises:
+            CheckpointError: On all workers: the file cannot be written. What was under `path` before is still there.
+            ValueError: The trainer steps a scheduler by itself already.
+        """
+        own = self._own_scheduler(scheduler)
+        made = self.scheduler if own is None else own
+        return write_together(
+            self.world,
+            Path(path),
+            lambda: pack_state(self.state_dict(), None if made is None else made.state_dict(), None, metrics),
+        )
+
+    def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
+        """Go on from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
+
+        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin where the run
+        stands, in the middle of an epoch too; this loop is right for a new trainer as well:
+
+            for epoch in range(trainer.cursor.epoch, num_epochs):
+                for batch in loader.epoch(epoch, trainer.cursor.step):
+                    trainer.step(batch)
+
+        Args:
+            path: The file; a directory for the newest whole checkpoint in it, with a warning for each that is broken.
+            scheduler: The one that `save` was given.
+
+        Raises:
+            CheckpointError: On all workers: the file is missing or damaged, is not the same on all of them, or belongs
+                to another model, optimizer or run. Nothing was changed.
+            ValueError: The trainer steps a scheduler by itself already.
+        """
+        own = self._own_scheduler(scheduler)
+        file, checkpoint = read_together(self.world, Path(path))
+
+        def restore() -> None:
+            state, made = share_out(unpack_state(checkpoint), has_scheduler=self.scheduler is not None, own=own)
+            self.load_state_dict(state)
+            if own is not None and made is not None:
+                own.load_state_dict(made)
+
+        heard_by_all(self.world, restore, "loading a checkpoint")
+        metrics = checkpoint.manifest.metrics
+        return LoadedState(path=file, cursor=self.cursor, global_step=self.global_step, metrics=metrics)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
 
@@ -361,6 +440,7 @@ class Trainer:
         with undone_on_error(self.model, self.optimizer):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            check_options(self.optimizer)
             if self.scaler is not None:
                 self.scaler.load_state_dict(state["scaler"])
             if self.scheduler is not None:
@@ -370,6 +450,14 @@ class Trainer:
         self.global_step = state["global_step"]
         self._source, self._is_restored = state.get("loader"), True
         self._compare_fingerprint(state.get("fingerprint"))
+
+    def _own_scheduler(self, scheduler: Scheduler | LRScheduler | None) -> Scheduler | LRScheduler | None:
+        if scheduler is not None and self.scheduler is not None:
+            raise ValueError(
+                "The trainer steps a scheduler, whose state is a part of its own. Leave scheduler= out; it is for one "
+                "that you step yourself."
+            )
+        return scheduler
 
     def _take_state(self) -> dict[str, Any]:
         return {
@@ -391,6 +479,8 @@ class Trainer:
     # -- Before a step -------------------------------------------------------------------------------------------------
 
     def _compare_fingerprint(self, saved: Mapping[str, Any] | None) -> None:
+        if self.world.rank != 0:  # one warning is enough
+            return
         differences = [] if saved is None else Fingerprint.from_dict(saved).differences(self.fingerprint())
         if differences:
             warnings.warn(

@@ -14,8 +14,9 @@ from lockstep.report.metrics_file import read_metrics
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import parse_config
 from lockstep.train.fit import fit
-from lockstep.train.run_directory import find_checkpoints, restore_trainer
+from lockstep.train.resuming import restore_run
 from lockstep.train.saving import RunSaver
+from lockstep.train.step_files import find_checkpoints
 
 MODULE = """
 import torch
@@ -176,7 +177,7 @@ def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
         saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
-    restore_trainer(parts.trainer, None, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
+    restore_run(parts, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
     restored: Any = parts.trainer.model
     assert restored.restored["name"] == "kept"
     assert torch.equal(restored.restored["seen"], torch.ones(2))
@@ -199,7 +200,7 @@ def saved(tmp_path: Path) -> Checkpoint:
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     parts = build(epochs=50)
-    restore_trainer(parts.trainer, None, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
+    restore_run(parts, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
     assert parts.trainer.digest() == checkpoint.manifest.digest
     assert (parts.trainer.cursor.epoch, parts.trainer.cursor.step, parts.trainer.global_step) == (1, 0, 1)
 
@@ -208,8 +209,8 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_a_run_does_not_go_on_as_another(tmp_path: Path, changes: dict[str, Any]) -> None:
     checkpoint = saved(tmp_path)
     [key] = changes
-    with pytest.raises(CheckpointError, match=f"begun with another config: {key} was"):
-        restore_trainer(build(**changes).trainer, None, checkpoint, parse_config(VALUES | changes, "config"))
+    with pytest.raises(CheckpointError, match=f"begun with another config.*: {key}(.lr)? was"):
+        restore_run(build(**changes), checkpoint, parse_config(VALUES | changes, "config"))
 
 
 def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
