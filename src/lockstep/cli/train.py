@@ -109,7 +109,7 @@ def _train_launched(wanted: Wanted, stop: StopRequest, *, force: bool) -> _Ended
         settings = LaunchSettings(
             workers=config.workers, devices=placement, threads_per_worker=config.threads_per_worker, stop=stop
         )
-        with _closing(job.run_dir):
+        with _closing(job.run_dir, stop):
             result, *_ = call_on_workers(train_worker, (job,), {}, settings)
     return _Ended(job.run_dir, result, is_shown_here=True)
 
@@ -121,7 +121,7 @@ def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _E
     config.check_workers(world.world_size)
     with ExitStack() as held:
         job: Job = world.from_first(lambda: _open(wanted, held))
-        with _closing(job.run_dir) if world.rank == 0 else nullcontext():
+        with _closing(job.run_dir, stop) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
                 told,
@@ -187,13 +187,14 @@ def _show_origin(opened: OpenedRun) -> None:
 
 
 @contextmanager
-def _closing(run_dir: Path) -> Iterator[None]:
+def _closing(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """Leave the run's directory in order, however the training ends."""
     try:
         yield
     finally:
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        _draw(run_dir)
+        if not stop.is_made:  # then there may be no time for pictures
+            _draw(run_dir)
         discard_unused(run_dir)
 
 

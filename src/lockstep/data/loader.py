@@ -18,7 +18,7 @@ from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
-from lockstep.processes import die_with_parent
+from lockstep.processes import die_with_parent, end_only_for_parent
 from lockstep.shards import derive_seed
 
 _PREFETCH_FACTOR = 2
@@ -309,6 +309,7 @@ def _check_slice(data: Any) -> Any:
 
 def _start_loading_process(parent_pid: int, _number: int) -> None:
     die_with_parent(parent_pid)
+    end_only_for_parent(parent_pid)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:
