@@ -1,5 +1,6 @@
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,32 @@ def test_a_checkpoint_that_was_damaged_does_not_push_out_a_whole_one(tmp_path: P
             if epoch == 1:
                 os.truncate(tmp_path / "step-00000002.ckpt", 1000)
     assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-0000000{step}.ckpt" for step in (3, 2, 1)]
+
+
+def test_what_was_allowed_to_change_changes(tmp_path: Path) -> None:
+    # The optimizer's state, which is loaded, holds the rate that it was made with.
+    changes = {"optimizer_args": {"lr": 0.5}, "batch_size": 10}
+    parts = build(**changes)
+    restore_run(parts, saved(tmp_path), parse_config(VALUES | changes, "config"), ["optimizer_args.lr", "batch_size"])
+    assert [group["lr"] for group in parts.trainer.optimizer.param_groups] == [0.5]
+    parts.trainer.step(next(parts.train.epoch(parts.trainer.cursor.epoch)))
+
+
+def test_an_argument_that_is_no_option_of_the_optimizer_cannot_change(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    old = {**checkpoint.manifest.config, "optimizer_args": {"scale": 1}}  # type: ignore[dict-item]
+    checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, config=old))
+    with pytest.raises(CheckpointError, match=r"optimizer_args.scale cannot be changed when a run goes on"):
+        restore_run(build(), checkpoint, parse_config(VALUES, "config"), ["all"])
+
+
+def test_data_that_have_grown_need_leave(tmp_path: Path) -> None:
+    # The config is what it was: a folder of images has got some more.
+    checkpoint, config = saved(tmp_path), parse_config(VALUES, "config")
+    grown = build(data_args={"length": 30})
+    with pytest.raises(CheckpointError, match=r"trained on 20 samples .*and the data are 30 samples.*--allow data"):
+        restore_run(grown, checkpoint, config)
+    restore_run(grown, checkpoint, config, ["data"])
+    middle = replace(checkpoint, manifest=replace(checkpoint.manifest, step=1))
+    with pytest.raises(CheckpointError, match="in the middle of an epoch, where this cannot change"):
+        restore_run(build(data_args={"length": 30}), middle, config, ["all"])
