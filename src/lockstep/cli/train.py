@@ -25,7 +25,7 @@ from lockstep.train.fit import FitResult, Stopped, fit
 from lockstep.train.opening import OpenedRun, Wanted, open_run
 from lockstep.train.resuming import Resume
 from lockstep.train.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
-from lockstep.train.stopping import StopRequest, asked_by_signals, listen
+from lockstep.train.stopping import StopRequest, asked_by_signals, ignore_from_here, listen
 
 
 def train(
@@ -69,10 +69,13 @@ def train(
         sys.path.insert(0, str(config_path.resolve().parent))
         told = find_launcher()
         stop = StopRequest()
-        with asked_by_signals(stop):
-            ended = _train_launched(wanted, stop, force=force) if told is None else _train_joined(wanted, stop, told)
-        if ended is not None:
-            _show(ended, [str(config_path), *(overrides or [])])
+        if told is None:
+            with asked_by_signals(stop):
+                ended = _train_launched(wanted, stop, force=force)
+        else:
+            listen(stop)
+            ended = _train_joined(wanted, stop, told)
+        _show(ended, [str(config_path), *(overrides or [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,8 @@ def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _E
                 threads=config.threads_per_worker,
                 seed=0,
             )
+    if isinstance(result, Stopped):
+        ignore_from_here()
     return _Ended(job.run_dir, result, is_shown_here=world.rank == 0)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.data import Cursor
-from lockstep.errors import LossError
+from lockstep.errors import CheckpointError, LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import Config
@@ -225,9 +225,16 @@ def _confirm_stop(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_
     path = run_dir / checkpoint_name(trainer.global_step)
 
     def confirm() -> None:
-        if saver is not None:
+        if saver is None:
+            return
+        try:
             saver.wait()
             read_manifest(path)  # the save may have failed with a warning
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The run was asked to stop, and where it stands could not be saved: {error} Checkpoints of before are "
+                "whole."
+            ) from error
 
     gather_results(trainer.world, confirm, "saving before the run stops")
     return Stopped(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)

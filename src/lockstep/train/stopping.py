@@ -56,6 +56,16 @@ def asked_by_signals(request: StopRequest) -> Iterator[None]:
         undo()
 
 
+def ignore_from_here() -> None:
+    """Ignore the signals that ask to stop from here to the end of the process, which has stopped.
+
+    torchrun ends the others when the first worker has ended. Python puts its own handlers away before it is gone, but
+    not that a signal is ignored: so who takes a little longer still ends with its own exit code.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def listen(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Take the signals that ask to stop as a request from here on, also one that was blocked so far; return the undo.
 

@@ -1,5 +1,7 @@
 """`--resume [PATH]` among the other arguments."""
 
+from typing import Any
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -31,7 +33,7 @@ from lockstep.cli.resume_option import ResumingCommand, give_value
     ],
 )
 def test_a_path_is_told_from_other_arguments(given: str, resumed: str) -> None:
-    parsed: dict[str, object] = {}
+    parsed: dict[str, Any] = {}
 
     def command(
         config: str,
