@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lockstep.cli.failures import RESUME_EXIT, failures_shown
 from lockstep.devices import Placement, place_workers
+from lockstep.errors import UsageError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
 from lockstep.launch.joined import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
@@ -57,6 +58,8 @@ def train(
     """
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
+        if allow and resume is None:
+            raise UsageError("--allow is about a run that goes on: say --resume too, or leave it out.")
         check_names(allow or [], Config.model_fields)
         wanted = Wanted(
             config=config,
