@@ -26,8 +26,10 @@ MODULE = """
 import gc
 import os
 import signal
+import subprocess
 import time
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -58,7 +60,11 @@ def play(rank, call, name, target, times="once"):
     if rank != os.environ["RANK"] or calls != int(call):
         return
     number, pid = getattr(signal, name), os.getpid() if target == "worker" else os.getppid()
-    os.kill(pid, number)
+    if target == "family":  # as Slurm does, a process of its own
+        family = [psutil.Process(), *psutil.Process().children()]
+        subprocess.run(["kill", f"-{number}", *(str(each.pid) for each in family)], check=True)
+    else:
+        os.kill(pid, number)
     if times == "twice":
         time.sleep(1.2)  # which makes it another request
         os.kill(pid, number)
@@ -199,9 +205,10 @@ def test_an_older_checkpoint_leads_to_the_same_end_in_a_new_directory(project: P
 
 
 def test_one_worker_of_torchrun_is_asked_and_all_stop(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch, "1 3 SIGUSR1 worker")
+    script(monkeypatch, "1 3 SIGTERM family")  # its loading process included
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [str(Path(sysconfig.get_path("scripts")) / "lockstep"), "train", "mine.yaml", "run_dir=run"]
+    command.append("loader_workers=1")
     ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, check=False, timeout=55)
     assert ended.stderr.count("Stopped as asked, after step 2 of 4 of epoch 1; all is saved in run/step-00000002") == 1
     assert ended.stderr.count("exitcode  : 75") == 2
