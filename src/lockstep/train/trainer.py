@@ -41,9 +41,9 @@ from lockstep.shards import Turn, derive_seed
 from lockstep.train.agreement import Agreement
 from lockstep.train.arguments import Arguments, check_arguments, check_same_terms
 from lockstep.train.balance import Balancer, Stopwatch
-from lockstep.train.batches import check_cut, check_sync_batchnorm, place_of
+from lockstep.train.batches import DataWatch, check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0, without_repeats
-from lockstep.train.checks import Conditions, check_fingerprints, check_optimizer
+from lockstep.train.checks import Conditions, ModelWatch, check_fingerprints, warn_of_other_conditions
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.gradients import flag_nonfinite, name_nonfinite
@@ -198,25 +198,22 @@ class Trainer:
         self._max_grad_norm = max_grad_norm
         self._skips_nonfinite = nonfinite == "skip"
         self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
-        self._held = [id(parameter) for parameter in self._held_parameters()]
-        self._source: str | None = None
-        self._last_content = 0, 0
-        self._has_warned_of_repeating = False
-        self._is_restored = False
+        self._data = DataWatch()
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
         self._stopwatch = Stopwatch(self._device)
-        self._trained = TrainedModel(model)
-        check_same_model(self._trained, self.world)
+        trained = TrainedModel(model)
+        check_same_model(trained, self.world)
         check_same_terms(terms)
         set_deterministic(deterministic)
         check_fingerprints(self.fingerprint(), self.world)
         self._conditions = Conditions()
         if self.world.group is not None:
-            broadcast_tensors(list(map(without_repeats, self._trained.tensors())), self.world.group)
-        self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
+            broadcast_tensors(list(map(without_repeats, trained.tensors())), self.world.group)
+        self._gradients = ShardReducer(trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
         self._buffers = BuffersOfShard0(model, self.world, self._device)
         self._watch = ParameterWatch(model)
+        self._model_watch = ModelWatch(model, optimizer, trained)
         self._order = OrderWatch(lambda adds_once: self._gradients.trust(adds_once=adds_once))
         self._wants_stop = False
         self._guard = guard_steps(optimizer, self)
@@ -244,8 +241,10 @@ class Trainer:
         """
         table = StepTable(self.world, self.num_shards, self._device)
         try:
-            self._check_batch(batch)
-            self._check_model()
+            check_cut(batch, self.num_shards, self.world)
+            check_sync_batchnorm(batch, self.model)
+            self._data.check(batch, self.cursor)
+            self._model_watch.check()
             self._conditions.check()
             self._schedule.check()
             self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
@@ -279,8 +278,7 @@ class Trainer:
             self._schedule.note()
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
-        self._source, self._is_restored = batch.source, False
-        self._last_content = batch.cursor.epoch, batch.content
+        self._data.note(batch)
         loss = sums.loss / sums.weight if sums.weight else math.nan
         return StepResult(
             loss=loss,
@@ -448,8 +446,9 @@ class Trainer:
                 self._schedule.note()
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
-        self._source, self._is_restored = state.get("loader"), True
-        self._compare_fingerprint(state.get("fingerprint"))
+        self._data.restore(state.get("loader"))
+        if self.world.rank == 0:  # one warning is enough
+            warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
 
     def _own_scheduler(self, scheduler: Scheduler | LRScheduler | None) -> Scheduler | LRScheduler | None:
         if scheduler is not None and self.scheduler is not None:
@@ -472,73 +471,9 @@ class Trainer:
             "global_step": self.global_step,
             "num_shards": self.num_shards,
             "seed": self.seed,
-            "loader": self._source,
+            "loader": self._data.source,
             "fingerprint": self.fingerprint().to_dict(),
         }
-
-    # -- Before a step -------------------------------------------------------------------------------------------------
-
-    def _compare_fingerprint(self, saved: Mapping[str, Any] | None) -> None:
-        if self.world.rank != 0:  # one warning is enough
-            return
-        differences = [] if saved is None else Fingerprint.from_dict(saved).differences(self.fingerprint())
-        if differences:
-            warnings.warn(
-                f"The run goes on under other conditions than it began: {'; '.join(differences)}. It will not have the "
-                "digest that it would have had.",
-                stacklevel=3,
-            )
-
-    def _check_batch(self, batch: ShardedBatch) -> None:
-        check_cut(batch, self.num_shards, self.world)
-        check_sync_batchnorm(batch, self.model)
-        if self._source is not None and batch.source != self._source:
-            raise ValueError(
-                f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
-                "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
-                "trainer of its own."
-            )
-        epoch, content = self._last_content
-        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
-            raise ValueError(
-                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
-                "length: an epoch is of one loader. Put several data sets into one with "
-                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
-            )
-        if self._is_restored and batch.cursor != self.cursor:
-            raise ValueError(
-                f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
-                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
-                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
-            )
-        if batch.cursor < self.cursor and not self._has_warned_of_repeating:
-            self._has_warned_of_repeating = True
-            warnings.warn(
-                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
-                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
-                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
-                stacklevel=3,
-            )
-
-    def _check_model(self) -> None:
-        held = [id(parameter) for parameter in self._held_parameters()]
-        if held != self._held:
-            check_optimizer(self.optimizer, self.model)
-            self._held = held
-        if not self._trained.has_changed():
-            return
-        current = TrainedModel(self.model)
-        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
-        now = {each.spec.name: str(each.spec) for each in current.trained}
-        changes = [f"{name} is no longer trained" for name in before if name not in now]
-        changes += [f"{name} is new or newly trained" for name in now if name not in before]
-        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
-        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
-        raise ValueError(
-            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
-            "optimizer of its parameters, on every worker alike."
-        )
 
     # -- During a step -------------------------------------------------------------------------------------------------
 
