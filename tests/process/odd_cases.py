@@ -253,6 +253,23 @@ def checkpoints_of_some_shards() -> Answer:
     return train(make(Sometimes()))
 
 
+def gradients_that_are_not_finite_somewhere() -> Answer:
+    # Each worker looks at a part of every bucket: one bad number, wherever it is, is seen on all of them.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 100), nn.Linear(100, 200), nn.Linear(200, 1)).double()
+    trainer = make(model, nonfinite="skip")
+    places = [(parameter, index) for parameter in model.parameters() for index in (0, parameter.numel() - 1)]
+    answer: Answer = []
+    for number, (parameter, index) in enumerate(places):
+        bad = torch.zeros(parameter.numel(), dtype=torch.float64)
+        bad[index] = (torch.inf, torch.nan)[number % 2]
+        hook = parameter.register_hook(lambda gradient, bad=bad: gradient + bad.view_as(gradient))
+        answer.append(trainer.step(next(batches().epoch(number))).is_skipped)
+        hook.remove()
+    assert all(answer)
+    return [*answer, *train(make(model))]
+
+
 class LateSparse(nn.Module):
     """Has its first sparse gradients in the second step."""
 
@@ -291,5 +308,6 @@ CASES: dict[str, Callable[[], Answer]] = {
         buffers_of_any_kind,
         checkpoints_of_some_shards,
         sparse_gradients_that_come_late,
+        gradients_that_are_not_finite_somewhere,
     )
 }

@@ -13,6 +13,9 @@ Every slice of the tensor has an owner. All ranks send it their partials of that
 With one partial per rank these are the bytes of a ring, 2 (W - 1) / W times the tensor, and two steps instead of
 2 (W - 1). Long tensors go in rounds: while one round is added, the next is being exchanged. On the shm backend ranks
 read each other's partials where they lie; the order of addition is the same.
+
+[Note: one addition] A sum of two numbers is the same in either order. So where two ranks hold one partial each, any
+all-reduce of theirs is in the order of the tree, and the group's own is taken: one call that runs beside a backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -143,13 +146,14 @@ class OrderedReductions:
             waits: Whether the caller waits at once.
         """
         group = self._world.group
+        has_own_order = isinstance(group, ShmProcessGroup) and list(layout) == self._one_each
+        is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
+        if out.device.type == "cpu" and is_in_place and (has_own_order or _is_one_addition(out, layout)):
+            work = dist.all_reduce(out, group=group, async_op=not waits)
+            return _do_nothing if work is None else work.wait
         if not isinstance(group, ShmProcessGroup) or out.device.type != "cpu":
             self._stream.start(partials, out, layout)
             return self._stream.finish
-        if list(layout) == self._one_each and partials[layout[self._world.rank][0]] is out:
-            # The order of this group's all-reduce is that of the tree, and it need not copy memory of its own.
-            work = dist.all_reduce(out, group=group, async_op=not waits)
-            return _do_nothing if work is None else work.wait
         reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
         call = describe_use("ordered_all_reduce", out, f"layout {reduction.layout}")
         work = _start_in_shared_memory(reduction, group, call, waits=waits)
@@ -159,6 +163,11 @@ class OrderedReductions:
             write_back(reduction.out, out)
 
         return finish
+
+
+def _is_one_addition(out: Tensor, layout: Layout) -> bool:
+    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
+    return [len(nodes) for nodes in layout] == [1, 1] and out.dtype in {torch.float32, torch.float64}
 
 
 def _do_nothing() -> None:

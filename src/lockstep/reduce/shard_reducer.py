@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import final
 
+import torch
 from torch import Tensor
 
 from lockstep.comm import World
+from lockstep.reduce.finiteness import sum_to_suspect
 from lockstep.reduce.lending import Lender
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
@@ -124,6 +126,17 @@ class ShardReducer:
                 self._reducer.synchronizes = True
             self._reducer.reduce_without_backward()
         self._partials.clear()
+
+    def sum_to_suspect(self, device: torch.device) -> Tensor:
+        """Return a number that is not finite if a gradient of the step that has ended is not (local).
+
+        Each worker looks at its slice of every bucket, so it is true of the numbers of all workers together: of the
+        slices, as of the gradients of one that is alone. See `lockstep.reduce.finiteness`.
+        """
+        if self._reducer is None:
+            return sum_to_suspect((each.grad for each in self._parameters if each.grad is not None), device)
+        slices = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
+        return sum_to_suspect((parts[self._world.rank] for parts in slices), device)
 
     def fail(self) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective)."""

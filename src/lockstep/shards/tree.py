@@ -110,17 +110,19 @@ def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable
     Raises:
         ValueError: A shard is missing, or what covers it is not a subtree.
     """
+    return _total(partials, (0, num_shards), num_shards, add)
 
-    def total(node: Node) -> T:
-        if node in partials:
-            return partials[node]
-        children = _children(node)
-        if not children:
-            raise ValueError(f"No partial covers shard {node[0]}; there are {sorted(partials)} of {num_shards} shards.")
-        left, right = children
-        return add(total(left), total(right))
 
-    return total((0, num_shards))
+def _total(partials: Mapping[Node, T], node: Node, num_shards: int, add: Callable[[T, T], T]) -> T:
+    # Not inside of its caller: a function that calls itself by a name around it is a cycle, which would keep the
+    # partials' memory until the garbage collector comes.
+    if node in partials:
+        return partials[node]
+    children = _children(node)
+    if not children:
+        raise ValueError(f"No partial covers shard {node[0]}; there are {sorted(partials)} of {num_shards} shards.")
+    left, right = (_total(partials, child, num_shards, add) for child in children)
+    return add(left, right)
 
 
 def _nodes_within(node: Node, start: int, stop: int) -> Iterator[Node]:

@@ -8,6 +8,7 @@ A row is written by one worker and zero on all others, so adding up in any order
 conclusions from the same numbers.
 """
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ class WorkerNumbers:
     """A number for the optimizer's options."""
     values: Tensor | int = 0
     """A number for the values of the parameters, where they were written since the last update."""
-    nonfinite: Tensor | int = 0
-    """Not 0 if a gradient is not finite."""
+    gradients: Tensor | int = 0
+    """A number that is not finite if a gradient is not, on this worker or, where it looks at a part, another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,8 @@ class StepSums:
     """Of every worker, `WorkerNumbers.options`."""
     values: tuple[float, ...]
     """Of every worker, `WorkerNumbers.values`."""
-    has_nonfinite: bool
-    """Whether a gradient is not finite."""
+    may_be_nonfinite: bool
+    """Whether it is to be asked closely if a gradient is not finite."""
 
     @property
     def loss(self) -> float:
@@ -116,7 +117,7 @@ class StepTable:
         known = torch.tensor([*place, *_to_numbers(standing), numbers.options], dtype=torch.float64)
         mine = self._rows[self._num_shards + self._world.rank]
         mine[: len(known)] = known.to(self._rows.device)
-        mine[-2], mine[-1] = numbers.values, numbers.nonfinite
+        mine[-2], mine[-1] = numbers.values, numbers.gradients
         if self._world.group is not None:
             dist.all_reduce(self._rows, group=self._world.group)
         rows: list[list[float]] = self._rows.tolist()
@@ -128,7 +129,7 @@ class StepTable:
             standings=tuple(_from_numbers(row[3:-3]) for row in workers),
             options=tuple(row[-3] for row in workers),
             values=tuple(row[-2] for row in workers),
-            has_nonfinite=any(row[-1] for row in workers),
+            may_be_nonfinite=not all(math.isfinite(row[-1]) for row in workers),
         )
 
 

@@ -46,7 +46,7 @@ from lockstep.train.buffers import BuffersOfShard0, without_repeats
 from lockstep.train.checks import Conditions, ModelWatch, check_fingerprints, warn_of_other_conditions
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
-from lockstep.train.gradients import flag_nonfinite, name_nonfinite
+from lockstep.train.gradients import are_finite, name_nonfinite
 from lockstep.train.losses import explained_second_backward, read_loss
 from lockstep.train.own_calls import ScheduleWatch, guard_steps
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
@@ -538,17 +538,19 @@ class Trainer:
 
     def _take_numbers(self) -> WorkerNumbers:
         """Return what the workers compare in this step (local)."""
-        nonfinite: Tensor | int = 0
+        gradients: Tensor | int = 0
         if self.scaler is None and self._max_grad_norm is None:  # else a scaler looks, or the norm tells
-            gradients = [parameter.grad for parameter in self._held_parameters() if parameter.grad is not None]
-            nonfinite = flag_nonfinite(gradients, self._device)
+            gradients = self._gradients.sum_to_suspect(self._device)
         return WorkerNumbers(
-            options=self._agreement.options_number(), values=self._agreement.values_number(), nonfinite=nonfinite
+            options=self._agreement.options_number(), values=self._agreement.values_number(), gradients=gradients
         )
 
     def _find_problem(self, batch: ShardedBatch, sums: StepSums) -> str:
         """Return what is wrong with the losses of a step, or the gradients, in words; empty if nothing is."""
-        return find_bad_loss(sums, batch) or (self._explain_gradient(batch) if sums.has_nonfinite else "")
+        bad_loss = find_bad_loss(sums, batch)
+        if not bad_loss and sums.may_be_nonfinite and not are_finite(self._held_parameters()):
+            return self._explain_gradient(batch)
+        return bad_loss
 
     def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
         name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)

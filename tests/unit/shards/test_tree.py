@@ -1,8 +1,11 @@
+import gc
 import math
 import operator
 import random
+import weakref
 
 import pytest
+import torch
 
 from lockstep.shards import add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_turns, shard_range
 from lockstep.shards.tree import Node
@@ -96,3 +99,16 @@ def test_a_missing_shard_is_an_error() -> None:
 def test_shards_outside_the_run_are_an_error() -> None:
     with pytest.raises(ValueError, match="not within the 4 shards"):
         partial_nodes(2, 5, 4)
+
+
+def test_what_was_added_is_let_go_of_at_once() -> None:
+    # It was once kept by a cycle; so buckets were held in every step, and had to take fresh memory.
+    gc.disable()
+    try:
+        partials = {(shard, shard + 1): torch.ones(1) for shard in range(3)}
+        added = weakref.ref(partials[0, 1])
+        add_in_tree_order(partials, 3, torch.add)
+        del partials
+        assert added() is None
+    finally:
+        gc.enable()

@@ -187,6 +187,17 @@ def test_a_gradient_that_is_not_finite_is_not_applied(max_grad_norm: float | Non
         assert training.digest() == before
 
 
+def test_finite_gradients_whose_sum_overflows_are_applied() -> None:
+    def steep(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return (outputs - outputs.detach()).mean(0).sum() * 3e38
+
+    training = make(nn.Linear(3, 4), loss=steep)
+    before = training.digest()
+    assert not training.step(next(loader().epoch(0))).is_skipped
+    assert training.digest() != before
+
+
 # -- Evaluation --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,38 @@
+"""Are the gradients numbers? Asked of a sum, which only reads: it is a number only if all that is in it are.
+
+A sum that is not finite is a suspicion, for sums of large numbers overflow. So it is for whoever asks to look closer
+then, and nothing depends on what was summed with what.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_SMALL_ELEMENTS = 1 << 14
+"""Tensors below are put together first: a call of its own would take longer than the copying."""
+_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What sums of these are kept in, which would overflow soon."""
+
+
+@torch.no_grad()
+def sum_to_suspect(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a float64 scalar on `device` that is not finite if any number in the tensors is not (local)."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    small: list[Tensor] = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if real.numel() < _SMALL_ELEMENTS:
+            small.append(real.reshape(-1))
+        else:
+            total += _sum(real).to(device)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for real in small:
+        by_kind.setdefault((real.dtype, real.device), []).append(real)
+    for alike in by_kind.values():
+        total += _sum(torch.cat(alike)).to(device)
+    return total
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=_SUMMED_AS.get(tensor.dtype))

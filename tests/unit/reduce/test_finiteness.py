@@ -1,0 +1,35 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.reduce.finiteness import sum_to_suspect
+
+CPU = torch.device("cpu")
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    """Small and large ones, of 100 everywhere: 65,504 is the largest number of half precision."""
+    return [torch.full((size,), 100.0, dtype=dtype) for size in (3, 1 << 15, 0, 1000)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_finite_numbers_are_not_suspected(dtype: torch.dtype) -> None:
+    total = sum_to_suspect(tensors(dtype), CPU)
+    assert total.dtype == torch.float64
+    assert total == 100.0 * (3 + (1 << 15) + 1000)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_one_bad_number_is_suspected(bad: float, dtype: torch.dtype, number: int) -> None:
+    found = tensors(dtype)
+    found[number][-1] = torch.tensor(complex(0.0, bad) if dtype.is_complex else bad)
+    assert not sum_to_suspect(found, CPU).isfinite()
+
+
+def test_infinities_of_both_signs_are_suspected() -> None:
+    assert not sum_to_suspect([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU).isfinite()
+    assert sum_to_suspect([], CPU) == 0
