@@ -53,6 +53,7 @@ PURE = (
     "lockstep.checkpoint.manifest",
     "lockstep.checkpoint.names",
     "lockstep.checkpoint.wrapping",
+    "lockstep.train.changes",
     "lockstep.train.keep",
     "lockstep.launch.environment",
     "lockstep.launch.lines",

@@ -32,6 +32,8 @@ class RunStarted:
     """Epoch before which the run ends."""
     num_steps: int
     """Steps of one epoch."""
+    first_step: int = 0
+    """Step within the epoch that comes first; not 0 where a run goes on in the middle of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class StepFinished:
     """Updates since the run began, this one included."""
     loss: float
     """Weighted mean loss of the global batch."""
+    weight: float = 1.0
+    """Its weight in the mean of the epoch; 0 for a step that was skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD = -1
@@ -26,6 +27,25 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_only_for(owner_pid: int) -> None:
+    """Let SIGTERM end this process only if its owner has sent it, and SIGUSR1 not at all (main thread; Linux).
+
+    Slurm and systemd send a signal to every process of a job. A worker that takes it as a request to save and stop
+    still needs its loading processes then.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != owner_pid:
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in the thread too: it inherits that
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def keep_freed_memory() -> None:

@@ -44,22 +44,22 @@ def train_case(case: Case, *, save_to: Path | None = None) -> Answer:
             counts.append([len(shards) for shards in batch.ranges])
             scales.append(1.0 if trainer.scaler is None else trainer.scaler.get_scale())
             if save_to is not None and trainer.global_step == PAUSE:
-                torch.save(trainer.state_dict(), save_to)
+                trainer.save(save_to)
     test = trainer.evaluate(loader, metric)["metric"]
     test_bits = (test.total.hex(), test.weight)
     return {"losses": losses, "digests": digests, "scales": scales, "test": test_bits, "counts": counts}
 
 
 def go_on(case: Case, path: Path) -> Answer:
-    case.trainer.load_state_dict(torch.load(path, weights_only=True))
+    case.trainer.load(path)
     return train_case(case)
 
 
 def train_all(run: ls.Run, folder: Path) -> dict[str, dict[str, Answer]]:
     """Train every case over shared memory and over Gloo, and from where three workers stopped; few on many workers."""
     cases = {name: make for name, make in CASES.items() if run.world_size < NUM_SHARDS or name in FEW}
-    paths = {name: folder / f"{name}.pt" for name in cases}
-    saves = run.world_size == WORKERS[0] and run.rank == 0
+    paths = {name: folder / f"{name}.ckpt" for name in cases}
+    saves = run.world_size == WORKERS[0]
     found = {
         "shm": {name: train_case(make(None), save_to=paths[name] if saves else None) for name, make in cases.items()}
     }

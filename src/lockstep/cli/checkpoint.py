@@ -15,7 +15,7 @@ from lockstep.checkpoint import Contents, Findings, show_checkpoint, verify_chec
 from lockstep.cli.convert import convert
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.errors import CheckpointError
-from lockstep.train.run_directory import find_checkpoints
+from lockstep.train.step_files import find_checkpoints
 
 _WIDTH_IN_FILES = 160
 

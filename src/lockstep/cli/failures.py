@@ -11,6 +11,8 @@ from lockstep.errors import LockstepError, UsageError, WorkerFailedError
 
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
+RESUME_EXIT = 75
+"""EX_TEMPFAIL of sysexits.h: stopped when asked to, and to be gone on with."""
 INTERRUPTED_EXIT = 130
 
 

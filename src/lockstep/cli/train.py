@@ -1,36 +1,32 @@
 """`lockstep train CONFIG`: train from a config file; the main job."""
 
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from lockstep.checkpoint import Manifest, read_manifest
-from lockstep.cli.failures import failures_shown
-from lockstep.devices import DeviceRequest, Placement, place_workers
-from lockstep.errors import CheckpointError
+from lockstep.cli.failures import RESUME_EXIT, failures_shown
+from lockstep.devices import Placement, place_workers
+from lockstep.errors import UsageError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
-from lockstep.launch.joined import find_launcher, join_started
-from lockstep.launch.launcher import launch
+from lockstep.launch.joined import find_launcher, join_started, run_here
+from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
-from lockstep.report import MetricsFile, PlainLines, ProgressBar
+from lockstep.report import MetricsFile, PlainLines, ProgressBar, sum_epoch
+from lockstep.settings import WorldVariables
+from lockstep.train.changes import check_names
 from lockstep.train.config import Config, read_config
-from lockstep.train.fit import FitResult, fit
-from lockstep.train.run_directory import (
-    CURVES_NAME,
-    METRICS_NAME,
-    check_same_run,
-    discard_unused,
-    find_checkpoints,
-    find_run_directory,
-    make_run_directory,
-    write_config,
-)
-from lockstep.train.run_lock import locked_run
+from lockstep.train.fit import FitResult, Stopped, fit
+from lockstep.train.opening import OpenedRun, Wanted, open_run
+from lockstep.train.resuming import Resume
+from lockstep.train.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
+from lockstep.train.stopping import StopRequest, asked_by_signals, ignore_from_here, listen
 
 
 def train(
@@ -38,105 +34,176 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run from its newest checkpoint.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[PATH]",
+            help="Go on with a run: from its newest checkpoint, or from PATH, a checkpoint or a run directory.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="With --resume: this key may be other than it was, though it changes the result; all."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
-    """Train the model of a config file."""
+    """Train the model of a config file.
+
+    SIGTERM and SIGUSR1 save and stop: exit code 75, go on with --resume. Exit code 0 when all is trained, 2 for bad
+    input, 130 after Ctrl-C, 1 otherwise.
+    """
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
+        if allow and resume is None:
+            raise UsageError("--allow is about a run that goes on: say --resume too, or leave it out.")
+        check_names(allow or [], Config.model_fields)
+        wanted = Wanted(
+            config=config,
+            name=config_path.stem,
+            resumed=resume,
+            says_directory=any(override.startswith("run_dir=") for override in overrides or []),
+            allowed=frozenset(allow or []),
+        )
         # What a config names is found beside it; launch hands the search path on to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
-        if find_launcher() is None:
-            _train_launched(config, config_path.stem, resume=resume, force=force)
+        told = find_launcher()
+        stop = StopRequest()
+        if told is None:
+            with asked_by_signals(stop):
+                ended = _train_launched(wanted, stop, force=force)
         else:
-            _train_joined(config, config_path.stem, resume=resume)
+            listen(stop)
+            ended = _train_joined(wanted, stop, told)
+        _show(ended, [str(config_path), *(overrides or [])])
 
 
-def _train_launched(config: Config, name: str, *, resume: bool, force: bool) -> None:
-    """Start workers, and show what they come to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker is to do."""
+
+    config: Config
+    """The run."""
+    run_dir: Path
+    """Its directory."""
+    resume: Resume | None
+    """From what it goes on."""
+    code: Path
+    """The folder of the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a run ended, for one process to show."""
+
+    run_dir: Path
+    result: FitResult | Stopped
+    is_shown_here: bool
+
+
+def _train_launched(wanted: Wanted, stop: StopRequest, *, force: bool) -> _Ended:
+    """Start workers, and return what they come to."""
+    config = wanted.config
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))
     with ExitStack() as held:
-        run_dir, checkpoint = _open_run(config, name, held, resume=resume)
+        job = _open(wanted, held)
         _show_placement(placement, config)
-        with _closing(run_dir):
-            result = _launch(config, run_dir, checkpoint, placement)
-    _show_result(result, run_dir)
+        settings = LaunchSettings(
+            workers=config.workers, devices=placement, threads_per_worker=config.threads_per_worker, stop=stop
+        )
+        with _closing(job.run_dir, stop):
+            result, *_ = call_on_workers(train_worker, (job,), {}, settings)
+    return _Ended(job.run_dir, result, is_shown_here=True)
 
 
-def _train_joined(config: Config, name: str, *, resume: bool) -> None:
+def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _Ended:
     """Be one of the workers that another launcher has started; the first one shows what they come to."""
+    config = wanted.config
     world = join_started(config.device_ids)
     config.check_workers(world.world_size)
     with ExitStack() as held:
-        run_dir, checkpoint = world.from_first(lambda: _open_run(config, name, held, resume=resume))
-        with _closing(run_dir) if world.rank == 0 else nullcontext():
-            result = _launch(config, run_dir, checkpoint, config.device_ids)
-    if world.rank == 0:
-        _show_result(result, run_dir)
+        job: Job = world.from_first(lambda: _open(wanted, held))
+        with _closing(job.run_dir, stop) if world.rank == 0 else nullcontext():
+            result, *_ = run_here(
+                lambda run: _train(run, job, stop),
+                told,
+                workers=config.workers,
+                devices=config.device_ids,
+                threads=config.threads_per_worker,
+                seed=0,
+            )
+    if isinstance(result, Stopped):
+        ignore_from_here()
+    return _Ended(job.run_dir, result, is_shown_here=world.rank == 0)
 
 
-def _launch(config: Config, run_dir: Path, checkpoint: Path | None, devices: DeviceRequest | Placement) -> FitResult:
-    result: FitResult
-    result, *_ = launch(
-        train_worker,
-        config,
-        run_dir,
-        checkpoint,
-        Path(sys.path[0]),  # the folder of the config, see `train`
-        workers=config.workers,
-        devices=devices,
-        threads_per_worker=config.threads_per_worker,
-    )
-    return result
+def train_worker(run: Run, job: Job) -> FitResult | Stopped:
+    """Train in one worker that was started for it."""
+    stop = StopRequest()
+    listen(stop)  # as long as the process lives: when all is done a request has no effect
+    return _train(run, job, stop)
+
+
+def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | Stopped:
+    """Train in one worker; rank 0 shows and records."""
+    with ExitStack() as stack:
+        recorder = _make_recorder(job.config, job.run_dir, stack) if run.rank == 0 else NULL_RECORDER
+        return fit(
+            job.config,
+            device=run.device,
+            run_dir=job.run_dir,
+            recorder=recorder,
+            resume=job.resume,
+            code=job.code,
+            stop=stop,
+        )
+
+
+def _open(wanted: Wanted, held: ExitStack) -> Job:
+    """Open the run, and bring its metrics to where it goes on."""
+    opened = open_run(wanted, held, lambda text: typer.echo(f"warning: {text}", err=True))
+    resume = None
+    if opened.origin is not None:
+        _show_origin(opened)
+        manifest = opened.origin.manifest
+        metrics = opened.run_dir / METRICS_NAME
+        before = opened.origin.run_dir
+        if before is not None and before != opened.run_dir and (before / METRICS_NAME).exists():
+            metrics.write_bytes((before / METRICS_NAME).read_bytes())
+        MetricsFile(metrics).rewind(manifest.global_step)
+        loss, weight = sum_epoch(metrics, manifest.epoch)
+        resume = Resume(
+            path=opened.origin.checkpoint,
+            allowed=frozenset(wanted.allowed),
+            epoch_loss=loss,
+            epoch_weight=weight,
+        )
+    return Job(config=wanted.config, run_dir=opened.run_dir, resume=resume, code=Path(sys.path[0]))
+
+
+def _show_origin(opened: OpenedRun) -> None:
+    assert opened.origin is not None
+    typer.echo(f"resuming from {opened.origin.checkpoint}")
+    if opened.origin.manifest.config is None:
+        typer.echo("  it was saved without a config, so that nothing can be said about changes")
+    for change in opened.changes:
+        typer.echo(f"  {change}")
 
 
 @contextmanager
-def _closing(run_dir: Path) -> Iterator[None]:
+def _closing(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """Leave the run's directory in order, however the training ends."""
     try:
         yield
     finally:
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        _draw(run_dir)
+        if not stop.is_made:  # then there may be no time for pictures
+            _draw(run_dir)
         discard_unused(run_dir)
-
-
-def train_worker(run: Run, config: Config, run_dir: Path, checkpoint: Path | None, code: Path) -> FitResult:
-    """Train in one worker; rank 0 shows and records."""
-    with ExitStack() as stack:
-        recorder = _make_recorder(config, run_dir, stack) if run.rank == 0 else NULL_RECORDER
-        return fit(config, device=run.device, run_dir=run_dir, recorder=recorder, resume_from=checkpoint, code=code)
-
-
-def _open_run(config: Config, name: str, held: ExitStack, *, resume: bool) -> tuple[Path, Path | None]:
-    """Return the run's directory, locked for as long as `held` is open, and the checkpoint to go on from."""
-    if not resume:
-        run_dir = make_run_directory(config.run_dir, name)
-        held.enter_context(locked_run(run_dir))
-        write_config(run_dir, config)
-        return run_dir, None
-    run_dir = find_run_directory(config.run_dir, name)
-    held.enter_context(locked_run(run_dir))
-    checkpoint, manifest = _newest_whole(run_dir)
-    check_same_run(manifest, config)
-    write_config(run_dir, config)
-    MetricsFile(run_dir / METRICS_NAME).rewind(manifest.global_step)
-    return run_dir, checkpoint
-
-
-def _newest_whole(run_dir: Path) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint that can be read, with a warning for each newer one that cannot."""
-    checkpoints = find_checkpoints(run_dir)
-    for path in checkpoints:
-        try:
-            return path, read_manifest(path)
-        except CheckpointError as error:
-            if path == checkpoints[-1]:
-                raise
-            typer.echo(f"warning: {error} Going on from the one before.", err=True)
-    raise AssertionError("find_run_directory returns only runs with a checkpoint")
 
 
 def _show_placement(placement: Placement, config: Config) -> None:
@@ -164,6 +231,24 @@ def _draw(run_dir: Path) -> None:
         draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
     except OSError as error:  # a picture is not worth hiding how the run ended
         typer.echo(f"warning: {run_dir / CURVES_NAME} could not be written: {error}.", err=True)
+
+
+def _show(ended: _Ended, arguments: Sequence[str]) -> None:
+    """Show how the run ended, where it is to be shown; exit with the code for a run that was stopped."""
+    if isinstance(ended.result, FitResult):
+        if ended.is_shown_here:
+            _show_result(ended.result, ended.run_dir)
+        return
+    if ended.is_shown_here:
+        cursor, steps = ended.result.cursor, ended.result.num_steps
+        where = f"after step {cursor.step} of {steps} of epoch {cursor.epoch + 1}"
+        if cursor.step == 0:
+            where = f"after epoch {cursor.epoch}"
+        command = shlex.join(["lockstep", "train", *arguments, "--resume", str(ended.run_dir)])
+        typer.echo(
+            f"Stopped as asked, {where}; all is saved in {ended.result.checkpoint}. Go on with: {command}", err=True
+        )
+    raise typer.Exit(RESUME_EXIT)
 
 
 def _show_result(result: FitResult, run_dir: Path) -> None:

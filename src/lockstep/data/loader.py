@@ -19,7 +19,7 @@ from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
-from lockstep.processes import die_with_parent
+from lockstep.processes import die_with_parent, end_only_for
 from lockstep.shards import derive_seed
 
 _PREFETCH_FACTOR = 2
@@ -253,7 +253,7 @@ class ShardedLoader:
             collate_fn=_as_it_is,
             pin_memory=self._pin_memory,
             persistent_workers=persistent,
-            worker_init_fn=partial(_start_loading_process, _starter_pid()) if ties else None,
+            worker_init_fn=partial(_start_loading_process, os.getpid(), _starter_pid()) if ties else None,
             # Its own generator: the default would draw from the global one, once per epoch.
             generator=torch.Generator(),
         )
@@ -313,8 +313,9 @@ def _starter_pid() -> int | None:
     return None if multiprocessing.get_start_method() == "forkserver" else os.getpid()
 
 
-def _start_loading_process(parent_pid: int | None, _number: int) -> None:
-    die_with_parent(os.getppid() if parent_pid is None else parent_pid)
+def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: int) -> None:
+    die_with_parent(os.getppid() if starter_pid is None else starter_pid)
+    end_only_for(worker_pid)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:

@@ -19,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, final
 
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
@@ -32,6 +33,7 @@ from lockstep.launch.messages import Assignment, Report, pack_call, read_up, wri
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.store import LOOPBACK_INTERFACE, open_store
 from lockstep.settings import LAUNCHED, worker_environment
+from lockstep.train.stopping import RELAYED, STOPPING, StopRequest
 
 _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""
@@ -108,6 +110,9 @@ def launch(
         TypeError: The function or an argument cannot be pickled.
         UsageError: This process may not open enough descriptors for so many workers.
     """
+    settings = LaunchSettings(
+        workers=workers, devices=devices, force=force, threads_per_worker=threads_per_worker, seed=seed
+    )
     told = find_launcher()
     if told is not None:
         return run_here(
@@ -118,7 +123,33 @@ def launch(
             threads=threads_per_worker,
             seed=seed,
         )
-    placement = place_workers(devices, workers=workers, force=force)
+    return call_on_workers(function, args, kwargs, settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """What `launch` is told besides the call; see there."""
+
+    workers: int | None = None
+    """How many."""
+    devices: DeviceRequest | Placement = None
+    """On what."""
+    force: bool = False
+    """Whether to take GPUs that others hold."""
+    threads_per_worker: int = 1
+    """CPU threads of each worker."""
+    seed: int = 0
+    """Of the global generators."""
+    stop: StopRequest | None = None
+    """Handed on to the workers, as a signal; None for functions that do not `listen` for any. Those that do have it
+    blocked until then, so that it is not lost on one that is still importing."""
+
+
+def call_on_workers(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: LaunchSettings
+) -> list[Any]:
+    """Do what `launch` does where no other launcher has started workers; raise what it raises."""
+    placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), _NUM_DESCRIPTORS)
     try:
         call = pack_call(function, args, kwargs)
@@ -131,7 +162,7 @@ def launch(
         store = open_store()
         lifeline, held = os.pipe()
         with _sigint_held_back():
-            crew = _Crew(held)
+            crew = _Crew(held, can_stop=settings.stop is not None)
             stack.callback(crew.stop)
         try:
             for rank, device in enumerate(placement.devices):
@@ -141,8 +172,8 @@ def launch(
                         world_size=len(placement.devices),
                         device=device.name,
                         store_port=store.port,
-                        threads=threads_per_worker,
-                        seed=seed,
+                        threads=settings.threads_per_worker,
+                        seed=settings.seed,
                         parent_pid=os.getpid(),
                         argv=tuple(sys.argv),
                         call=call,
@@ -153,6 +184,8 @@ def launch(
         finally:
             os.close(lifeline)
         crew.assign()
+        if settings.stop is not None:
+            settings.stop.tell(crew.ask_to_stop)
         reports = crew.wait()
     return [_load_result(report) for report in reports]
 
@@ -178,17 +211,19 @@ class _Crew:
 
     Args:
         lifeline: The end of their lifeline that only the launcher holds: open while it lives, a byte for each to leave.
+        can_stop: Whether the workers take signals as requests.
     """
 
-    def __init__(self, lifeline: int) -> None:
+    def __init__(self, lifeline: int, *, can_stop: bool) -> None:
         self._lifeline = lifeline
+        self._can_stop = can_stop
         self._sessions = Sessions()
         self._workers: list[_Worker] = []
         self._released = False
 
     def start(self, assignment: Assignment, device: Device, lifeline: int) -> None:
         """Start one worker; it waits for its assignment while it imports."""
-        with _sigint_held_back():  # until `stop` knows of it
+        with _sigint_held_back(), _blocked(STOPPING if self._can_stop else ()):  # until `stop` knows of it
             down_read, down_write = os.pipe()
             up_read, up_write = os.pipe()
             command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(lifeline)]
@@ -217,6 +252,12 @@ class _Crew:
             # A broken pipe: it is dead already, and `wait` says so, with its exit code.
             with contextlib.suppress(BrokenPipeError), os.fdopen(downward, "wb") as stream:
                 write_down(stream, sys.path, worker.assignment)
+
+    def ask_to_stop(self) -> None:
+        """Hand a request to stop on to every worker."""
+        for worker in self._workers:
+            if exit_code(worker.process) is None:
+                os.kill(worker.process.pid, RELAYED)
 
     def wait(self) -> list[Report]:
         """Return every worker's report, in rank order.
@@ -258,7 +299,9 @@ class _Crew:
                 deadline = time.monotonic() + _LEAVE_SECONDS
                 for worker in self._workers:
                     _wait_for(worker.process, deadline)
-            self._sessions.end(signal.SIGTERM, _TERMINATE_SECONDS, is_hurried=_sleep)
+            # To workers that take it as a request SIGTERM would not be the end.
+            first = signal.SIGKILL if self._can_stop else signal.SIGTERM
+            self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep)
         finally:  # also when a second Ctrl-C comes while this waits
             self._sessions.close()
             for worker in self._workers:
@@ -307,6 +350,16 @@ def _sigint_held_back() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
         if held:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread, and in a child for as long as it likes: it inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait_for(process: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -4,7 +4,7 @@ Everything here is a recorder of events, or reads what one wrote. A worker that 
 `curves.py` is imported by who draws, for matplotlib takes its time to import.
 """
 
-from lockstep.report.metrics_file import MetricsFile
+from lockstep.report.metrics_file import MetricsFile, sum_epoch
 from lockstep.report.progress import PlainLines, ProgressBar
 
-__all__ = ["MetricsFile", "PlainLines", "ProgressBar"]
+__all__ = ["MetricsFile", "PlainLines", "ProgressBar", "sum_epoch"]

@@ -76,6 +76,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
+    """Return the summed loss, each times its weight, and the summed weight of an epoch's steps in a metrics file.
+
+    In the order in which they were taken, so that a mean which goes on from here has the bits that it would have had.
+    """
+    loss = weight = 0.0
+    for row in read_metrics(path) if path.exists() else ():
+        if row["kind"] == "step" and row["epoch"] == epoch and row.get("weight"):
+            loss += row["loss"] * row["weight"]
+            weight += row["weight"]
+    return loss, weight
+
+
 def _as_line(event: Event) -> dict[str, Any] | None:
     match event:
         case StepFinished():
@@ -85,6 +98,7 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "step": event.step,
                 "global_step": event.global_step,
                 "loss": _finite(event.loss),
+                "weight": event.weight,
             }
         case EpochFinished():
             test = {f"test_{name}": _finite(value) for name, value in event.test.items()}

@@ -56,7 +56,7 @@ class ProgressBar:
         match event:
             case RunStarted():
                 total = event.num_epochs * event.num_steps
-                done = event.first_epoch * event.num_steps
+                done = event.first_epoch * event.num_steps + event.first_step
                 self._progress.update(self._task, total=total, completed=done, epoch=str(event.first_epoch + 1))
                 self._progress.start()
             case StepFinished():
@@ -76,15 +76,16 @@ def _describe_run(event: RunStarted) -> str:
     kind = "the CPU" if event.device.startswith("cpu") else "GPUs"
     return (
         f"training {event.num_parameters:,} parameters on {event.num_train_samples:,} samples "
-        f"with {workers} on {kind}, {event.num_shards} shards per step"
-        + _describe_start(event.first_epoch, event.num_epochs)
+        f"with {workers} on {kind}, {event.num_shards} shards per step" + _describe_start(event)
     )
 
 
-def _describe_start(first_epoch: int, num_epochs: int) -> str:
-    if first_epoch >= num_epochs:
-        return f"; the run has all its {first_epoch} epochs already, so there is nothing left to train"
-    return f", going on with epoch {first_epoch + 1}" if first_epoch else ""
+def _describe_start(event: RunStarted) -> str:
+    if event.first_epoch >= event.num_epochs:
+        return f"; the run has all its {event.first_epoch} epochs already, so there is nothing left to train"
+    if event.first_step:
+        return f", going on with epoch {event.first_epoch + 1}, step {event.first_step + 1} of {event.num_steps}"
+    return f", going on with epoch {event.first_epoch + 1}" if event.first_epoch else ""
 
 
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> str:

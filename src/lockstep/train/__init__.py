@@ -9,9 +9,11 @@ has the same parameters and buffers; evaluation counts every sample exactly once
 
 from lockstep.train.metrics import Mean, accuracy
 from lockstep.train.reproducibility import seed_generators, set_deterministic
+from lockstep.train.state_file import LoadedState
 from lockstep.train.trainer import Loss, Metric, StepResult, Trainer
 
 __all__ = [
+    "LoadedState",
     "Loss",
     "Mean",
     "Metric",

@@ -1,6 +1,7 @@
 """Is a batch one for this worker, and for this step of the run?"""
 
-from typing import Any
+import warnings
+from typing import Any, final
 
 from torch import nn
 
@@ -57,6 +58,61 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
             f"{name or 'the model'} is SyncBatchNorm, in whose statistics every worker takes part: some have nothing "
             "to give. Use BatchNorm, or a batch size that leaves a larger last batch."
         )
+
+
+@final
+class DataWatch:
+    """What a trainer remembers of the batches that it was given, so as to know whether the next one follows."""
+
+    def __init__(self) -> None:
+        self.source: str | None = None
+        """The loader of the run in words; None before the first step."""
+        self._last_content = 0, 0
+        self._is_restored = False
+        self._has_warned_of_repeating = False
+
+    def note(self, batch: ShardedBatch) -> None:
+        """Note the batch of a step that was taken."""
+        self.source, self._is_restored = batch.source, False
+        self._last_content = batch.cursor.epoch, batch.content
+
+    def restore(self, source: str | None) -> None:
+        """Take over the loader, in words, of a run that goes on; None if it may be any."""
+        self.source, self._is_restored = source, True
+
+    def check(self, batch: ShardedBatch, cursor: Cursor) -> None:
+        """Check that a batch is of the run's data, and warn if its step lies behind `cursor`.
+
+        Raises:
+            ValueError: It is of another loader, of other data, or not where a restored run stands.
+        """
+        if self.source is not None and batch.source != self.source:
+            raise ValueError(
+                f"The batch is of a loader of {batch.source}, and this run trains on one of {self.source}. A run has "
+                "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
+                "trainer of its own."
+            )
+        epoch, content = self._last_content
+        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
+            raise ValueError(
+                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
+                "length: an epoch is of one loader. Put several data sets into one with "
+                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
+            )
+        if self._is_restored and batch.cursor != cursor:
+            raise ValueError(
+                f"The restored run stands before epoch {cursor.epoch}, step {cursor.step}, and the batch is "
+                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
+                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
+            )
+        if batch.cursor < cursor and not self._has_warned_of_repeating:
+            self._has_warned_of_repeating = True
+            warnings.warn(
+                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
+                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
+                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
+                stacklevel=3,
+            )
 
 
 def place_of(cursor: Cursor) -> str:

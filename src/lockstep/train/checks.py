@@ -1,13 +1,15 @@
 """What a trainer refuses or warns of before its first step."""
 
 import warnings
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm import World
+from lockstep.reduce import TrainedModel
 from lockstep.train.fingerprint import Fingerprint
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
@@ -105,6 +107,62 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
                 "threads_per_worker and torch.set_num_threads.",
                 stacklevel=3,
             )
+
+
+def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) -> None:
+    """Warn where the bits of a run that goes on will depend on something else than they did."""
+    differences = [] if saved is None else Fingerprint.from_dict(saved).differences(now)
+    if differences:
+        warnings.warn(
+            f"The run goes on under other conditions than it began: {'; '.join(differences)}. It will not have the "
+            "digest that it would have had.",
+            stacklevel=3,
+        )
+
+
+@final
+class ModelWatch:
+    """Whether a model and its optimizer still have the parameters that a trainer was made for.
+
+    Args:
+        model: What is trained.
+        optimizer: Over its parameters.
+        trained: The model as it is when the trainer is made.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, trained: TrainedModel) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._trained = trained
+        self._held = self._look()
+
+    def check(self) -> None:
+        """Look again (local).
+
+        Raises:
+            ValueError: Something was added, taken away, frozen, unfrozen, cast or moved.
+        """
+        held = self._look()
+        if held != self._held:
+            check_optimizer(self._optimizer, self._model)
+            self._held = held
+        if not self._trained.has_changed():
+            return
+        current = TrainedModel(self._model)
+        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
+        now = {each.spec.name: str(each.spec) for each in current.trained}
+        changes = [f"{name} is no longer trained" for name in before if name not in now]
+        changes += [f"{name} is new or newly trained" for name in now if name not in before]
+        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
+        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
+        raise ValueError(
+            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
+            "optimizer of its parameters, on every worker alike."
+        )
+
+    def _look(self) -> list[int]:
+        return [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 @final

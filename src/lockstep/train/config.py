@@ -77,6 +77,8 @@ class Config(BaseModel):
     """How many checkpoints to keep, the newest."""
     keep_best: str | None = Field(default=None, min_length=1)
     """A metric of the test set: the best checkpoint by it is kept besides; `-loss` where lower is better."""
+    save_every: int | None = Field(default=None, ge=1)
+    """Save after so many steps too, in the middle of an epoch; None for the ends of epochs alone."""
     async_save: bool = True
     """Whether checkpoints are written in the background, from a copy of the state, while the training goes on."""
     on_save_error: Literal["stop", "warn"] = "stop"

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import load_checkpoint
-from lockstep.errors import LossError
+from lockstep.checkpoint import load_checkpoint, read_manifest
+from lockstep.data import Cursor
+from lockstep.errors import CheckpointError, LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import Config
@@ -19,8 +20,11 @@ from lockstep.train.environment import gather_facts, write_environment
 from lockstep.train.fingerprint import Fingerprint
 from lockstep.train.importing import call_object, import_object
 from lockstep.train.keep import check_wanted
-from lockstep.train.run_directory import restore_trainer
+from lockstep.train.resuming import Resume, restore_run
 from lockstep.train.saving import RunSaver
+from lockstep.train.step_files import checkpoint_name
+from lockstep.train.stopping import StopRequest
+from lockstep.train.together import gather_results
 from lockstep.train.trainer import Trainer
 
 
@@ -42,34 +46,50 @@ class FitResult:
     """What the config's `finish` function returned, on rank 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """Where a run stands that was asked to stop before its end."""
+
+    checkpoint: Path
+    """From what it goes on; on the disk."""
+    cursor: Cursor
+    """The next step."""
+    num_steps: int
+    """Steps of an epoch."""
+
+
 def fit(
     config: Config,
     *,
     device: torch.device,
     run_dir: Path,
     recorder: Recorder,
-    resume_from: Path | None = None,
+    resume: Resume | None = None,
     code: Path | None = None,
-) -> FitResult:
-    """Train as `config` says (collective: every worker calls).
+    stop: StopRequest | None = None,
+) -> FitResult | Stopped:
+    """Train as `config` says, or until somebody asks to stop (collective: every worker calls).
 
     Args:
         config: The run.
         device: Where this worker trains.
         run_dir: Where checkpoints go; rank 0 writes them, after every epoch, the last before this returns.
         recorder: Told what happens.
-        resume_from: A checkpoint of this run to go on from.
+        resume: A checkpoint of this run to go on from.
         code: The folder of the user's code, whose commit is noted; None for the current one.
+        stop: Asked of on one worker at least, all stop after the same step, when the state is on the disk.
 
     Raises:
         ConfigError: Something that the config names cannot be found, made or used.
         CheckpointError: A checkpoint cannot be written or read.
         LossError: The loss is not finite.
     """
+    stop = StopRequest() if stop is None else stop
     parts = build_parts(config, device)
     trainer = parts.trainer
-    if resume_from is not None:
-        restore_trainer(trainer, parts.scheduler, load_checkpoint(resume_from), config)
+    if resume is not None:
+        restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
+    stop.tell(trainer.request_stop)
     fingerprint = trainer.fingerprint()
     workers = gather_facts(trainer.world, device, fingerprint.device)
     if trainer.world.rank == 0:
@@ -77,11 +97,14 @@ def fit(
     recorder.record(_describe_run(config, parts, device))
     if parts.test is None:
         check_wanted(config.keep_best, {})
-    start = trainer.cursor
+    is_over = trainer.cursor.epoch >= config.epochs
     saver = RunSaver(config, run_dir, recorder) if trainer.world.rank == 0 else None
     with saver or nullcontext():
-        test = _train_epochs(config, parts, recorder, saver)
-    if start.epoch >= config.epochs and parts.test is not None:
+        sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
+        test = _train_epochs(Training(config, parts, recorder, saver, stop), sums)
+        if test is None:
+            return _confirm_stop(trainer, len(parts.train), saver, run_dir)
+    if is_over and parts.test is not None:
         test = trainer.evaluate(parts.test, parts.metric)
     counted = test.get("accuracy", test.get("loss"))
     return FitResult(
@@ -94,61 +117,136 @@ def fit(
     )
 
 
-def _train_epochs(config: Config, parts: RunParts, recorder: Recorder, saver: RunSaver | None) -> dict[str, Any]:
-    """Train, evaluate and save, epoch after epoch; return the last evaluation."""
-    trainer = parts.trainer
+@dataclass(slots=True)
+class EpochSums:
+    """What the mean loss of an epoch is made of; a run that goes on in the middle of one brings the first part."""
+
+    loss: float = 0.0
+    """Of the steps so far that were not skipped: loss times weight, summed."""
+    weight: float = 0.0
+    """Their summed weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A run that is trained, in one worker."""
+
+    config: Config
+    """The run."""
+    parts: RunParts
+    """What the config has made."""
+    recorder: Recorder
+    """Told what happens."""
+    saver: RunSaver | None
+    """On rank 0."""
+    stop: StopRequest
+    """Whether this worker was asked to stop."""
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Save where the run stands, on rank 0."""
+        _check_finite(self.parts.trainer)
+        if self.saver is not None:
+            self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
+
+
+def _train_epochs(training: Training, sums: EpochSums) -> dict[str, Any] | None:
+    """Train, evaluate and save, epoch after epoch; return the last evaluation, or None if the run is to stop.
+
+    A request that comes while an epoch is evaluated and saved is heard when that is done. After the last step there is
+    nothing to stop any more.
+    """
+    config, parts, trainer = training.config, training.parts, training.parts.trainer
     test: dict[str, Any] = {}
-    start = trainer.cursor
-    for epoch in range(start.epoch, config.epochs):
-        finished = _train_epoch(config, parts, epoch, start.step if epoch == start.epoch else 0, recorder)
+    for epoch in range(trainer.cursor.epoch, config.epochs):
+        finished = _train_epoch(training, epoch, sums)
+        if finished is None:
+            return None
+        sums = EpochSums()
         test = trainer.evaluate(parts.test, parts.metric) if parts.test is not None else {}
         values = {name: mean.value for name, mean in test.items()}
-        recorder.record(finished(values))
-        _check_finite(trainer, epoch)
-        if saver is not None:
-            saver.save(trainer, parts.scheduler, values)
+        training.recorder.record(finished(values))
+        training.save(values)
         check_wanted(config.keep_best, values)
+        if epoch + 1 < config.epochs and any(trainer.world.gather_objects(training.stop.is_made)):
+            return None
     return test
 
 
 def _train_epoch(
-    config: Config, parts: RunParts, epoch: int, start_step: int, recorder: Recorder
-) -> Callable[[Mapping[str, float]], EpochFinished]:
-    trainer = parts.trainer
+    training: Training, epoch: int, sums: EpochSums
+) -> Callable[[Mapping[str, float]], EpochFinished] | None:
+    """Train an epoch from where the run stands; return how it went, or None if it is saved and stops in the middle."""
+    config, parts, trainer = training.config, training.parts, training.parts.trainer
     began = time.perf_counter()
-    total = weight = 0.0
     num_samples = 0
     learning_rate = 0.0
-    for batch in parts.train.epoch(epoch, start_step):
+    for batch in parts.train.epoch(epoch, trainer.cursor.step):
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         result = trainer.step(batch)
         if not result.is_skipped:
-            total += result.loss * result.weight
-            weight += result.weight
+            sums.loss += result.loss * result.weight
+            sums.weight += result.weight
         num_samples += batch.num_samples
-        recorder.record(
-            StepFinished(epoch=epoch, step=batch.cursor.step, global_step=trainer.global_step, loss=result.loss)
+        training.recorder.record(
+            StepFinished(
+                epoch=epoch,
+                step=batch.cursor.step,
+                global_step=trainer.global_step,
+                loss=result.loss,
+                weight=0.0 if result.is_skipped else result.weight,
+            )
         )
+        if trainer.cursor.epoch == epoch:  # at its end it is evaluated first
+            is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
+            if is_due or result.should_stop:
+                training.save({})
+            if result.should_stop:
+                return None
     if parts.scheduler is not None and config.scheduler_interval == "epoch":
         parts.scheduler.step()
     seconds = time.perf_counter() - began
     return lambda test: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,
-        train_loss=total / weight if weight else math.nan,
+        train_loss=sums.loss / sums.weight if sums.weight else math.nan,
         test=test,
         samples_per_second=num_samples / seconds,
         learning_rate=learning_rate,
     )
 
 
-def _check_finite(trainer: Trainer, epoch: int) -> None:
+def _confirm_stop(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_dir: Path) -> Stopped:
+    """Return where the run stands when the last save is on the disk; nobody leaves before that (collective).
+
+    Raises:
+        CheckpointError: It is not there.
+        PeerFailedError: Rank 0 says so.
+    """
+    path = run_dir / checkpoint_name(trainer.global_step)
+
+    def confirm() -> None:
+        if saver is None:
+            return
+        try:
+            saver.wait()
+            read_manifest(path)  # the save may have failed with a warning
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The run was asked to stop, and where it stands could not be saved: {error} Checkpoints of before are "
+                "whole."
+            ) from error
+
+    gather_results(trainer.world, confirm, "saving before the run stops")
+    return Stopped(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)
+
+
+def _check_finite(trainer: Trainer) -> None:
     """Refuse to save a model that a finite loss with a gradient that is not finite has spoilt."""
     for name, parameter in trainer.model.named_parameters():
         if not parameter.isfinite().all():
             raise LossError(
-                f"Parameter {name} is not finite after epoch {epoch + 1}, though the losses were: a gradient was not. "
-                "Checkpoints of epochs before are kept. Try max_grad_norm, or a smaller learning rate."
+                f"Parameter {name} is not finite after update {trainer.global_step}, though the losses were: a "
+                "gradient was not. Checkpoints of before are kept. Try max_grad_norm, or a smaller learning rate."
             )
 
 
@@ -172,4 +270,5 @@ def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunS
         first_epoch=parts.trainer.cursor.epoch,
         num_epochs=config.epochs,
         num_steps=len(parts.train),
+        first_step=parts.trainer.cursor.step,
     )

@@ -58,6 +58,20 @@ def check_state(state: Any, expected: Mapping[str, Any]) -> None:
             )
 
 
+def check_options(optimizer: Optimizer) -> None:
+    """Check that an optimizer still has its options after it has taken a state, and so that the state was of its kind.
+
+    Raises:
+        ValueError: It has not.
+    """
+    for group in optimizer.param_groups:
+        missing = sorted(set(optimizer.defaults) - set(group))
+        if missing:
+            raise ValueError(
+                f"The state is of another optimizer than {type(optimizer).__name__}: it has no {', '.join(missing)}."
+            )
+
+
 @contextmanager
 def undone_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Give a model and an optimizer their values back if what is done within fails.

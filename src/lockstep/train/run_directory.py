@@ -15,17 +15,15 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
-from torch import Tensor
-
-from lockstep.checkpoint import Checkpoint, Manifest
-from lockstep.checkpoint.manifest import decode_state, encode_state
-from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.checkpoint import Checkpoint
+from lockstep.errors import RunDirectoryError
 from lockstep.train.config import Config
 from lockstep.train.environment import ENVIRONMENT_NAME
 from lockstep.train.run_lock import LOCK_NAME
+from lockstep.train.state_file import pack_state
+from lockstep.train.step_files import find_checkpoints
 from lockstep.train.trainer import Scheduler, Trainer
 
 CONFIG_NAME = "config.yaml"
@@ -33,15 +31,7 @@ METRICS_NAME = "metrics.jsonl"
 CURVES_NAME = "curves.png"
 BEST_NAME = "best.ckpt"
 
-_CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _RUNS = Path("runs")
-_MAY_CHANGE = frozenset(
-    {
-        *("async_save", "balance", "device_ids", "epochs", "finish", "finish_args", "keep", "keep_best"),
-        *("loader_workers", "metric", "on_save_error", "run_dir", "workers"),
-    }
-)
-"""Config keys that may differ when a run is resumed: they do not change what is computed, only where or how long."""
 
 
 def make_run_directory(run_dir: str | None, name: str) -> Path:
@@ -124,24 +114,6 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     return path
 
 
-def find_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, the newest first."""
-    numbered = {int(match[1]): path for path in run_dir.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
-    return [numbered[number] for number in sorted(numbered, reverse=True)]
-
-
-def checkpoint_name(global_step: int) -> str:
-    """Return what the checkpoint after so many updates is called."""
-    return f"step-{global_step:08d}.ckpt"
-
-
-def step_of(path: Path) -> int:
-    """Return how many updates are behind a checkpoint that `find_checkpoints` has found."""
-    match = _CHECKPOINT.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
 def point_to_best(run_dir: Path, path: Path) -> None:
     """Let best.ckpt be a link to a checkpoint of the run; at no moment is it missing, or a link to nothing.
 
@@ -171,74 +143,10 @@ def take_checkpoint(
     Raises:
         CheckpointError: The state holds something that a checkpoint cannot store.
     """
-    state = trainer.state_dict()
-    model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
-    extra = {name: value for name, value in state["model"].items() if name not in model}
-    tensors: dict[str, Tensor] = {}
-    optimizer = encode_state(state["optimizer"], "optimizer", tensors)
-    made = encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors) if scheduler else None
-    manifest = Manifest(
-        epoch=state["epoch"],
-        step=state["step"],
-        global_step=state["global_step"],
-        num_shards=state["num_shards"],
-        seed=state["seed"],
-        digest="",
-        loader=state["loader"],
-        fingerprint=state["fingerprint"],
-        scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
-        optimizer=optimizer,
-        scheduler=made,
-        model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
-        config=None if config is None else json.loads(config.model_dump_json()),
-        metrics=metrics,
-        versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
+    made = None if scheduler is None else scheduler.state_dict()
+    return pack_state(
+        trainer.state_dict(), made, None if config is None else json.loads(config.model_dump_json()), metrics
     )
-    return Checkpoint(model=model, optimizer=tensors, manifest=manifest)
-
-
-def restore_trainer(trainer: Trainer, scheduler: Scheduler | None, checkpoint: Checkpoint, config: Config) -> None:
-    """Bring a trainer to where a checkpoint was written (local: every worker calls, with the same file).
-
-    Raises:
-        CheckpointError: The checkpoint is of another model or another run.
-    """
-    manifest = checkpoint.manifest
-    check_same_run(manifest, config)
-    made = decode_state(manifest.scheduler, checkpoint.optimizer)
-    trainer.load_state_dict(
-        {
-            "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, checkpoint.optimizer)},
-            "optimizer": decode_state(manifest.optimizer, checkpoint.optimizer),
-            "scheduler": None if trainer.scheduler is None else made,
-            "scaler": decode_state(manifest.scaler, checkpoint.optimizer),
-            "loader": manifest.loader,
-            "fingerprint": manifest.fingerprint,
-            "epoch": manifest.epoch,
-            "step": manifest.step,
-            "global_step": manifest.global_step,
-            "num_shards": manifest.num_shards,
-            "seed": manifest.seed,
-        }
-    )
-    if scheduler is not None and trainer.scheduler is None and made is not None:
-        scheduler.load_state_dict(made)
-
-
-def check_same_run(manifest: Manifest, config: Config) -> None:
-    """Check that a config is that of the run which a checkpoint belongs to, but for where and how long it runs.
-
-    Raises:
-        CheckpointError: It differs in what would change the result; lists the differences.
-    """
-    saved = manifest.config or {}
-    now = json.loads(config.model_dump_json())
-    changed = [key for key in now if key in saved and saved[key] != now[key] and key not in _MAY_CHANGE]
-    if changed:
-        listed = "; ".join(f"{key} was {saved[key]!r} and is {now[key]!r}" for key in changed)
-        raise CheckpointError(
-            f"The run was begun with another config: {listed}. To go on, set it back; to change it, begin a new run."
-        )
 
 
 def _make_numbered(name: str) -> Path:

@@ -1,6 +1,5 @@
 """A run's checkpoints while it trains: writing them into its directory, and removing those that are too old."""
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,8 @@ from lockstep.errors import CheckpointError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.train.config import Config
 from lockstep.train.keep import Saved, choose_removed, find_best, score_of
-from lockstep.train.run_directory import checkpoint_name, find_checkpoints, point_to_best, step_of, take_checkpoint
+from lockstep.train.run_directory import point_to_best, take_checkpoint
+from lockstep.train.step_files import checkpoint_name, find_checkpoints, step_of
 from lockstep.train.trainer import Scheduler, Trainer
 
 
@@ -47,9 +47,16 @@ class RunSaver:
         Raises:
             CheckpointError: This save failed, or the one before did in the background; earlier ones are whole.
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        checkpoint = take_checkpoint(trainer, scheduler, self._config, finite)
+        checkpoint = take_checkpoint(trainer, scheduler, self._config, metrics)
         self._saver.save(self._run_dir / checkpoint_name(trainer.global_step), checkpoint, self._clear_up)
+
+    def wait(self) -> None:
+        """Wait until the last save is durable, or has failed.
+
+        Raises:
+            CheckpointError: It has failed, and is not only to be warned of.
+        """
+        self._saver.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,7 @@ from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 12
+_NUM_COLUMNS = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class Standing:
     """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
     has_new_layout: bool
     """Whether the model has other buffers than when the step began."""
+    wants_stop: bool
+    """Whether it was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,17 +135,19 @@ class StepTable:
 
 def _to_numbers(standing: Standing) -> tuple[float, ...]:
     asked = standing.asked
-    return standing.seconds, asked.epoch, asked.step, standing.ran_inner, standing.written, standing.has_new_layout
+    flags = standing.ran_inner, standing.written, standing.has_new_layout, standing.wants_stop
+    return standing.seconds, asked.epoch, asked.step, *flags
 
 
 def _from_numbers(numbers: Sequence[float]) -> Standing:
-    seconds, epoch, step, ran_inner, written, has_new_layout = numbers
+    seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
     return Standing(
         seconds=seconds,
         asked=Cursor(int(epoch), int(step)),
         ran_inner=bool(ran_inner),
         written=int(written),
         has_new_layout=bool(has_new_layout),
+        wants_stop=bool(wants_stop),
     )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -39,17 +41,33 @@ from lockstep.shards import Turn, derive_seed
 from lockstep.train.agreement import Agreement
 from lockstep.train.arguments import Arguments, check_arguments, check_same_terms
 from lockstep.train.balance import Balancer, Stopwatch
-from lockstep.train.batches import check_cut, check_sync_batchnorm, place_of
+from lockstep.train.batches import DataWatch, check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0, without_repeats
-from lockstep.train.checks import Conditions, check_fingerprints, check_optimizer
+from lockstep.train.checks import Conditions, ModelWatch, check_fingerprints, warn_of_other_conditions
 from lockstep.train.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
 from lockstep.train.fingerprint import Fingerprint, take_fingerprint
 from lockstep.train.gradients import are_finite, name_nonfinite
 from lockstep.train.losses import explained_second_backward, read_loss
 from lockstep.train.own_calls import ScheduleWatch, guard_steps
 from lockstep.train.reproducibility import reseed_generators, set_deterministic
-from lockstep.train.restoring import UnsavedBuffers, check_state, class_name, undone_on_error
+from lockstep.train.restoring import (
+    UnsavedBuffers,
+    check_options,
+    check_state,
+    class_name,
+    undone_on_error,
+)
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
+from lockstep.train.state_file import (
+    LoadedState,
+    heard_by_all,
+    pack_state,
+    read_together,
+    share_out,
+    unpack_state,
+    write_together,
+)
+from lockstep.train.step_checks import OrderWatch, check_places, check_written, find_bad_loss
 from lockstep.train.step_table import Standing, StepSums, StepTable, WorkerNumbers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -86,6 +104,8 @@ class StepResult:
     """The step that was taken."""
     is_skipped: bool = False
     """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
+    should_stop: bool = False
+    """Whether some worker was asked to stop (`Trainer.request_stop`): all are told so after the same step."""
 
 
 @final
@@ -178,27 +198,24 @@ class Trainer:
         self._max_grad_norm = max_grad_norm
         self._skips_nonfinite = nonfinite == "skip"
         self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
-        self._held = [id(parameter) for parameter in self._held_parameters()]
-        self._source: str | None = None
-        self._last_content = 0, 0
-        self._has_warned_of_repeating = False
-        self._is_restored = False
+        self._data = DataWatch()
         self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
         self._stopwatch = Stopwatch(self._device)
-        self._trained = TrainedModel(model)
-        check_same_model(self._trained, self.world)
+        trained = TrainedModel(model)
+        check_same_model(trained, self.world)
         check_same_terms(terms)
         set_deterministic(deterministic)
         check_fingerprints(self.fingerprint(), self.world)
         self._conditions = Conditions()
         if self.world.group is not None:
-            broadcast_tensors(list(map(without_repeats, self._trained.tensors())), self.world.group)
-        self._gradients = ShardReducer(self._trained, self.world, num_shards, bucket_limits or BucketLimits())
+            broadcast_tensors(list(map(without_repeats, trained.tensors())), self.world.group)
+        self._gradients = ShardReducer(trained, self.world, num_shards, bucket_limits or BucketLimits())
         self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
         self._buffers = BuffersOfShard0(model, self.world, self._device)
         self._watch = ParameterWatch(model)
-        self._is_first = True
-        self._has_inner_backwards = False
+        self._model_watch = ModelWatch(model, optimizer, trained)
+        self._order = OrderWatch(lambda adds_once: self._gradients.trust(adds_once=adds_once))
+        self._wants_stop = False
         self._guard = guard_steps(optimizer, self)
         self._schedule = ScheduleWatch(scheduler)
         self._agreement = Agreement(model, optimizer, self.world)
@@ -224,8 +241,10 @@ class Trainer:
         """
         table = StepTable(self.world, self.num_shards, self._device)
         try:
-            self._check_batch(batch)
-            self._check_model()
+            check_cut(batch, self.num_shards, self.world)
+            check_sync_batchnorm(batch, self.model)
+            self._data.check(batch, self.cursor)
+            self._model_watch.check()
             self._conditions.check()
             self._schedule.check()
             self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
@@ -238,14 +257,14 @@ class Trainer:
             raise
         with batch.assignment.held():
             sums = table.share(batch, self._stand(batch), self._take_numbers())
-            self._check_places(sums)
+            check_places(sums)
             if self._balancer is not None:
                 seconds, asked = zip(*((each.seconds, each.asked) for each in sums.standings), strict=True)
                 self._balancer.note(batch, seconds, max(asked))
         self._buffers.share(is_new_layout=sums.standings[0].has_new_layout)
         reseed_generators(derive_seed("update", self.seed, batch.cursor.epoch, batch.cursor.step))
-        self._check_written(sums, batch)
-        self._check_order(sums, batch)
+        check_written(sums, self._watch.names, batch)
+        self._order.check(sums, batch)
         self._agreement.check_options(sums.options, place_of(batch.cursor))
         self._agreement.check_values(sums.values, place_of(batch.cursor))
         problem = self._find_problem(batch, sums) or self._update(batch, sums)
@@ -259,10 +278,29 @@ class Trainer:
             self._schedule.note()
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
-        self._source, self._is_restored = batch.source, False
-        self._last_content = batch.cursor.epoch, batch.content
+        self._data.note(batch)
         loss = sums.loss / sums.weight if sums.weight else math.nan
-        return StepResult(loss=loss, weight=sums.weight, cursor=batch.cursor, is_skipped=bool(problem))
+        return StepResult(
+            loss=loss,
+            weight=sums.weight,
+            cursor=batch.cursor,
+            is_skipped=bool(problem),
+            should_stop=any(standing.wants_stop for standing in sums.standings),
+        )
+
+    def request_stop(self) -> None:
+        """Have the steps from now on tell every worker to stop, in `StepResult.should_stop` (local).
+
+        For a signal that asks to end, which reaches the workers at different moments, or only one of them: all leave
+        the loop after the same step.
+
+            signal.signal(signal.SIGTERM, lambda number, frame: trainer.request_stop())
+            ...
+            if trainer.step(batch).should_stop:
+                trainer.save("run.ckpt")
+                sys.exit(75)
+        """
+        self._wants_stop = True
 
     @torch.no_grad()
     def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
@@ -309,7 +347,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to go on, on any number of workers (local).
 
-        To go on, load it into a trainer that was made in the same way, and begin where it stands:
+        `save` writes it into a file. To go on, load it into a trainer that was made in the same way, and begin where it
+        stands:
 
             for epoch in range(trainer.cursor.epoch, num_epochs):
                 for batch in loader.epoch(epoch, trainer.cursor.step):
@@ -325,6 +364,67 @@ class Trainer:
             )
         return self._take_state()
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Scheduler | LRScheduler | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> Path:
+        """Write all that the run needs to go on into one file, and return its path (collective: every worker calls).
+
+        Rank 0 writes; when this returns the file is whole and on the disk. It has the format that `lockstep train`
+        writes, docs/checkpoint-format.md.
+
+        Args:
+            path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
+            scheduler: One that you step yourself, if it is to go on as well.
+            metrics: What was measured, by name; `load` returns it.
+
+        Raises:
+            CheckpointError: On all workers: the file cannot be written. What was under `path` before is still there.
+            ValueError: The trainer steps a scheduler by itself already.
+        """
+        own = self._own_scheduler(scheduler)
+        made = self.scheduler if own is None else own
+        return write_together(
+            self.world,
+            Path(path),
+            lambda: pack_state(self.state_dict(), None if made is None else made.state_dict(), None, metrics),
+        )
+
+    def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
+        """Go on from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
+
+        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin where the run
+        stands, in the middle of an epoch too; this loop is right for a new trainer as well:
+
+            for epoch in range(trainer.cursor.epoch, num_epochs):
+                for batch in loader.epoch(epoch, trainer.cursor.step):
+                    trainer.step(batch)
+
+        Args:
+            path: The file; a directory for the newest whole checkpoint in it, with a warning for each that is broken.
+            scheduler: The one that `save` was given.
+
+        Raises:
+            CheckpointError: On all workers: the file is missing or damaged, is not the same on all of them, or belongs
+                to another model, optimizer or run. Nothing was changed.
+            ValueError: The trainer steps a scheduler by itself already.
+        """
+        own = self._own_scheduler(scheduler)
+        file, checkpoint = read_together(self.world, Path(path))
+
+        def restore() -> None:
+            state, made = share_out(unpack_state(checkpoint), has_scheduler=self.scheduler is not None, own=own)
+            self.load_state_dict(state)
+            if own is not None and made is not None:
+                own.load_state_dict(made)
+
+        heard_by_all(self.world, restore, "loading a checkpoint")
+        metrics = checkpoint.manifest.metrics
+        return LoadedState(path=file, cursor=self.cursor, global_step=self.global_step, metrics=metrics)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
 
@@ -338,6 +438,7 @@ class Trainer:
         with undone_on_error(self.model, self.optimizer):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            check_options(self.optimizer)
             if self.scaler is not None:
                 self.scaler.load_state_dict(state["scaler"])
             if self.scheduler is not None:
@@ -345,8 +446,17 @@ class Trainer:
                 self._schedule.note()
         self.cursor = Cursor(state["epoch"], state["step"])
         self.global_step = state["global_step"]
-        self._source, self._is_restored = state.get("loader"), True
-        self._compare_fingerprint(state.get("fingerprint"))
+        self._data.restore(state.get("loader"))
+        if self.world.rank == 0:  # one warning is enough
+            warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
+
+    def _own_scheduler(self, scheduler: Scheduler | LRScheduler | None) -> Scheduler | LRScheduler | None:
+        if scheduler is not None and self.scheduler is not None:
+            raise ValueError(
+                "The trainer steps a scheduler, whose state is a part of its own. Leave scheduler= out; it is for one "
+                "that you step yourself."
+            )
+        return scheduler
 
     def _take_state(self) -> dict[str, Any]:
         return {
@@ -361,71 +471,9 @@ class Trainer:
             "global_step": self.global_step,
             "num_shards": self.num_shards,
             "seed": self.seed,
-            "loader": self._source,
+            "loader": self._data.source,
             "fingerprint": self.fingerprint().to_dict(),
         }
-
-    # -- Before a step -------------------------------------------------------------------------------------------------
-
-    def _compare_fingerprint(self, saved: Mapping[str, Any] | None) -> None:
-        differences = [] if saved is None else Fingerprint.from_dict(saved).differences(self.fingerprint())
-        if differences:
-            warnings.warn(
-                f"The run goes on under other conditions than it began: {'; '.join(differences)}. It will not have the "
-                "digest that it would have had.",
-                stacklevel=3,
-            )
-
-    def _check_batch(self, batch: ShardedBatch) -> None:
-        check_cut(batch, self.num_shards, self.world)
-        check_sync_batchnorm(batch, self.model)
-        if self._source is not None and batch.source != self._source:
-            raise ValueError(
-                f"The batch is of a loader of {batch.source}, and this run trains on one of {self._source}. A run has "
-                "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
-                "trainer of its own."
-            )
-        epoch, content = self._last_content
-        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
-            raise ValueError(
-                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
-                "length: an epoch is of one loader. Put several data sets into one with "
-                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
-            )
-        if self._is_restored and batch.cursor != self.cursor:
-            raise ValueError(
-                f"The restored run stands before epoch {self.cursor.epoch}, step {self.cursor.step}, and the batch is "
-                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
-                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
-            )
-        if batch.cursor < self.cursor and not self._has_warned_of_repeating:
-            self._has_warned_of_repeating = True
-            warnings.warn(
-                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
-                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
-                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
-                stacklevel=3,
-            )
-
-    def _check_model(self) -> None:
-        held = [id(parameter) for parameter in self._held_parameters()]
-        if held != self._held:
-            check_optimizer(self.optimizer, self.model)
-            self._held = held
-        if not self._trained.has_changed():
-            return
-        current = TrainedModel(self.model)
-        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
-        now = {each.spec.name: str(each.spec) for each in current.trained}
-        changes = [f"{name} is no longer trained" for name in before if name not in now]
-        changes += [f"{name} is new or newly trained" for name in now if name not in before]
-        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
-        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
-        raise ValueError(
-            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
-            "optimizer of its parameters, on every worker alike."
-        )
 
     # -- During a step -------------------------------------------------------------------------------------------------
 
@@ -436,7 +484,7 @@ class Trainer:
         self._buffers.begin(num_slices=len(turns), may_go_back=self._skips_nonfinite)
         if self.num_shards > 1:
             self._watch.begin()
-        attributes = plain_attributes(self.model) if self._is_first and self.world.rank == 0 else {}
+        attributes = plain_attributes(self.model) if self._order.is_first and self.world.rank == 0 else {}
         self._stopwatch.start()
         for number, turn in enumerate(turns, start=1):
             is_last = number == len(turns)
@@ -482,38 +530,8 @@ class Trainer:
             ran_inner=self._gradients.ran_inner,
             written=self._watch.find_written() if self.num_shards > 1 else 0,
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout,
+            wants_stop=self._wants_stop,
         )
-
-    def _check_written(self, sums: StepSums, batch: ShardedBatch) -> None:
-        rank, number = next(((rank, each.written) for rank, each in enumerate(sums.standings) if each.written), (0, 0))
-        if number:
-            raise LossError(
-                f"Parameter {self._watch.names[number - 1]} was written on rank {rank} while the shards of "
-                f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
-                "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
-                "buffers, or update it between two steps; do without max_norm in an embedding. The optimizer has "
-                "changed nothing in this step."
-            )
-
-    def _check_order(self, sums: StepSums, batch: ShardedBatch) -> None:
-        """Take in whether a backward has run another inside.
-
-        [Note: a backward inside a backward] in `lockstep.reduce.lending`.
-        """
-        rank = next((rank for rank, each in enumerate(sums.standings) if each.ran_inner), None)
-        is_new = rank is not None and not self._has_inner_backwards
-        is_late = is_new and not self._is_first
-        self._is_first = False
-        self._has_inner_backwards |= is_new
-        self._gradients.trust(adds_once=not self._has_inner_backwards)
-        if is_late:
-            raise LossError(
-                f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
-                f"does, at {place_of(batch.cursor)}; in no step before has one. Depending on the number of workers, "
-                "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
-                "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
-                "changed."
-            )
 
     def _held_parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -527,41 +545,12 @@ class Trainer:
             options=self._agreement.options_number(), values=self._agreement.values_number(), gradients=gradients
         )
 
-    def _check_places(self, sums: StepSums) -> None:
-        odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
-        if odd is None:
-            return
-        (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
-        if (epoch, step) == (other_epoch, other_step):
-            what = (
-                f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
-                f"rank {odd})"
-            )
-        else:
-            what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
-        raise ValueError(
-            f"The workers train on different batches: rank {odd}'s is {what}. Make the loader with the same arguments "
-            "on every rank, and skip no batch on one of them alone. No parameter was changed."
-        )
-
     def _find_problem(self, batch: ShardedBatch, sums: StepSums) -> str:
-        """Return what is wrong with the losses of a step, in words; empty if nothing is."""
-        for shard, (loss, weight) in enumerate(zip(sums.losses, sums.weights, strict=True)):
-            if not (math.isfinite(loss) and math.isfinite(weight)):
-                rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
-                return (
-                    f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                    f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
-                    'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
-                )
-        if not sums.weight > 0:
-            raise LossError(
-                f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
-                "zero: no shard had anything to learn from."
-            )
-        if sums.may_be_nonfinite and not are_finite(self._held_parameters()):
+        """Return what is wrong with the losses of a step, or the gradients, in words; empty if nothing is."""
+        bad_loss = find_bad_loss(sums, batch)
+        if not bad_loss and sums.may_be_nonfinite and not are_finite(self._held_parameters()):
             return self._explain_gradient(batch)
-        return ""
+        return bad_loss
 
     def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
         name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)

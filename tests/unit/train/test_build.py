@@ -1,5 +1,6 @@
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from lockstep.report.metrics_file import read_metrics
 from lockstep.train.build import RunParts, build_parts
 from lockstep.train.config import parse_config
 from lockstep.train.fit import fit
-from lockstep.train.run_directory import find_checkpoints, restore_trainer
+from lockstep.train.resuming import restore_run
 from lockstep.train.saving import RunSaver
+from lockstep.train.step_files import find_checkpoints
 
 MODULE = """
 import torch
@@ -176,7 +178,7 @@ def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
         saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
-    restore_trainer(parts.trainer, None, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
+    restore_run(parts, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
     restored: Any = parts.trainer.model
     assert restored.restored["name"] == "kept"
     assert torch.equal(restored.restored["seen"], torch.ones(2))
@@ -199,7 +201,7 @@ def saved(tmp_path: Path) -> Checkpoint:
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     parts = build(epochs=50)
-    restore_trainer(parts.trainer, None, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
+    restore_run(parts, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
     assert parts.trainer.digest() == checkpoint.manifest.digest
     assert (parts.trainer.cursor.epoch, parts.trainer.cursor.step, parts.trainer.global_step) == (1, 0, 1)
 
@@ -208,8 +210,8 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_a_run_does_not_go_on_as_another(tmp_path: Path, changes: dict[str, Any]) -> None:
     checkpoint = saved(tmp_path)
     [key] = changes
-    with pytest.raises(CheckpointError, match=f"begun with another config: {key} was"):
-        restore_trainer(build(**changes).trainer, None, checkpoint, parse_config(VALUES | changes, "config"))
+    with pytest.raises(CheckpointError, match=f"begun with another config.*: {key}(.lr)? was"):
+        restore_run(build(**changes), checkpoint, parse_config(VALUES | changes, "config"))
 
 
 def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
@@ -251,3 +253,32 @@ def test_a_checkpoint_that_was_damaged_does_not_push_out_a_whole_one(tmp_path: P
             if epoch == 1:
                 os.truncate(tmp_path / "step-00000002.ckpt", 1000)
     assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-0000000{step}.ckpt" for step in (3, 2, 1)]
+
+
+def test_what_was_allowed_to_change_changes(tmp_path: Path) -> None:
+    # The optimizer's state, which is loaded, holds the rate that it was made with.
+    changes = {"optimizer_args": {"lr": 0.5}, "batch_size": 10}
+    parts = build(**changes)
+    restore_run(parts, saved(tmp_path), parse_config(VALUES | changes, "config"), ["optimizer_args.lr", "batch_size"])
+    assert [group["lr"] for group in parts.trainer.optimizer.param_groups] == [0.5]
+    parts.trainer.step(next(parts.train.epoch(parts.trainer.cursor.epoch)))
+
+
+def test_an_argument_that_is_no_option_of_the_optimizer_cannot_change(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    old = {**checkpoint.manifest.config, "optimizer_args": {"scale": 1}}  # type: ignore[dict-item]
+    checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, config=old))
+    with pytest.raises(CheckpointError, match=r"optimizer_args.scale cannot be changed when a run goes on"):
+        restore_run(build(), checkpoint, parse_config(VALUES, "config"), ["all"])
+
+
+def test_data_that_have_grown_need_leave(tmp_path: Path) -> None:
+    # The config is what it was: a folder of images has got some more.
+    checkpoint, config = saved(tmp_path), parse_config(VALUES, "config")
+    grown = build(data_args={"length": 30})
+    with pytest.raises(CheckpointError, match=r"trained on 20 samples .*and the data are 30 samples.*--allow data"):
+        restore_run(grown, checkpoint, config)
+    restore_run(grown, checkpoint, config, ["data"])
+    middle = replace(checkpoint, manifest=replace(checkpoint.manifest, step=1))
+    with pytest.raises(CheckpointError, match="in the middle of an epoch, where this cannot change"):
+        restore_run(build(data_args={"length": 30}), middle, config, ["all"])

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.train.run_directory import discard_unused, find_checkpoints, find_run_directory, make_run_directory
+from lockstep.train.run_directory import discard_unused, find_run_directory, make_run_directory
+from lockstep.train.step_files import find_checkpoints
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,56 @@
+"""Checkpoints by the name of the step that they were written after: `step-00000132.ckpt`."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.checkpoint import Manifest, read_manifest
+from lockstep.errors import CheckpointError
+
+_CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
+
+
+def checkpoint_name(global_step: int) -> str:
+    """Return what the checkpoint after so many updates is called."""
+    return f"step-{global_step:08d}.ckpt"
+
+
+def has_step(path: Path) -> bool:
+    """Return whether a file is called as a checkpoint of a run is."""
+    return _CHECKPOINT.fullmatch(path.name) is not None
+
+
+def step_of(path: Path) -> int:
+    """Return how many updates are behind a checkpoint, of which `has_step` holds."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest first."""
+    numbered = {step_of(path): path for path in folder.iterdir() if has_step(path)}
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
+
+
+def newest_whole(folder: Path, tell: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
+    """Return the newest checkpoint that can be read.
+
+    Args:
+        folder: Where they are.
+        tell: Told of each newer one that cannot.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = find_checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint. Name a file, or a directory in which a run has saved.")
+    for path in found:
+        try:
+            return path, read_manifest(path)
+        except CheckpointError as error:
+            if path == found[-1]:
+                raise
+            tell(error)
+    raise AssertionError("the last one is returned, or raised for")
