@@ -47,6 +47,8 @@ class Hosts:
         self._started: list[subprocess.Popen[str]] = []
         _inside(self._switch, "ip link add name switch type bridge && ip link set switch up")
         addresses = "\n".join(f"{self.address(number)} host{number}" for number in range(count))
+        resolver = folder / "resolv.conf"
+        resolver.write_text("nameserver 127.0.0.1\n")  # nobody answers, which shows at once
         for number in range(count):
             hosts_file = folder / f"hosts{number}"
             hosts_file.write_text(f"127.0.0.1 localhost\n{addresses if names is None else names[number]}\n")
@@ -59,7 +61,8 @@ class Hosts:
             )
             _inside(
                 host,
-                f"hostname host{number} && mount --bind {hosts_file} /etc/hosts && ip link set lo up && "
+                f"hostname host{number} && mount --bind {hosts_file} /etc/hosts && "
+                f"mount --bind {resolver} /etc/resolv.conf && ip link set lo up && "
                 f"ip addr add {self.address(number)}/24 dev link{number} && ip link set link{number} up && "
                 "ip route add default via 10.77.0.254",
             )
