@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LaterFormatError
 
 FORMAT_VERSION = 2
 """Raised when a reader of the version before could misread a file; docs/checkpoint-format.md has each version."""
@@ -83,13 +83,14 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: Not a manifest, or one of a later format.
+            CheckpointError: Not a manifest.
+            LaterFormatError: One of a later format.
         """
         try:
             values = json.loads(text)
             version = values["format_version"]
             if version > FORMAT_VERSION:
-                raise CheckpointError(
+                raise LaterFormatError(
                     f"The checkpoint has format {version}, and this Lockstep reads formats up to {FORMAT_VERSION}. "
                     "Update Lockstep to read it."
                 )

@@ -5,6 +5,7 @@
     a run directory         that one, its newest whole checkpoint
     a checkpoint in a run   that run's directory, if no newer checkpoint is in it: it would be of another history. With
                             run_dir=NAME a new directory, and the old one stays as it is
+                            (In both cases newer ones that are broken are renamed, so that they never count again.)
     any other checkpoint    a new directory
 
 A new directory that goes on from a checkpoint gets it first of all, so that from then on it is a run as any other.
@@ -17,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint import Manifest, read_manifest
+from lockstep.checkpoint import Manifest, read_manifest, read_whole
 from lockstep.checkpoint.durable import written_whole
-from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.train.changes import Change, check_changes
 from lockstep.train.config import Config
 from lockstep.train.resuming import compare_config
@@ -29,6 +30,9 @@ from lockstep.train.step_files import checkpoint_name, find_checkpoints, has_ste
 
 NEWEST = ""
 """Stands for the path of a run's newest checkpoint."""
+
+BROKEN_SUFFIX = ".broken"
+"""Added to the name of a checkpoint that is broken, where its run goes on from one before."""
 
 Tell = Callable[[str], None]
 
@@ -104,6 +108,7 @@ def open_run(wanted: Wanted, held: ExitStack, warn: Tell) -> OpenedRun:
     check_changes(changes, wanted.allowed)
     if found is not None and not forks:
         run_dir = found
+        _put_broken_aside(found, origin, warn)
     else:
         run_dir = make_run_directory(config.run_dir, wanted.name)
         held.enter_context(locked_run(run_dir))
@@ -149,7 +154,7 @@ def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
 def _check_newest(run_dir: Path, origin: Origin) -> None:
     """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
     newer = [each for each in find_checkpoints(run_dir) if step_of(each) > step_of(origin.checkpoint)]
-    whole = [each.name for each in newer if _is_readable(each)]
+    whole = [each.name for each in newer if _is_whole(each)]
     if whole:
         raise RunDirectoryError(
             f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(whole)} would be of another "
@@ -158,9 +163,27 @@ def _check_newest(run_dir: Path, origin: Origin) -> None:
         )
 
 
-def _is_readable(path: Path) -> bool:
+def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
+    """Rename checkpoints newer than the one gone on from, all of them broken.
+
+    Under their names they would stand for steps that are about to be taken anew: as the newest at the next resume, as
+    the best, or among those that `keep` counts.
+    """
+    for path in find_checkpoints(run_dir):
+        if step_of(path) > step_of(origin.checkpoint):
+            aside = path.with_name(f"{path.name}{BROKEN_SUFFIX}")
+            try:
+                path.replace(aside)
+            except OSError as error:
+                raise RunDirectoryError(f"The broken {path} could not be renamed to {aside}: {error}.") from error
+            warn(f"{path} is called {aside.name} now.")
+
+
+def _is_whole(path: Path) -> bool:
     try:
-        read_manifest(path)
+        read_whole(path)
+    except LaterFormatError:
+        return True
     except CheckpointError:
         return False
     return True

@@ -16,7 +16,7 @@ from lockstep.train.opening import NEWEST, OpenedRun, Wanted, open_run
 VALUES = {"model": "mine:Net", "data": "mine:data"}
 
 
-def save(path: Path, global_step: int) -> Path:
+def save(path: Path, global_step: int, **values: Any) -> Path:
     manifest = Manifest(
         epoch=0,
         step=1,
@@ -27,6 +27,7 @@ def save(path: Path, global_step: int) -> Path:
         optimizer=None,
         scheduler=None,
         config=parse_config(VALUES, "config").model_dump(),
+        **values,
     )
     save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=manifest))
     return path
@@ -83,13 +84,27 @@ def test_an_older_checkpoint_is_refused_and_leads_into_a_new_directory(old: Path
 
 
 def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> None:
-    (old / "step-00000007.ckpt").write_bytes(b"broken")
-    assert opened(str(old / "step-00000003.ckpt")).run_dir == old
+    # A flipped bit in a tensor was only found when the workers loaded it: the run could not go on, and from the
+    # checkpoint before only in another directory. Later the broken one would have been the newest again.
+    newest = old / "step-00000007.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"!")
     told: list[str] = []
     run = opened(str(old), told=told)
+    assert run.run_dir == old
     assert run.origin is not None
     assert run.origin.checkpoint.name == "step-00000003.ckpt"
-    assert "step-00000007.ckpt" in told[0]
+    assert "tensor 'a' is not what was written. Going on from the one before." in told[0]
+    assert names(old) == ["step-00000003.ckpt"]
+    assert (old / "step-00000007.ckpt.broken").is_file()
+    newest.write_bytes(b"broken")
+    assert opened(str(old / "step-00000003.ckpt")).run_dir == old
+
+
+def test_a_checkpoint_of_a_later_format_is_not_taken_for_a_broken_one(old: Path) -> None:
+    save(old / "step-00000007.ckpt", 7, format_version=9)
+    for resumed, said in ((NEWEST, "has format 9"), (str(old / "step-00000003.ckpt"), "is not the newest")):
+        with pytest.raises((CheckpointError, RunDirectoryError), match=said):
+            opened(resumed)
 
 
 @pytest.mark.parametrize("name", ["step-00000007.ckpt", "mine.ckpt"])
