@@ -190,8 +190,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _without_link(path: Path) -> Path:
-    """Return the checkpoint that best.ckpt points to, in the same directory; any other path as it is."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return the checkpoint that best.ckpt points to, in the same directory; a path that is no link as it is."""
+    while path.is_symlink():  # a link to best.ckpt is one, too
+        path = path.parent / path.readlink()
+    return path
 
 
 def _is_same(path: Path, other: str | None) -> bool:

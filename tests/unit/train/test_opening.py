@@ -81,6 +81,9 @@ def test_an_older_checkpoint_is_refused_and_leads_into_a_new_directory(old: Path
     assert read_manifest(run.origin.checkpoint).global_step == 3
     assert names(old) == ["step-00000003.ckpt", "step-00000007.ckpt"]
     assert opened("runs/other", run_dir="runs/other").run_dir == Path("runs/other")
+    (old.parent / "good").symlink_to("mine/best.ckpt")
+    assert names(opened("runs/good", says=True, run_dir="runs/third").run_dir) == ["step-00000003.ckpt"]
+    assert read_manifest(Path("runs/third/step-00000003.ckpt")).global_step == 3  # it was a link to nothing
 
 
 def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> None:
