@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import Checkpoint
+from lockstep.checkpoint.durable import write_text_whole
 from lockstep.errors import RunDirectoryError
 from lockstep.train.config import Config
 from lockstep.train.environment import ENVIRONMENT_NAME
@@ -70,14 +71,13 @@ def write_config(run_dir: Path, config: Config) -> None:
     """
     path = run_dir / CONFIG_NAME
     try:
-        path.write_text(
+        write_text_whole(
+            path,
             "# Every value of this run. Import paths are looked for beside the config file: to train from this one,\n"
             f"# copy it to where its modules are. The run was begun in {Path.cwd()}.\n{config.to_yaml()}",
-            encoding="utf-8",
         )
     except OSError as error:
         if not find_checkpoints(run_dir):
-            path.unlink(missing_ok=True)
             discard_unused(run_dir)
         raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
 
