@@ -106,6 +106,7 @@ def open_run(wanted: Wanted, held: ExitStack, warn: Tell) -> OpenedRun:
         _check_newest(found, origin)
     changes = compare_config(origin.manifest, config)
     check_changes(changes, wanted.allowed)
+    _check_epochs(origin, config)
     if found is not None and not forks:
         run_dir = found
         _put_broken_aside(found, origin, warn)
@@ -160,6 +161,16 @@ def _check_newest(run_dir: Path, origin: Origin) -> None:
             f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(whole)} would be of another "
             f"history than what is trained now. Say --resume {run_dir} to go on from the newest; or run_dir=NAME to go "
             "on from this one in a new directory, and leave the old one as it is."
+        )
+
+
+def _check_epochs(origin: Origin, config: Config) -> None:
+    """Refuse to end before where a run stands: its result would be shown as that of fewer epochs."""
+    manifest = origin.manifest
+    if (manifest.epoch, manifest.step) > (config.epochs, 0):
+        raise CheckpointError(
+            f"{origin.checkpoint} stands in epoch {manifest.epoch + 1}, after step {manifest.step}, and epochs is "
+            f"{config.epochs}: nothing is left to train. Give more epochs, or an earlier checkpoint."
         )
 
 

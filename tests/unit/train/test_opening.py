@@ -18,8 +18,7 @@ VALUES = {"model": "mine:Net", "data": "mine:data"}
 
 def save(path: Path, global_step: int, **values: Any) -> Path:
     manifest = Manifest(
-        epoch=0,
-        step=1,
+        **{"epoch": 0, "step": 1, **values},
         global_step=global_step,
         num_shards=4,
         seed=0,
@@ -27,7 +26,6 @@ def save(path: Path, global_step: int, **values: Any) -> Path:
         optimizer=None,
         scheduler=None,
         config=parse_config(VALUES, "config").model_dump(),
-        **values,
     )
     save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=manifest))
     return path
@@ -127,6 +125,14 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_directory(old: Path, name: str
 def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str) -> None:
     with pytest.raises((CheckpointError, RunDirectoryError), match=said):
         opened(resumed)
+
+
+def test_a_run_that_stands_beyond_its_end_is_refused(old: Path) -> None:
+    # It ended at once, and showed the weights of epoch 3 as those of the two that were asked for.
+    save(old / "step-00000009.ckpt", 9, epoch=2)
+    with pytest.raises(CheckpointError, match="stands in epoch 3, after step 1, and epochs is 2"):
+        opened(NEWEST, epochs=2)
+    assert opened(NEWEST, epochs=3).origin is not None
 
 
 def test_nothing_is_made_for_a_config_that_does_not_fit(old: Path) -> None:
