@@ -9,6 +9,7 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     |   +-- DeviceError              devices that are not there, not free, or not as many as asked for
     |   +-- RunDirectoryError        a run directory that exists, or cannot be made
     |   +-- CheckpointError          a checkpoint that cannot be written or read
+    |       +-- LaterFormatError     one that a later Lockstep has written
     +-- GroupError                   process groups: set-up, tear-down, use before set-up
     |   +-- CollectiveMismatchError  ranks make different calls
     |   +-- CollectiveTimeoutError   a call is not complete in time, and nobody was lost
@@ -52,6 +53,10 @@ class RunDirectoryError(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint cannot be written or read."""
+
+
+class LaterFormatError(CheckpointError):
+    """A checkpoint of a format that is not known yet; nothing is wrong with it."""
 
 
 class GroupError(LockstepError):

@@ -308,6 +308,16 @@ def test_nothing_survives_a_polite_end(tmp_path: Path, marker: str, is_stubborn:
     assert told.decode().endswith("every worker has ended.\n")
 
 
+def test_scripts_that_save_when_asked_to_stop_can_say_so(tmp_path: Path) -> None:
+    # It was 143 whatever they said, so that no batch script could tell whether to go on.
+    wait = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+    write(tmp_path, wait + 'open(f"ready-{os.environ[\'RANK\']}", "w").close()\ntime.sleep(60)\n')
+    process = subprocess.Popen([*COMMAND, "--workers", "2", "--grace", "20", "script.py"], cwd=tmp_path)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), what="the workers")
+    process.terminate()
+    assert process.wait(20) == 75
+
+
 def test_nothing_survives_a_closed_terminal(tmp_path: Path, marker: str) -> None:
     master, terminal = os.openpty()
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}

@@ -12,7 +12,7 @@ digest in the manifest is that of the parameters and buffers in the file. docs/c
 """
 
 from lockstep.checkpoint.digest import state_digest
-from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint
+from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_whole, save_checkpoint
 from lockstep.checkpoint.fit import LoadedWeights
 from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
@@ -31,6 +31,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "read_manifest",
+    "read_whole",
     "save_checkpoint",
     "show_checkpoint",
     "state_digest",

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_BESIDE = re.compile(r"\..+\.ckpt\.[0-9a-f]+\.tmp")
+_BESIDE = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
 
 
 @contextmanager
@@ -41,6 +41,16 @@ def written_whole(path: Path) -> Iterator[int]:
     finally:
         os.close(descriptor)  # not before the rename: the lock would go
     _flush_directory(path.parent)
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """Let a file hold a text, in UTF-8, or what it held before.
+
+    Raises:
+        OSError: The directory or the disk does not take it.
+    """
+    with written_whole(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def remove_leftovers(directory: Path) -> None:

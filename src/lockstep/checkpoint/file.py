@@ -125,6 +125,28 @@ def read_manifest(path: Path) -> Manifest:
     return _read_described(path)[1]
 
 
+def read_whole(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint of which every byte is as it was written; a little in memory at a time (local).
+
+    Raises:
+        CheckpointError: As `load_checkpoint`.
+    """
+    header, manifest = _read_described(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            damaged = [
+                place.name
+                for place in header.places
+                if manifest.checksums
+                and _sum_tensor(file, place, header.num_bytes + place.begin) != manifest.checksums.get(place.name)
+            ]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+    if damaged:
+        raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not what was written.")
+    return manifest
+
+
 def _read_described(path: Path) -> tuple[Header, Manifest]:
     header, file_bytes = read_header(path)
     if header.is_intact is False:
@@ -169,7 +191,7 @@ def manifest_of(header: Header, path: Path) -> Manifest:
     try:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
     if manifest.checksums and header.is_intact is None:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: its header has lost its checksum.")
     return manifest
@@ -203,6 +225,16 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def _sum_tensor(file: FileIO, place: Place, offset: int) -> str:
+    found = NO_CHECKSUM
+    file.seek(offset)
+    left = place.num_bytes
+    while chunk := file.read(min(left, _CHUNK_BYTES)):
+        found = checksum(memoryview(chunk), found)
+        left -= len(chunk)
+    return found
 
 
 def _read_tensor(file: FileIO, place: Place, offset: int) -> Tensor:

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LaterFormatError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised when a reader of the version before could misread a file; docs/checkpoint-format.md has each version."""
 
 _DEPTH = 100
 """How deep a manifest may be nested: readers go down by recursion, which ends."""
 _COUNTS = ("epoch", "step", "global_step", "num_shards", "seed", "format_version")
-_MAPPINGS = ("metrics", "versions", "checksums")
+_MAPPINGS = ("metrics", "versions", "checksums", "classes")
 _MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra")
 
 
@@ -60,6 +60,9 @@ class Manifest:
     """The resolved config of `lockstep train`; None for a run without one."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Means over the test set at this point; None for one that is not finite, empty where none were measured."""
+    classes: Mapping[str, str | None] = field(default_factory=dict)
+    """Classes of `optimizer`, of the `scheduler` that the trainer steps, and of the `other_scheduler` that its caller
+    does: no state tells of what it is. None where there is none; empty in files of formats 1 and 2."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
     checksums: Mapping[str, str] = field(default_factory=dict)
@@ -83,13 +86,14 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: Not a manifest, or one of a later format.
+            CheckpointError: Not a manifest.
+            LaterFormatError: One of a later format.
         """
         try:
             values = json.loads(text)
             version = values["format_version"]
             if version > FORMAT_VERSION:
-                raise CheckpointError(
+                raise LaterFormatError(
                     f"The checkpoint has format {version}, and this Lockstep reads formats up to {FORMAT_VERSION}. "
                     "Update Lockstep to read it."
                 )
@@ -191,6 +195,8 @@ def _check_kinds(manifest: Manifest) -> None:
             raise TypeError(f"{name} is {type(values[name]).__name__}")
     if not all(value is None or isinstance(value, int | float) for value in manifest.metrics.values()):
         raise TypeError("a metric that is no number")
+    if not all(value is None or isinstance(value, str) for value in manifest.classes.values()):
+        raise TypeError("a class that is no text")
     if _is_deep(values):
         raise ValueError(f"nested more than {_DEPTH} deep")
 

@@ -1,9 +1,10 @@
 """`lockstep train CONFIG`: train from a config file; the main job."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -73,6 +74,7 @@ def train(
         told = find_launcher()
         stop = StopRequest()
         if told is None:
+            stop.tell(_say_asked)
             with asked_by_signals(stop):
                 ended = _train_launched(wanted, stop, force=force)
         else:
@@ -127,6 +129,8 @@ def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _E
     config.check_workers(world.world_size)
     with ExitStack() as held:
         job: Job = world.from_first(lambda: _open(wanted, held))
+        if world.rank == 0:
+            stop.tell(_say_asked)
         with _closing(job.run_dir, stop) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
@@ -161,6 +165,12 @@ def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | Stopped:
             code=job.code,
             stop=stop,
         )
+
+
+def _say_asked() -> None:
+    """Tell that a request to stop was heard; the step under way may take long, or for ever."""
+    with suppress(OSError):  # not by sys.stderr: this is called in a signal handler, perhaps while that is written
+        os.write(2, b"Asked to stop: done after the step or evaluation under way. A second SIGTERM ends at once.\n")
 
 
 def _open(wanted: Wanted, held: ExitStack) -> Job:

@@ -94,7 +94,8 @@ class Ending:
     """How a launch ended."""
 
     exit_code: int
-    """For the command: 0, that of the worker that failed first, or 128 and the number of the signal that ended it."""
+    """For the command: 0, that of the worker that failed first, or 128 and the number of the signal that ended it; or
+    75, if all workers have answered the signal with that."""
     message: str
     """What to tell; empty if all went well."""
 
@@ -119,7 +120,7 @@ def run_script(job: ScriptJob) -> Ending:
         stop = crew.wait(mailbox)
         killer = name_killer(kills, read_oom_kills())
         crew.end(mailbox, stop)
-        return _interrupted(stop) if stop is not None else crew.judge(killer)
+        return crew.judge(killer) if stop is None else crew.judge_stopped(stop)
 
 
 @final
@@ -238,6 +239,14 @@ class _ScriptCrew:
             message += f"\n\nThe last that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
         return Ending(exit_status(first.exit_code or 0), f"error: {message}")
 
+    def judge_stopped(self, stop: Signals) -> Ending:
+        """Say how those ended that were asked to: they may have saved, and say that they want to be gone on with."""
+        self._look()
+        if all(worker.exit_code == os.EX_TEMPFAIL for worker in self._workers):
+            return Ending(os.EX_TEMPFAIL, f"Stopped by {stop.name}; every worker has ended with {os.EX_TEMPFAIL}.")
+        how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
+        return Ending(exit_status(-stop), f"{how}; every worker has ended.")
+
     def close(self) -> None:
         """Kill what is left, and forget all."""
         self._sessions.close()
@@ -268,11 +277,6 @@ def _traceback(worker: _ScriptWorker) -> str:
     if worker.stderr is None or (worker.exit_code or 0) < 0:
         return ""
     return find_traceback(worker.stderr.text())
-
-
-def _interrupted(stop: Signals) -> Ending:
-    how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
-    return Ending(exit_status(-stop), f"{how}; every worker has ended.")
 
 
 def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
+from lockstep.checkpoint.durable import write_text_whole
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 
@@ -60,12 +61,19 @@ class MetricsFile:
         self._is_failing = True
 
     def rewind(self, global_step: int) -> None:
-        """Drop what was recorded after an update, from which the run now goes on."""
+        """Drop what was recorded after an update, from which the run now goes on.
+
+        Raises:
+            RunDirectoryError: The file cannot be written; it is as it was.
+        """
         if self._path.exists():
             kept = [row for row in read_metrics(self._path) if row["global_step"] <= global_step]
-            beside = self._path.with_suffix(".tmp")
-            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            beside.replace(self._path)
+            try:
+                write_text_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{self._path} cannot be written: {error}. Make room, then go on with --resume."
+                ) from error
             self._lead = ""
 
 

@@ -22,7 +22,8 @@ from lockstep.train.evaluation import MetricValues
 from lockstep.train.importing import call_object, import_object
 from lockstep.train.metrics import accuracy, has_classes
 from lockstep.train.reproducibility import seed_generators, set_deterministic
-from lockstep.train.trainer import Loss, Metric, Scheduler, Trainer
+from lockstep.train.state_file import Scheduler
+from lockstep.train.trainer import Loss, Metric, Trainer
 
 Criterion = Callable[[Any, Any], Tensor]
 """A loss as a config names it: of (output, target)."""

@@ -5,6 +5,7 @@
     a run directory         that one, its newest whole checkpoint
     a checkpoint in a run   that run's directory, if no newer checkpoint is in it: it would be of another history. With
                             run_dir=NAME a new directory, and the old one stays as it is
+                            (In both cases newer ones that are broken are renamed, so that they never count again.)
     any other checkpoint    a new directory
 
 A new directory that goes on from a checkpoint gets it first of all, so that from then on it is a run as any other.
@@ -17,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint import Manifest, read_manifest
+from lockstep.checkpoint import Manifest, read_manifest, read_whole
 from lockstep.checkpoint.durable import written_whole
-from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.train.changes import Change, check_changes
 from lockstep.train.config import Config
 from lockstep.train.resuming import compare_config
@@ -29,6 +30,9 @@ from lockstep.train.step_files import checkpoint_name, find_checkpoints, has_ste
 
 NEWEST = ""
 """Stands for the path of a run's newest checkpoint."""
+
+BROKEN_SUFFIX = ".broken"
+"""Added to the name of a checkpoint that is broken, where its run goes on from one before."""
 
 Tell = Callable[[str], None]
 
@@ -102,8 +106,10 @@ def open_run(wanted: Wanted, held: ExitStack, warn: Tell) -> OpenedRun:
         _check_newest(found, origin)
     changes = compare_config(origin.manifest, config)
     check_changes(changes, wanted.allowed)
+    _check_epochs(origin, config)
     if found is not None and not forks:
         run_dir = found
+        _put_broken_aside(found, origin, warn)
     else:
         run_dir = make_run_directory(config.run_dir, wanted.name)
         held.enter_context(locked_run(run_dir))
@@ -149,7 +155,7 @@ def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
 def _check_newest(run_dir: Path, origin: Origin) -> None:
     """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
     newer = [each for each in find_checkpoints(run_dir) if step_of(each) > step_of(origin.checkpoint)]
-    whole = [each.name for each in newer if _is_readable(each)]
+    whole = [each.name for each in newer if _is_whole(each)]
     if whole:
         raise RunDirectoryError(
             f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(whole)} would be of another "
@@ -158,17 +164,47 @@ def _check_newest(run_dir: Path, origin: Origin) -> None:
         )
 
 
-def _is_readable(path: Path) -> bool:
+def _check_epochs(origin: Origin, config: Config) -> None:
+    """Refuse to end before where a run stands: its result would be shown as that of fewer epochs."""
+    manifest = origin.manifest
+    if (manifest.epoch, manifest.step) > (config.epochs, 0):
+        raise CheckpointError(
+            f"{origin.checkpoint} stands in epoch {manifest.epoch + 1}, after step {manifest.step}, and epochs is "
+            f"{config.epochs}: nothing is left to train. Give more epochs, or an earlier checkpoint."
+        )
+
+
+def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
+    """Rename checkpoints newer than the one gone on from, all of them broken.
+
+    Under their names they would stand for steps that are about to be taken anew: as the newest at the next resume, as
+    the best, or among those that `keep` counts.
+    """
+    for path in find_checkpoints(run_dir):
+        if step_of(path) > step_of(origin.checkpoint):
+            aside = path.with_name(f"{path.name}{BROKEN_SUFFIX}")
+            try:
+                path.replace(aside)
+            except OSError as error:
+                raise RunDirectoryError(f"The broken {path} could not be renamed to {aside}: {error}.") from error
+            warn(f"{path} is called {aside.name} now.")
+
+
+def _is_whole(path: Path) -> bool:
     try:
-        read_manifest(path)
+        read_whole(path)
+    except LaterFormatError:
+        return True
     except CheckpointError:
         return False
     return True
 
 
 def _without_link(path: Path) -> Path:
-    """Return the checkpoint that best.ckpt points to, in the same directory; any other path as it is."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return the checkpoint that best.ckpt points to, in the same directory; a path that is no link as it is."""
+    while path.is_symlink():  # a link to best.ckpt is one, too
+        path = path.parent / path.readlink()
+    return path
 
 
 def _is_same(path: Path, other: str | None) -> bool:

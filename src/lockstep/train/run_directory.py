@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import Checkpoint
+from lockstep.checkpoint.durable import write_text_whole
 from lockstep.errors import RunDirectoryError
 from lockstep.train.config import Config
 from lockstep.train.environment import ENVIRONMENT_NAME
 from lockstep.train.run_lock import LOCK_NAME
-from lockstep.train.state_file import pack_state
+from lockstep.train.state_file import Scheduler, pack_state
 from lockstep.train.step_files import find_checkpoints
-from lockstep.train.trainer import Scheduler, Trainer
+from lockstep.train.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
@@ -70,14 +71,13 @@ def write_config(run_dir: Path, config: Config) -> None:
     """
     path = run_dir / CONFIG_NAME
     try:
-        path.write_text(
+        write_text_whole(
+            path,
             "# Every value of this run. Import paths are looked for beside the config file: to train from this one,\n"
             f"# copy it to where its modules are. The run was begun in {Path.cwd()}.\n{config.to_yaml()}",
-            encoding="utf-8",
         )
     except OSError as error:
         if not find_checkpoints(run_dir):
-            path.unlink(missing_ok=True)
             discard_unused(run_dir)
         raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
 
@@ -136,16 +136,15 @@ def take_checkpoint(
 
     Args:
         trainer: What is trained.
-        scheduler: One that the trainer does not step itself.
+        scheduler: The scheduler, whoever steps it.
         config: The run's, if it has one.
         metrics: Means over the test set, by name; finite or None.
 
     Raises:
         CheckpointError: The state holds something that a checkpoint cannot store.
     """
-    made = None if scheduler is None else scheduler.state_dict()
     return pack_state(
-        trainer.state_dict(), made, None if config is None else json.loads(config.model_dump_json()), metrics
+        trainer.state_dict(), scheduler, None if config is None else json.loads(config.model_dump_json()), metrics
     )
 
 

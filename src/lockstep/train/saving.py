@@ -12,8 +12,9 @@ from lockstep.events import CheckpointSaved, Recorder
 from lockstep.train.config import Config
 from lockstep.train.keep import Saved, choose_removed, find_best, score_of
 from lockstep.train.run_directory import point_to_best, take_checkpoint
+from lockstep.train.state_file import Scheduler
 from lockstep.train.step_files import checkpoint_name, find_checkpoints, step_of
-from lockstep.train.trainer import Scheduler, Trainer
+from lockstep.train.trainer import Trainer
 
 
 @final

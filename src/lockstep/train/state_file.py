@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,10 +20,25 @@ from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.errors import CheckpointError, PeerFailedError
+from lockstep.train.restoring import class_name
 from lockstep.train.step_files import checkpoint_name, newest_whole
 from lockstep.train.together import gather_results
 
 Result = TypeVar("Result")
+_CLASSES = ("optimizer", "scheduler", "other_scheduler")
+
+
+class Scheduler(Protocol):
+    """What the trainer asks of a learning-rate scheduler."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +57,7 @@ class LoadedState:
 
 def pack_state(
     state: Mapping[str, Any],
-    scheduler: Mapping[str, Any] | None,
+    scheduler: Scheduler | None,
     config: Mapping[str, Any] | None,
     metrics: Mapping[str, float | None],
 ) -> Checkpoint:
@@ -50,7 +65,7 @@ def pack_state(
 
     Args:
         state: What `Trainer.state_dict` returned.
-        scheduler: State of the scheduler, whoever steps it.
+        scheduler: The scheduler, whoever steps it.
         config: Of the run, if it has one.
         metrics: What was measured, by name.
 
@@ -71,11 +86,17 @@ def pack_state(
         fingerprint=state["fingerprint"],
         scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
         optimizer=encode_state(state["optimizer"], "optimizer", tensors),
-        scheduler=encode_state(scheduler, "optimizer/scheduler", tensors) if scheduler is not None else None,
+        scheduler=None if scheduler is None else encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors),
+        classes={
+            "optimizer": state["optimizer_class"],
+            "scheduler": state["scheduler_class"],
+            "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
+        },
         model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
         config=config,
         metrics={
-            name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+            name: float(value) if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
         },
         versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
     )
@@ -86,6 +107,7 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what `Trainer.load_state_dict` takes, with the scheduler's state, whoever steps it."""
     manifest, tensors = checkpoint.manifest, checkpoint.optimizer
     return {
+        **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
         "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, tensors)},
         "optimizer": decode_state(manifest.optimizer, tensors),
         "scheduler": decode_state(manifest.scheduler, tensors),
@@ -109,10 +131,19 @@ def share_out(state: dict[str, Any], *, has_scheduler: bool, own: Any) -> tuple[
         own: The scheduler that somebody else steps, or None.
 
     Raises:
-        CheckpointError: There is a state and no scheduler, or the other way round.
+        CheckpointError: There is a state and no scheduler, or the other way round, or one of another class, or one that
+            somebody else has stepped.
     """
+    known = {name: value for name, value in state.items() if name != "other_scheduler_class"}
+    other = state.get("other_scheduler_class")
     if has_scheduler:
-        return state, None
+        if other is not None:
+            raise CheckpointError(
+                f"The checkpoint has a {other} that was not stepped by the trainer, which steps its own once per step: "
+                "it would not go on as it began. Make the trainer without it, step it as before, and give it to load: "
+                "trainer.load(path, scheduler=...)."
+            )
+        return known, None
     made = state["scheduler"]
     if (made is None) != (own is None):
         has, lacks = ("The checkpoint", "this run") if own is None else ("This run", "the checkpoint")
@@ -120,7 +151,17 @@ def share_out(state: dict[str, Any], *, has_scheduler: bool, own: Any) -> tuple[
             f"{has} has a scheduler, and {lacks} has none: it would not go on as it began. Make the same scheduler as "
             "before; one that the trainer does not step is given to save and load: trainer.load(path, scheduler=...)."
         )
-    return {**state, "scheduler": None}, made
+    if state.get("scheduler_class") is not None:
+        raise CheckpointError(
+            f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and this "
+            "one does not: it would not go on as it began. Give it to the trainer: Trainer(..., scheduler=...)."
+        )
+    if "other_scheduler_class" in state and other != class_name(own):
+        raise CheckpointError(
+            f"The checkpoint has a {other}, and this run a {class_name(own)}: it would not go on as it began. Make the "
+            "same scheduler as before."
+        )
+    return {**known, "scheduler": None}, made
 
 
 def write_together(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint import Manifest, read_manifest
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint import Manifest, read_whole
+from lockstep.errors import CheckpointError, LaterFormatError
 
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
@@ -34,7 +34,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path, tell: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint that can be read.
+    """Return the newest checkpoint of which every byte is as it was written.
 
     Args:
         folder: Where they are.
@@ -42,13 +42,16 @@ def newest_whole(folder: Path, tell: Callable[[CheckpointError], None]) -> tuple
 
     Raises:
         CheckpointError: There is none.
+        LaterFormatError: A newer one is of a later format, and so perhaps whole.
     """
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint. Name a file, or a directory in which a run has saved.")
     for path in found:
         try:
-            return path, read_manifest(path)
+            return path, read_whole(path)
+        except LaterFormatError:
+            raise
         except CheckpointError as error:
             if path == found[-1]:
                 raise

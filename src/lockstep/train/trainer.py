@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ from lockstep.train.restoring import (
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
 from lockstep.train.state_file import (
     LoadedState,
+    Scheduler,
     heard_by_all,
     pack_state,
     read_together,
@@ -77,19 +78,6 @@ Metric = Callable[[nn.Module, Any], MetricValues]
 
 _OF_THE_REDUCTION = (GroupError, ReductionError, ParameterMismatchError)
 """Errors that every worker has, or that there is nobody left to tell of."""
-
-
-class Scheduler(Protocol):
-    """What the trainer asks of a learning-rate scheduler."""
-
-    def step(self) -> None:
-        """Set the next learning rate."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,7 +378,7 @@ class Trainer:
         return write_together(
             self.world,
             Path(path),
-            lambda: pack_state(self.state_dict(), None if made is None else made.state_dict(), None, metrics),
+            lambda: pack_state(self.state_dict(), made, None, metrics),
         )
 
     def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:

@@ -59,7 +59,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_every_format_is_read(version: int) -> None:
     path = GOLDEN / f"format-{version}.ckpt"
     read = load_checkpoint(path)
@@ -68,13 +68,14 @@ def test_every_format_is_read(version: int) -> None:
     assert read.manifest.digest == state_digest(read.model) == GOLDEN_DIGEST
     assert len(read.optimizer) == 18
     assert bool(read.manifest.checksums) == (version > 1)
+    assert read.manifest.classes.get("optimizer") == (None if version < 3 else "Adam")
     assert verify_checkpoint(path).is_whole
 
 
 def test_the_lines_in_the_docs_read_the_weights(model: nn.Module) -> None:
     [lines] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in lines.splitlines() if line]) == 3
-    exec(lines.replace("step-00000240.ckpt", str(GOLDEN / "format-2.ckpt")), {"model": model})
+    exec(lines.replace("step-00000240.ckpt", str(GOLDEN / "format-3.ckpt")), {"model": model})
     assert state_digest(model.state_dict()) == GOLDEN_DIGEST
 
 
@@ -101,7 +102,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_the_tensor_named(tmp_path: Path) 
             assert findings.damaged == (place.name,)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "a.ckpt"
     data = (GOLDEN / f"format-{version}.ckpt").read_bytes()
@@ -160,8 +161,8 @@ def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format 3, and this Lockstep reads formats up to 2"):
-        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=3))
+    with pytest.raises(CheckpointError, match="has format 4, and this Lockstep reads formats up to 3"):
+        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=4))
     save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
         verify_checkpoint(tmp_path / "a.safetensors")
@@ -191,7 +192,15 @@ def sealed(manifest: str, **places: Any) -> bytes:
     ("key", "value"),
     [
         *(("checksums", 5), ("metrics", [1]), ("metrics", {"a": "b"}), ("fingerprint", "s"), ("config", [1])),
-        *(("versions", None), ("digest", 3), ("loader", [1]), ("global_step", "x"), ("epoch", None), ("seed", True)),
+        *(
+            ("versions", None),
+            ("digest", 3),
+            ("classes", {"optimizer": 1}),
+            ("loader", [1]),
+            ("global_step", "x"),
+            ("epoch", None),
+            ("seed", True),
+        ),
         *(("model_extra", {"$tensor": "gone"}), ("model_extra", {"$tuple": [1]}), ("format_version", "2")),
         *(("model_extra", {"$dict": [[{}, 1]]}), ("optimizer", json.loads("[" * 150 + "]" * 150)), ("later", 1)),
     ],
@@ -278,11 +287,11 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def test_show_tells_what_is_in_a_file() -> None:
-    code, output = command("show", str(GOLDEN / "format-2.ckpt"))
+    code, output = command("show", str(GOLDEN / "format-3.ckpt"))
     assert code == 0
     said = ("2 updates done; next is epoch 1, step 0", GOLDEN_DIGEST, "exp_avg_sq", "batch_size 8", "seed 0", "torch 2")
     assert all(text in output for text in said)
-    document = json.loads(command("show", "--json", str(GOLDEN / "format-2.ckpt"))[1])
+    document = json.loads(command("show", "--json", str(GOLDEN / "format-3.ckpt"))[1])
     assert (document["global_step"], document["digest"]) == (2, GOLDEN_DIGEST)
     assert sum(group["num_tensors"] for group in document["groups"]) == 27
 

@@ -1,4 +1,5 @@
 import io
+import resource
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     resumed.record(step(3, loss=0.1))
     assert [(row["global_step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.5), (2, 0.5), (3, 0.1)]
     MetricsFile(tmp_path / "none.jsonl").rewind(2)
+
+
+def test_a_full_disk_at_a_resume_is_explained_and_loses_nothing(tmp_path: Path) -> None:
+    # It was a traceback, and an empty file beside.
+    path = tmp_path / "metrics.jsonl"
+    for number in (1, 2, 3):
+        MetricsFile(path).record(step(number))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(RunDirectoryError, match=r"cannot be written: .* go on with --resume"):
+            MetricsFile(path).rewind(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(list(read_metrics(path))) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_step_without_a_loss_is_a_line_and_no_point(tmp_path: Path) -> None:

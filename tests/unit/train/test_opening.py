@@ -16,10 +16,9 @@ from lockstep.train.opening import NEWEST, OpenedRun, Wanted, open_run
 VALUES = {"model": "mine:Net", "data": "mine:data"}
 
 
-def save(path: Path, global_step: int) -> Path:
+def save(path: Path, global_step: int, **values: Any) -> Path:
     manifest = Manifest(
-        epoch=0,
-        step=1,
+        **{"epoch": 0, "step": 1, **values},
         global_step=global_step,
         num_shards=4,
         seed=0,
@@ -80,16 +79,33 @@ def test_an_older_checkpoint_is_refused_and_leads_into_a_new_directory(old: Path
     assert read_manifest(run.origin.checkpoint).global_step == 3
     assert names(old) == ["step-00000003.ckpt", "step-00000007.ckpt"]
     assert opened("runs/other", run_dir="runs/other").run_dir == Path("runs/other")
+    (old.parent / "good").symlink_to("mine/best.ckpt")
+    assert names(opened("runs/good", says=True, run_dir="runs/third").run_dir) == ["step-00000003.ckpt"]
+    assert read_manifest(Path("runs/third/step-00000003.ckpt")).global_step == 3  # it was a link to nothing
 
 
 def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> None:
-    (old / "step-00000007.ckpt").write_bytes(b"broken")
-    assert opened(str(old / "step-00000003.ckpt")).run_dir == old
+    # A flipped bit in a tensor was only found when the workers loaded it: the run could not go on, and from the
+    # checkpoint before only in another directory. Later the broken one would have been the newest again.
+    newest = old / "step-00000007.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"!")
     told: list[str] = []
     run = opened(str(old), told=told)
+    assert run.run_dir == old
     assert run.origin is not None
     assert run.origin.checkpoint.name == "step-00000003.ckpt"
-    assert "step-00000007.ckpt" in told[0]
+    assert "tensor 'a' is not what was written. Going on from the one before." in told[0]
+    assert names(old) == ["step-00000003.ckpt"]
+    assert (old / "step-00000007.ckpt.broken").is_file()
+    newest.write_bytes(b"broken")
+    assert opened(str(old / "step-00000003.ckpt")).run_dir == old
+
+
+def test_a_checkpoint_of_a_later_format_is_not_taken_for_a_broken_one(old: Path) -> None:
+    save(old / "step-00000007.ckpt", 7, format_version=9)
+    for resumed, said in ((NEWEST, "has format 9"), (str(old / "step-00000003.ckpt"), "is not the newest")):
+        with pytest.raises((CheckpointError, RunDirectoryError), match=said):
+            opened(resumed)
 
 
 @pytest.mark.parametrize("name", ["step-00000007.ckpt", "mine.ckpt"])
@@ -109,6 +125,14 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_directory(old: Path, name: str
 def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str) -> None:
     with pytest.raises((CheckpointError, RunDirectoryError), match=said):
         opened(resumed)
+
+
+def test_a_run_that_stands_beyond_its_end_is_refused(old: Path) -> None:
+    # It ended at once, and showed the weights of epoch 3 as those of the two that were asked for.
+    save(old / "step-00000009.ckpt", 9, epoch=2)
+    with pytest.raises(CheckpointError, match="stands in epoch 3, after step 1, and epochs is 2"):
+        opened(NEWEST, epochs=2)
+    assert opened(NEWEST, epochs=3).origin is not None
 
 
 def test_nothing_is_made_for_a_config_that_does_not_fit(old: Path) -> None:
