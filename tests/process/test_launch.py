@@ -296,9 +296,43 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
     process.send_signal(how)
     assert_all_end(started, within=4.0 if how is signal.SIGINT else 2.0)
     _, err = process.communicate(timeout=20)
-    assert process.returncode != 0
+    assert process.returncode == -how
     if how is signal.SIGINT:
         assert "KeyboardInterrupt" in err
+
+
+STOPPING = """
+import signal, sys, time
+import lockstep as ls
+asked = []
+def main(run, how):
+    def ask(*_):
+        if how == "fail":
+            raise RuntimeError("the disk is full")
+        asked.append(1)
+    signal.signal(signal.SIGTERM, ask)
+    open(f"ready-{run.rank}", "w").close()
+    while not asked:
+        time.sleep(0.02)
+    return run.rank
+if ls.launch(main, sys.argv[1], devices="cpu:2") == [0, 1]:
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("how", "code", "said"), [("return", 75, ""), ("fail", 1, "the disk is full")])
+def test_workers_that_handle_sigterm_may_save_and_return(tmp_path: Path, how: str, code: int, said: str) -> None:
+    # The launcher once ended at once, and the workers with it.
+    (tmp_path / "script.py").write_text(STOPPING)
+    process = subprocess.Popen([sys.executable, "script.py", how], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 40
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code, err
+    assert said in err
 
 
 @pytest.mark.parametrize("is_from_thread", [False, True])

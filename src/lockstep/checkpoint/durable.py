@@ -9,6 +9,7 @@
 the writer, so a file that can be locked belongs to nobody: no pid is asked, which would say nothing on another host.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -27,8 +28,10 @@ def written_whole(path: Path) -> Iterator[int]:
     When it does not, or the file cannot be flushed or renamed, the file that was there is still there.
 
     Raises:
-        OSError: The directory or the disk does not take it.
+        OSError: The directory or the disk does not take it, or what is there is no file: a device would be replaced.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "is there already, and is no regular file", str(path))
     beside, descriptor = _create_beside(path)
     try:
         yield descriptor

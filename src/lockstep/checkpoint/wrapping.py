@@ -56,7 +56,7 @@ def find_weights(content: Any, source: str, key: str | None = None) -> Found:
         return found
     taken = {name.removeprefix(f"{rest}."): value for name, value in found.state.items() if name.startswith(f"{rest}.")}
     if not taken:
-        keys = [str(name) for name in inner] if isinstance(inner, Mapping) and not found.path[len(path) :] else []
+        keys = [str(name) for name in inner] if isinstance(inner, Mapping) else []
         places = [name for name in keys if name not in found.state] + list(first_components(found.state))
         raise CheckpointError(
             f"{source} has nothing under the key {key!r}. Expected one of: {_listed(places) or 'no key at all'}."

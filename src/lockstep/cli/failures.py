@@ -28,8 +28,9 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         # ignored, as a shell script's background job is, it should stop all the same when asked to by name.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
-    except KeyboardInterrupt:
-        typer.echo("\nInterrupted; every worker has ended.", err=True)
+    except KeyboardInterrupt as interruption:
+        said = ["Interrupted; every worker has ended.", *getattr(interruption, "__notes__", [])]
+        typer.echo(f"\n{' '.join(said)}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT) from None
     except WorkerFailedError as error:
         cause = error.__cause__

@@ -27,6 +27,7 @@ from lockstep.train.fit import FitResult, Stopped, fit
 from lockstep.train.opening import OpenedRun, Wanted, open_run
 from lockstep.train.resuming import Resume
 from lockstep.train.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
+from lockstep.train.step_files import find_checkpoints
 from lockstep.train.stopping import StopRequest, asked_by_signals, ignore_from_here, listen
 
 
@@ -209,6 +210,10 @@ def _closing(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """Leave the run's directory in order, however the training ends."""
     try:
         yield
+    except KeyboardInterrupt as interruption:
+        if found := find_checkpoints(run_dir):
+            interruption.add_note(f"To go on from {found[0]}, say --resume {run_dir}.")
+        raise
     finally:
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
         if not stop.is_made:  # then there may be no time for pictures
@@ -270,5 +275,9 @@ def _show_result(result: FitResult, run_dir: Path) -> None:
     elif "loss" in result.test:
         typer.echo(f"test loss {result.test['loss']:.4f}")
     typer.echo(f"run directory {run_dir}")
+    if not result.is_saved:
+        typer.echo(
+            "warning: what the training came to is not on the disk: its last checkpoint was not written.", err=True
+        )
     typer.echo(f"fingerprint {result.fingerprint}")
     typer.echo(f"digest {result.digest}")

@@ -28,6 +28,7 @@ from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.exits import describe_exit, describe_failures
+from lockstep.launch.handing_on import HandingOn
 from lockstep.launch.joined import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
 from lockstep.launch.sessions import Sessions, exit_code
@@ -84,6 +85,8 @@ def launch(
     and its global generators seeded alike. Whichever its GPU is, it is "cuda:0" there: a worker sees no other. `run` is
     a `Run`. The function may be local, or come from a script or a notebook cell: it is sent by value, so that no
     `if __name__ == "__main__"` is needed. Workers take part in no Ctrl-C: it interrupts the caller, who stops them.
+    SIGTERM is handed on to them: of those that do not handle it it is the end, and the caller's too; those that save
+    and return let `launch` return. A second one ends all at once.
 
     In a process that torchrun, srun, mpirun or another launcher has started as one of several workers nothing is
     started: each worker calls the function itself, and all return the results of all (collective).
@@ -159,6 +162,7 @@ def call_on_workers(
             "made inside the function."
         ) from error
     with ExitStack() as stack:
+        handing_on = stack.enter_context(HandingOn())
         store = open_store()
         lifeline, held = os.pipe()
         with _sigint_held_back():
@@ -184,7 +188,9 @@ def call_on_workers(
         finally:
             os.close(lifeline)
         crew.assign()
-        if settings.stop is not None:
+        if settings.stop is None:
+            handing_on.begin(crew.terminate, crew.was_terminated)
+        else:
             settings.stop.tell(crew.ask_to_stop)
         reports = crew.wait()
     return [_load_result(report) for report in reports]
@@ -254,10 +260,24 @@ class _Crew:
                 write_down(stream, sys.path, worker.assignment)
 
     def ask_to_stop(self) -> None:
-        """Hand a request to stop on to every worker."""
+        """Hand a request to stop on to every worker that listens for it."""
+        self._signal(RELAYED)
+
+    def terminate(self) -> None:
+        """Hand SIGTERM on to every worker."""
+        self._signal(signal.SIGTERM)
+
+    def was_terminated(self) -> bool:
+        """Return whether workers have failed, and all of them by SIGTERM."""
+        failed = [worker for worker in self._workers if _failed(worker) and not _is_consequence(worker)]
+        return bool(failed) and all(
+            worker.report is None and exit_code(worker.process) == -signal.SIGTERM for worker in failed
+        )
+
+    def _signal(self, number: int) -> None:
         for worker in self._workers:
             if exit_code(worker.process) is None:
-                os.kill(worker.process.pid, RELAYED)
+                os.kill(worker.process.pid, number)
 
     def wait(self) -> list[Report]:
         """Return every worker's report, in rank order.

@@ -1,7 +1,8 @@
 """How a config differs from the one that a run was begun with, and what that does to the run. Pure.
 
 harmless       where the run computes, how long, what it shows: listed
-needs leave    changes the bits from here on: listed, and refused without `--allow NAME`
+needs leave    changes the bits from here on, or lets checkpoints be removed that the run has kept so far: listed, and
+               refused without `--allow NAME`
 impossible     the state would not fit, or not have the effect that the config says: refused
 """
 
@@ -22,7 +23,7 @@ _HARMLESS = frozenset(
     }
 )
 """Config keys that do not change what is computed, only where, how long and what is kept of it."""
-_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Options of an optimizer that schedulers set."""
 _OF_SCHEDULER = "the scheduler's state in the checkpoint holds what it was made with"
 _IMPOSSIBLE: Mapping[str, str] = {
@@ -47,7 +48,7 @@ class Change:
     after: str
     """What it is."""
     needs_leave: bool
-    """Whether it changes the bits of the run."""
+    """Whether it changes the bits of the run, or what it has kept is removed."""
     obstacle: str
     """Why it cannot be changed; empty where it can."""
 
@@ -76,7 +77,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
     """
     found = []
     for key in now:
-        if key not in saved or saved[key] == now[key]:
+        if key not in saved or saved[key] == now[key] or key == "run_dir":  # the one that is gone on with is shown
             continue
         for name, before, after in _differences(key, saved[key], now[key]):
             found.append(
@@ -84,7 +85,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
                     name=name,
                     before=_text(before),
                     after=_text(after),
-                    needs_leave=key not in _HARMLESS,
+                    needs_leave=key not in _HARMLESS or (key == "keep" and _keeps_fewer(saved[key], now[key])),
                     obstacle=_obstacle(name, saved, now, is_mid_epoch=is_mid_epoch),
                 )
             )
@@ -109,7 +110,8 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
         options = " ".join(f"--allow {change.name}" for change in refused)
         raise CheckpointError(
             f"The run was begun with another config: {'; '.join(map(str, refused))}. This changes what comes out of "
-            f"it. To go on, set it back; to change it from here on, say {options}; or begin a new run."
+            f"it, or removes what it has kept. To go on, set it back; to change it from here on, say {options}; or "
+            "begin a new run."
         )
 
 
@@ -138,6 +140,10 @@ def _differences(name: str, before: Any, after: Any) -> Iterator[tuple[str, Any,
         yield name, before, after
 
 
+def _keeps_fewer(before: int | None, after: int | None) -> bool:
+    return after is not None and (before is None or after < before)
+
+
 def _text(value: Any) -> str:
     return "not set" if value is _UNSET else repr(value)
 
@@ -154,6 +160,6 @@ def _obstacle(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is
             "the checkpoint stands in the middle of an epoch, which would be cut anew: samples would be seen twice, or "
             "never; a checkpoint of an epoch's end can go on with it"
         )
-    if key == "optimizer_args" and option in _SCHEDULED and now.get("scheduler") is not None:
+    if key == "optimizer_args" and option in SCHEDULED and now.get("scheduler") is not None:
         return f"it is set by the scheduler, and {_OF_SCHEDULER}"
     return ""

@@ -42,6 +42,8 @@ class FitResult:
     """How many samples (or tokens) the accuracy, or else the loss, was counted over."""
     num_right: float | None
     """How many of them were predicted right, where accuracy applies."""
+    is_saved: bool
+    """Whether the last checkpoint is on the disk, as rank 0 sees it."""
     finish: str | None
     """What the config's `finish` function returned, on rank 0."""
 
@@ -113,6 +115,7 @@ def fit(
         test={name: mean.value for name, mean in test.items()},
         num_test_samples=counted.weight if counted is not None else 0,
         num_right=test["accuracy"].total if "accuracy" in test else None,
+        is_saved=(run_dir / checkpoint_name(trainer.global_step)).exists(),
         finish=_finish(config, trainer),
     )
 

@@ -1,5 +1,6 @@
 """Taking a state back: it is checked before anything is changed, and what does not go well is undone."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.data import Cursor
 from lockstep.errors import CheckpointError
 from lockstep.train.agreement import sum_of_bits
+from lockstep.train.arguments import Terms
+from lockstep.train.changes import SCHEDULED
 
 _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
 
@@ -115,3 +119,38 @@ class UnsavedBuffers:
             for name, buffer in module.named_buffers(recurse=False):
                 if name in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
                     yield f"{prefix}.{name}".lstrip("."), int(sum_of_bits([buffer]))
+
+
+def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
+    """Warn of a scheduler that its owner steps once per epoch and has not stepped for the one that is over.
+
+    Args:
+        scheduler: The one that is about to be saved; None for none.
+        cursor: Where the run stands.
+    """
+    is_between = cursor.step == 0 and cursor.epoch > 0
+    if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
+        warnings.warn(
+            f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
+            "run that goes on from here would leave that out. Step it first, then save.",
+            stacklevel=3,
+        )
+
+
+def warn_of_other_options(made: Terms, loaded: Terms) -> None:
+    """Warn of options with which an optimizer was made, and which a state has replaced.
+
+    Args:
+        made: Of `describe_options`, before the state was taken.
+        loaded: The same, after.
+    """
+    has_schedule = any(name.startswith("initial_lr") for name in loaded)
+    changed = [name for name in made if name in loaded and made[name] != loaded[name]]
+    odd = [name for name in changed if not (has_schedule and name.partition(" ")[0] in SCHEDULED)]
+    if odd:
+        listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in odd)
+        warnings.warn(
+            f"The optimizer goes on with the options of the checkpoint: {listed}. To change one, set it in "
+            "optimizer.param_groups after loading.",
+            stacklevel=3,
+        )

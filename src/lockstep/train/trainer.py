@@ -39,7 +39,7 @@ from lockstep.errors import (
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
 from lockstep.shards import Turn, derive_seed
 from lockstep.train.agreement import Agreement
-from lockstep.train.arguments import Arguments, check_arguments, check_same_terms
+from lockstep.train.arguments import Arguments, check_arguments, check_same_terms, describe_options
 from lockstep.train.balance import Balancer, Stopwatch
 from lockstep.train.batches import DataWatch, check_cut, check_sync_batchnorm, place_of
 from lockstep.train.buffers import BuffersOfShard0, without_repeats
@@ -56,6 +56,8 @@ from lockstep.train.restoring import (
     check_state,
     class_name,
     undone_on_error,
+    warn_of_late_scheduler,
+    warn_of_other_options,
 )
 from lockstep.train.side_effects import ParameterWatch, plain_attributes, warn_of_counters
 from lockstep.train.state_file import (
@@ -93,7 +95,9 @@ class StepResult:
     is_skipped: bool = False
     """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
     should_stop: bool = False
-    """Whether some worker was asked to stop (`Trainer.request_stop`): all are told so after the same step."""
+    """Whether some worker was asked to stop (`Trainer.request_stop`): all are told so after the same step. Not after
+    the last step of an epoch, unless it is the only one: what a loop does between two epochs (step a scheduler,
+    evaluate) belongs to it."""
 
 
 @final
@@ -268,12 +272,13 @@ class Trainer:
         self.global_step += 1
         self._data.note(batch)
         loss = sums.loss / sums.weight if sums.weight else math.nan
+        is_end = self.cursor.step == 0 and batch.num_steps > 1
         return StepResult(
             loss=loss,
             weight=sums.weight,
             cursor=batch.cursor,
             is_skipped=bool(problem),
-            should_stop=any(standing.wants_stop for standing in sums.standings),
+            should_stop=any(standing.wants_stop for standing in sums.standings) and not is_end,
         )
 
     def request_stop(self) -> None:
@@ -375,6 +380,8 @@ class Trainer:
         """
         own = self._own_scheduler(scheduler)
         made = self.scheduler if own is None else own
+        if self.world.rank == 0:
+            warn_of_late_scheduler(own, self.cursor)
         return write_together(
             self.world,
             Path(path),
@@ -391,6 +398,9 @@ class Trainer:
                 for batch in loader.epoch(epoch, trainer.cursor.step):
                     trainer.step(batch)
 
+        The optimizer goes on with the options of the file, its learning rate among them; where it was made with others
+        that is warned of. To change one, set it in `optimizer.param_groups` after this.
+
         Args:
             path: The file; a directory for the newest whole checkpoint in it, with a warning for each that is broken.
             scheduler: The one that `save` was given.
@@ -402,6 +412,7 @@ class Trainer:
         """
         own = self._own_scheduler(scheduler)
         file, checkpoint = read_together(self.world, Path(path))
+        options = describe_options(self.optimizer)
 
         def restore() -> None:
             state, made = share_out(unpack_state(checkpoint), has_scheduler=self.scheduler is not None, own=own)
@@ -410,6 +421,8 @@ class Trainer:
                 own.load_state_dict(made)
 
         heard_by_all(self.world, restore, "loading a checkpoint")
+        if self.world.rank == 0:
+            warn_of_other_options(options, describe_options(self.optimizer))
         metrics = checkpoint.manifest.metrics
         return LoadedState(path=file, cursor=self.cursor, global_step=self.global_step, metrics=metrics)
 

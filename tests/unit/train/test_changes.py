@@ -40,6 +40,19 @@ def test_what_is_harmless_needs_no_leave() -> None:
     check_changes(changes(epochs=20), ())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"), [(50, 2, True), (None, 2, True), (2, 50, False), (2, None, False)]
+)
+def test_to_keep_fewer_checkpoints_needs_leave(before: int | None, after: int | None, is_refused: bool) -> None:
+    # A run begun with keep=50 on the command line lost all but two when it was resumed without.
+    (found,) = find_changes({"keep": before}, {"keep": after}, is_mid_epoch=False)
+    assert found.needs_leave is is_refused
+
+
+def test_where_the_run_lies_is_no_difference() -> None:
+    assert find_changes({"run_dir": "runs/a"}, {"run_dir": None}, is_mid_epoch=False) == []
+
+
 def test_the_error_names_the_options_that_allow_it() -> None:
     found = changes(epochs=3, max_grad_norm=1.0, optimizer_args={"lr": 0.2, "betas": [0.9, 0.99]})
     with pytest.raises(CheckpointError, match=r"say --allow max_grad_norm --allow optimizer_args.lr;"):

@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,46 @@ def test_finite_gradients_whose_sum_overflows_are_applied() -> None:
     before = training.digest()
     assert not training.step(next(loader().epoch(0))).is_skipped
     assert training.digest() != before
+
+
+# -- Saving and loading ------------------------------------------------------------------------------------------------
+
+
+def epochs_of(training: Trainer, count: int, after_epoch: Any = None) -> list[bool]:
+    told = []
+    for epoch in range(training.cursor.epoch, count):
+        told += [training.step(batch).should_stop for batch in loader().epoch(epoch, training.cursor.step)]
+        if after_epoch is not None:
+            after_epoch()
+    return told
+
+
+def test_a_request_to_stop_is_not_told_of_after_the_last_step_of_an_epoch() -> None:
+    # What a loop does there, stepping a scheduler, was left out by runs that went on from a save before it.
+    training = make()
+    training.request_stop()
+    assert epochs_of(training, 2) == [True, True, False] * 2
+
+
+def test_saving_before_a_schedule_is_stepped_is_warned_of(tmp_path: Path) -> None:
+    training = make()
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
+    epochs_of(training, 1)
+    with pytest.warns(UserWarning, match=r"end of epoch 0, for which the scheduler was not stepped yet.*Step it first"):
+        training.save(tmp_path / "early.ckpt", scheduler=schedule)
+    schedule.step()
+    training.save(tmp_path / "right.ckpt", scheduler=schedule)
+    training.step(next(loader().epoch(1)))
+    training.save(tmp_path / "inside.ckpt", scheduler=schedule)
+
+
+def test_options_that_a_file_replaces_are_named(tmp_path: Path) -> None:
+    make().save(tmp_path / "a.ckpt")
+    other = make(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    with pytest.warns(UserWarning, match=r"options of the checkpoint: lr was to be 0.5 and is 0.1\. To change"):
+        other.load(tmp_path / "a.ckpt")
+    assert other.optimizer.param_groups[0]["lr"] == 0.1
+    other.load(tmp_path / "a.ckpt")  # nothing is other than it was made now
 
 
 # -- Evaluation --------------------------------------------------------------------------------------------------------
