@@ -291,7 +291,7 @@ class Trainer:
             ...
             if trainer.step(batch).should_stop:
                 trainer.save("run.ckpt")
-                sys.exit(75)
+                return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
         """
         self._wants_stop = True
 
