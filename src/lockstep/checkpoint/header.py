@@ -142,7 +142,10 @@ def header_length(start: bytes, file_bytes: int) -> int:
     """
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if len(start) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or _LENGTH_BYTES + length > file_bytes:
-        raise CheckpointError("it does not begin as a safetensors file does, or was cut off in its header")
+        raise CheckpointError(
+            "it does not begin as a safetensors file does, or was cut off in its header (files of torch.save and of "
+            "others are for ls.load_weights and lockstep checkpoint convert)"
+        )
     return _LENGTH_BYTES + length
 
 

@@ -1,6 +1,7 @@
 """`lockstep checkpoint show|verify|convert`: what is in a file, whether it is what was written, other forms of it."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,27 +33,39 @@ _Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad in
 
 @checkpoint_app.command(name="show")
 def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
-    """Show what is in a checkpoint: where the run stood, its config, its tensors. Of a directory: in the newest."""
+    """Show what is in a checkpoint: where the run stood, its config, its tensors. Of a directory: in the newest.
+
+    The tensors themselves are not read: `lockstep checkpoint verify` compares them with their checksums.
+    """
     with failures_shown(debug=debug):
         contents = show_checkpoint(_find(path)[0])
         if as_json:
             typer.echo(json.dumps(_as_document(contents), indent=2))
         else:
             _show(contents)
+            typer.echo(f"The tensors were not read; lockstep checkpoint verify {shlex.quote(str(path))} does.")
 
 
 @checkpoint_app.command(name="verify")
 def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
     """Compare every byte with the checksums, and the weights with the digest. Of a directory: of all checkpoints.
 
-    Exit code 0 if they hold, 1 if anything is damaged.
+    Exit code 0 if they hold, 1 if anything is damaged, 2 if a file is no checkpoint, or one of a later format.
     """
     with failures_shown(debug=debug):
-        found = [verify_checkpoint(each) for each in _find(path)]
-        if as_json:
+        found: list[Findings] = []
+        unknown: list[CheckpointError] = []
+        for each in _find(path):
+            try:
+                found.append(verify_checkpoint(each))
+            except CheckpointError as error:  # the others are looked at all the same
+                unknown.append(error)
+        if as_json and found:
             typer.echo(json.dumps({"checkpoints": [_as_entry(findings) for findings in found]}, indent=2))
         else:
             _list(found)
+        if unknown:
+            raise unknown[0]
         if not all(findings.is_whole for findings in found):
             raise typer.Exit(FAILURE_EXIT)
 

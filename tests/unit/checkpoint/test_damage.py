@@ -315,3 +315,14 @@ def test_what_is_not_there_is_bad_input(tmp_path: Path) -> None:
         code, output = command(*arguments)
         assert code == 2
         assert "holds no checkpoint" in output or "No such file" in output
+
+
+def test_a_file_of_a_later_format_hides_no_others(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000003.ckpt", format_version=99)
+    whole = write(tmp_path / "step-00000002.ckpt")
+    write(tmp_path / "step-00000001.ckpt", digest="0" * 64)
+    code, output = command("verify", str(tmp_path))
+    assert code == 2
+    assert f"{whole}: whole" in output
+    assert "step-00000001.ckpt: DAMAGED" in output
+    assert "step-00000003.ckpt" in output
