@@ -46,7 +46,8 @@ def stop_and_save(run: ls.Run, folder: Path) -> tuple[int, str, float]:
             if run.rank == 1 and trainer.global_step == 7:
                 trainer.request_stop()
             if trainer.step(batch).should_stop:
-                path = trainer.save(folder, scheduler=schedule, metrics={"loss": 0.5, "odd": float("nan")})
+                metrics: dict[str, Any] = {"loss": torch.tensor(0.5), "odd": float("nan")}  # JSON knows no tensor
+                path = trainer.save(folder, scheduler=schedule, metrics=metrics)
                 return trainer.global_step, path.name, path.stat().st_size
         schedule.step()
     raise AssertionError

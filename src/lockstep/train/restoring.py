@@ -1,7 +1,7 @@
 """Taking a state back: it is checked before anything is changed, and what does not go well is undone."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -62,14 +62,23 @@ def check_state(state: Any, expected: Mapping[str, Any]) -> None:
             )
 
 
-def check_options(optimizer: Optimizer) -> None:
+def own_options(optimizer: Optimizer) -> list[set[str]]:
+    """Return which options of its class each group of an optimizer has."""
+    return [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
+
+
+def check_options(optimizer: Optimizer, before: Sequence[set[str]]) -> None:
     """Check that an optimizer still has its options after it has taken a state, and so that the state was of its kind.
+
+    Args:
+        optimizer: It has just taken a state. That gives its `defaults` an option that its groups may never have had.
+        before: What its groups had.
 
     Raises:
         ValueError: It has not.
     """
-    for group in optimizer.param_groups:
-        missing = sorted(set(optimizer.defaults) - set(group))
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        missing = sorted(options - set(group))
         if missing:
             raise ValueError(
                 f"The state is of another optimizer than {type(optimizer).__name__}: it has no {', '.join(missing)}."

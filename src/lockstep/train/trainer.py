@@ -55,6 +55,7 @@ from lockstep.train.restoring import (
     check_options,
     check_state,
     class_name,
+    own_options,
     undone_on_error,
     warn_of_late_scheduler,
     warn_of_other_options,
@@ -436,10 +437,11 @@ class Trainer:
                 or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
         """
         check_state(state, self._take_state())
+        options = own_options(self.optimizer)
         with undone_on_error(self.model, self.optimizer):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            check_options(self.optimizer)
+            check_options(self.optimizer, options)
             if self.scaler is not None:
                 self.scaler.load_state_dict(state["scaler"])
             if self.scheduler is not None:
