@@ -11,7 +11,7 @@ train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

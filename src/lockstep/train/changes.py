@@ -1,8 +1,7 @@
 """How a config differs from the one that a run was begun with, and what that does to the run. Pure.
 
 harmless       where the run computes, how long, what it shows: listed
-needs leave    changes the bits from here on, or lets checkpoints be removed that the run has kept so far: listed, and
-               refused without `--allow NAME`
+needs leave    changes the bits from here on: listed, and refused without `--allow NAME`
 impossible     the state would not fit, or not have the effect that the config says: refused
 """
 
@@ -35,6 +34,7 @@ _IMPOSSIBLE: Mapping[str, str] = {
     "scheduler_interval": _OF_SCHEDULER,
 }
 _UNSET = object()
+_REMOVES = ", so older checkpoints are removed at the next save in their directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Change:
     after: str
     """What it is."""
     needs_leave: bool
-    """Whether it changes the bits of the run, or what it has kept is removed."""
+    """Whether it changes the bits of the run."""
     obstacle: str
     """Why it cannot be changed; empty where it can."""
 
@@ -84,8 +84,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
                 Change(
                     name=name,
                     before=_text(before),
-                    after=_text(after),
-                    needs_leave=key not in _HARMLESS or (key == "keep" and _keeps_fewer(saved[key], now[key])),
+                    after=_text(after) + _REMOVES * (key == "keep" and _keeps_fewer(before, after)),
+                    needs_leave=key not in _HARMLESS,
                     obstacle=_obstacle(name, saved, now, is_mid_epoch=is_mid_epoch),
                 )
             )
@@ -110,7 +110,7 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
         options = " ".join(f"--allow {change.name}" for change in refused)
         raise CheckpointError(
             f"The run was begun with another config: {'; '.join(map(str, refused))}. This changes what comes out of "
-            f"it, or removes what it has kept. To go on, set it back; to change it from here on, say {options}; or "
+            f"it. To go on, set it back; to change it from here on, say {options}; or "
             "begin a new run."
         )
 
