@@ -33,7 +33,8 @@ def end_only_for(owner_pid: int) -> None:
     """Let SIGTERM end this process only if its owner has sent it, and SIGUSR1 not at all (main thread; Linux).
 
     Slurm and systemd send a signal to every process of a job. A worker that takes it as a request to save and stop
-    still needs its loading processes then.
+    still needs its loading processes then. (Signals that wait to be taken at one time are one: where the owner's is
+    lost so, the process ends with it, see `die_with_parent`.)
     """
     if not sys.platform.startswith("linux"):
         return

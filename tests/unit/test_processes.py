@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,16 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Li
 
 def send_as_another(pid: int, number: int) -> None:
     subprocess.run(["kill", f"-{number}", str(pid)], check=True)
+
+
+def wait_until_taken(pid: int, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        if not int(status["ShdPnd"], 16) >> (number - 1) & 1:
+            return
+        assert time.monotonic() < deadline, "nobody has taken the signal"
+        time.sleep(0.005)
 
 
 def end_of_child(*sent: tuple[Callable[[int, int], None], int]) -> int:
@@ -31,6 +43,7 @@ def end_of_child(*sent: tuple[Callable[[int, int], None], int]) -> int:
     os.close(source)
     os.read(back, 1)
     for send, number in sent:
+        wait_until_taken(child, signal.SIGTERM)  # two that wait to be taken are one
         send(child, number)
     if sent[-1][0] is os.kill:  # which ends it
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
