@@ -219,6 +219,42 @@ def test_a_rank_that_is_killed_while_the_group_is_made_is_named_to_all(
             assert num_left_open == 0
 
 
+def meet_where_one_sees_another_lost(rank: Rank) -> GroupError:
+    """Make a group: rank 2 is connected first, sees rank 1 lost and leaves, before rank 0 looks at rank 1."""
+    module: Any = rendezvous
+    join, receive = module._join, module._receive_file
+
+    def join_later(*arguments: Any) -> Any:
+        rank.hear()
+        return join(*arguments)
+
+    def receive_after_word(connection: Any) -> Any:
+        rank.say()
+        return receive(connection)
+
+    def see_loss(*_: Any) -> Any:
+        raise PeerLostError("Rank 1 was lost while the group was being made.", rank=1)
+
+    if rank.number == 1:
+        module._join, module._receive_file = join_later, lambda _: threading.Event().wait()
+    if rank.number == 2:
+        module._receive_file, module._watch = receive_after_word, see_loss
+    with pytest.raises(GroupError) as caught:
+        rendezvous.meet(rank.store(), rank.number, Layout(rank.size), timedelta(seconds=PATIENCE))
+    return caught.value
+
+
+def test_who_leaves_because_another_was_lost_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
+    # Under load rank 0 once named rank 2, which had only heard earlier that rank 1 was killed.
+    with Ranks(tmp_path, 3, meet_where_one_sees_another_lost) as ranks:
+        ranks.hear(2)
+        ranks.say(1)
+        for number in (2, 0):
+            error = ranks.result(number)
+            assert isinstance(error, PeerLostError)
+            assert error.rank == 1
+
+
 def test_a_rank_that_never_comes_to_make_the_group_is_named_to_all(tmp_path: Path) -> None:
     with Ranks(tmp_path, 3, meet_with_a_victim, 1, rendezvous.__name__, "_join") as ranks:
         ranks.hear(1)

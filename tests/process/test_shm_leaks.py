@@ -372,10 +372,12 @@ def admit_slowly(me: Rank) -> float:
         me.say(listener.getsockname())
         return listener
 
-    def join_when_told(address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> rendezvous.Meeting:
+    def join_when_told(
+        store: dist.Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]
+    ) -> rendezvous.Meeting:
         me.say()
         me.hear()
-        return join(address, rank, timeout, names)
+        return join(store, address, rank, timeout, names)
 
     rendezvous._listen, rendezvous._join = listen_and_say, join_when_told
     group = me.join()
@@ -456,4 +458,4 @@ def test_a_rank_does_not_join_another_user(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, pose_as_rank_0) as impostor:
         address = impostor.hear(0)
         with pytest.raises(GroupError, match="belongs to another user"):
-            rendezvous._join(address, 1, timedelta(seconds=PATIENCE), range(2))
+            rendezvous._join(dist.HashStore(), address, 1, timedelta(seconds=PATIENCE), range(2))

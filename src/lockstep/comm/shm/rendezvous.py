@@ -10,6 +10,7 @@
     7 sends the file and the pids to all                       8 maps the file, watches the pids, says "ready"
     9 says "go" when all are ready                            10 closes the socket
     X leaves word why it gave up       ->   failed       <-    X asks why rank 0 is gone
+    Y asks why rank r is gone          ->   left/r       <-    Y leaves word that it saw another one lost
 
 The socket's name lives in the kernel alone, and both ends ask the kernel who is on the other one: another user of the
 machine can neither join nor be joined.
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import DistNetworkError, Store
 
@@ -39,6 +41,7 @@ _LOGGER = logging.getLogger("lockstep")
 _READY = b"r"
 _GO = b"g"
 _FAILED = "failed"
+_LEFT = "left/{}"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which knows who is missing and says so."""
@@ -114,7 +117,7 @@ def meet(
         if listener is not None:
             return _receive_all(store, listener, layout, timeout, members.names)
         with _asking_why(store, timeout, members.names):
-            return _join(hosts[0][1], rank, timeout, members.names)
+            return _join(store, hosts[0][1], rank, timeout, members.names)
     finally:
         if listener is not None:
             listener.close()
@@ -192,12 +195,13 @@ def _explain_apart(hosts: Sequence[str], names: Sequence[int]) -> str:
 
 
 @contextmanager
-def _leaving_word(store: Store) -> Iterator[None]:
-    """Tell the other ranks why rank 0 gives up, before it closes its sockets."""
+def _leaving_word(store: Store, key: str) -> Iterator[None]:
+    """Tell the other ranks why this one gives up, before it closes its sockets."""
     try:
         yield
     except (GroupError, OSError) as error:
-        store.set(_FAILED, json.dumps([getattr(error, "rank", -1), str(error)]))
+        with suppress(RuntimeError):  # the store is gone too
+            store.set(key, json.dumps([getattr(error, "rank", -1), str(error)]))
         raise
 
 
@@ -216,12 +220,18 @@ def _asking_why(store: Store, timeout: timedelta, names: Sequence[int]) -> Itera
 
 
 def _explain_gone(store: Store, name: int) -> GroupError:
+    ended = PeerLostError(f"Rank {name} ended while the group was being made.", rank=name)
+    return _read_word(store, _FAILED) or ended
+
+
+def _read_word(store: Store, key: str) -> GroupError | None:
+    """Return why a rank gave up, if it has left word."""
     try:
-        said = store.get(_FAILED) if store.check([_FAILED]) else b""
+        said = store.get(key) if store.check([key]) else b""
     except RuntimeError:  # the store is gone too
         said = b""
     if not said:
-        return PeerLostError(f"Rank {name} ended while the group was being made.", rank=name)
+        return None
     rank, message = json.loads(said)
     return GroupError(message) if rank < 0 else PeerLostError(message, rank=rank)
 
@@ -231,7 +241,7 @@ def _receive_all(
 ) -> Meeting:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
-    with ExitStack() as undo, ExitStack() as done, _leaving_word(store):
+    with ExitStack() as undo, ExitStack() as done, _leaving_word(store, _FAILED):
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
         deadline = time.monotonic() + timeout.total_seconds()
@@ -246,14 +256,14 @@ def _receive_all(
             _admit(connection, connections, pids, timeout)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _losing(names[rank]):
+            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
         pidfds = _watch(pids, 0, undo, names)
         for rank, connection in connections.items():
-            with _losing(names[rank]):
+            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _losing(names[rank]):
+            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
                 connection.sendall(_GO)
         undo.pop_all()
     return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
@@ -277,7 +287,7 @@ def _admit(
     pids[rank] = pid
 
 
-def _join(address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> Meeting:
+def _join(store: Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> Meeting:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout.total_seconds() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
@@ -287,7 +297,8 @@ def _join(address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> 
         length, descriptor = _receive_file(connection)
         undo.callback(os.close, descriptor)
         pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
-        pidfds = _watch(pids, rank, undo, names)
+        with _leaving_word(store, _LEFT.format(rank)):
+            pidfds = _watch(pids, rank, undo, names)
         connection.sendall(_READY)
         _expect(connection, _GO)
         undo.pop_all()
@@ -316,12 +327,13 @@ def _watch(pids: dict[int, int], own: int, undo: ExitStack, names: Sequence[int]
 
 
 @contextmanager
-def _losing(name: int) -> Iterator[None]:
-    """Take what goes wrong within for the loss of the rank of this name."""
+def _losing(name: int, ask_why: Callable[[], GroupError | None] = _nobody) -> Iterator[None]:
+    """Take what goes wrong within for the loss of the rank of this name, or for what it has left word of."""
     try:
         yield
     except (OSError, EOFError) as error:
-        raise PeerLostError(f"Rank {name} was lost while the group was being made.", rank=name) from error
+        lost = PeerLostError(f"Rank {name} was lost while the group was being made.", rank=name)
+        raise ask_why() or lost from error
 
 
 def _who_is(connection: socket.socket) -> tuple[int, int]:
