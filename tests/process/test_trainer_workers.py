@@ -378,3 +378,26 @@ def test_what_cannot_have_the_same_bits_is_said_before_the_first_step() -> None:
         assert "as many shards as workers" in said[1]
         assert "Ranks 0 and 1 differ" in said[2]
         assert "threads is 1 and 2" in said[2]
+
+
+def train_halves(run: ls.Run | None = None) -> list[str]:
+    """Train shards that two workers share equally, so that each holds one partial; over Gloo where there are two."""
+    world = None if run is None else current_world(dist.new_group(backend="gloo"))
+    digests = []
+    for num_shards in (2, 4):
+        torch.manual_seed(0)
+        net = image_net()
+        trainer = ls.Trainer(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), loss=mean_loss, num_shards=num_shards, world=world
+        )
+        loader = ls.ShardedLoader(images(), batch_size=16, num_shards=num_shards, world=world)
+        for batch in loader.epoch(0):
+            trainer.step(batch)
+            digests.append(trainer.digest())
+    return digests
+
+
+def test_two_workers_with_one_partial_each_add_as_one_does_over_gloo() -> None:
+    # There the addition is left to the group's own all-reduce; every other case here has an odd number of shards.
+    (alone,) = call_on_ranks(1, train_halves)
+    assert call_on_ranks(2, train_halves) == [alone] * 2
