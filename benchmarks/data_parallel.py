@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.copies import Copies
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.replicas.copies import Copies
+from lockstep.parallel.replicas.data_parallel import DataParallel
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

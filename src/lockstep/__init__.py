@@ -17,6 +17,7 @@ from lockstep.comm import (
     ring_hook,
 )
 from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader
+from lockstep.engine import Trainer, accuracy
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -43,7 +44,7 @@ from lockstep.parallel import (
     SyncBatchNorm,
     data_parallel,
 )
-from lockstep.train import Trainer, accuracy, seed_generators, set_deterministic
+from lockstep.processes.reproducibility import seed_generators, set_deterministic
 
 __version__ = version("lockstep")
 

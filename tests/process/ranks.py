@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.comm.group import choose_backend
+from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.shm import semaphores
 
 PATIENCE = 30.0

@@ -18,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 from tests.process import hosts, slurm
 
-from lockstep.comm.interface import explain_wrong_interface
+from lockstep.comm.bootstrap.interface import explain_wrong_interface
 
 SCRIPT = """
 import os, sys

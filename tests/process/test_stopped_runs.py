@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from lockstep.checkpoint import read_manifest
 from lockstep.cli.main import app
 from lockstep.report import MetricsFile
-from lockstep.train.config import read_config
-from lockstep.train.fit import FitResult, fit
+from lockstep.runs.config import read_config
+from lockstep.runs.fit import FitResult, fit
 
 MODULE = """
 import gc
@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.train.stopping import StopRequest
+from lockstep.processes.stop_signals import StopRequest
 
 calls = 0
 

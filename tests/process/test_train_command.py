@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
-from lockstep.train.run_lock import locked_run
+from lockstep.runs.run_lock import locked_run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "train"]

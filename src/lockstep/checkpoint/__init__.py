@@ -13,11 +13,11 @@ digest in the manifest is that of the parameters and buffers in the file. docs/c
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_whole, save_checkpoint
-from lockstep.checkpoint.fit import LoadedWeights
 from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint.interop.fit import LoadedWeights
+from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.saver import OnError, Saver
-from lockstep.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoint",

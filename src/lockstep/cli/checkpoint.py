@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint import Contents, Findings, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.convert import convert
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.errors import CheckpointError
-from lockstep.train.step_files import find_checkpoints
 
 _WIDTH_IN_FILES = 160
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.checkpoint.convert import convert_weights
+from lockstep.checkpoint.interop.convert import convert_weights
 from lockstep.cli.failures import failures_shown
 
 _MEGABYTE = 1_000_000

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typer import Context
 from typer.core import TyperCommand
 
-from lockstep.train.opening import NEWEST
+from lockstep.runs.opening import NEWEST
 
 _RESUME = "--resume"
 _WITH_VALUE = frozenset({"--allow"})

@@ -12,23 +12,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT, failures_shown
 from lockstep.devices import Placement, place_workers
 from lockstep.errors import UsageError
 from lockstep.events import NULL_RECORDER, Recorder, Recorders
-from lockstep.launch.joined import find_launcher, join_started, run_here
+from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
+from lockstep.processes.stop_signals import StopRequest, asked_by_signals, ignore_from_here, listen
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, sum_epoch
+from lockstep.runs.changes import check_names
+from lockstep.runs.config import Config, read_config
+from lockstep.runs.fit import FitResult, Stopped, fit
+from lockstep.runs.opening import OpenedRun, Wanted, open_run
+from lockstep.runs.resuming import Resume
+from lockstep.runs.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
 from lockstep.settings import WorldVariables
-from lockstep.train.changes import check_names
-from lockstep.train.config import Config, read_config
-from lockstep.train.fit import FitResult, Stopped, fit
-from lockstep.train.opening import OpenedRun, Wanted, open_run
-from lockstep.train.resuming import Resume
-from lockstep.train.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
-from lockstep.train.step_files import find_checkpoints
-from lockstep.train.stopping import StopRequest, asked_by_signals, ignore_from_here, listen
 
 
 def train(

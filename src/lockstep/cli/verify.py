@@ -15,8 +15,8 @@ from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
-from lockstep.train.config import Config, read_config
-from lockstep.train.verify import ShortRun, find_odd_rank, run_steps
+from lockstep.runs.config import Config, read_config
+from lockstep.runs.verify import ShortRun, find_odd_rank, run_steps
 
 _SHOWN_DIGITS = 16
 

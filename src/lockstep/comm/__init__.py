@@ -8,11 +8,11 @@ group, as the only worker.
 """
 
 from lockstep.comm.backends import register_backends
+from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group, join_world, launched_world
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.calls import calls_for
-from lockstep.comm.group import destroy_process_group, init_process_group, join_world, launched_world
-from lockstep.comm.last_words import say_goodbye, tell_peers
+from lockstep.comm.exit_notice import say_goodbye, tell_peers
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
 from lockstep.comm.world import World, current_world, group_store

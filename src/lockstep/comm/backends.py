@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm.checked import CheckedProcessGroup, check_group
-from lockstep.comm.last_words import tell_peers_of_uncaught
+from lockstep.comm.exit_notice import tell_peers_of_uncaught
 from lockstep.comm.shm import Apart, Members, ShmProcessGroup, meet_as_group
 from lockstep.errors import PeerLostError
 

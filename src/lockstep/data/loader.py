@@ -19,7 +19,7 @@ from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
-from lockstep.processes import die_with_parent, end_only_for
+from lockstep.processes.lifetime import die_with_parent, end_only_for
 from lockstep.shards import derive_seed
 
 _PREFETCH_FACTOR = 2

@@ -28,13 +28,13 @@ from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.exits import describe_exit, describe_failures
-from lockstep.launch.handing_on import HandingOn
-from lockstep.launch.joined import find_launcher, run_here
+from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.messages import Assignment, Report, pack_call, read_up, write_down
 from lockstep.launch.sessions import Sessions, exit_code
+from lockstep.launch.signal_forwarding import HandingOn
 from lockstep.launch.store import LOOPBACK_INTERFACE, open_store
+from lockstep.processes.stop_signals import RELAYED, STOPPING, StopRequest
 from lockstep.settings import LAUNCHED, worker_environment
-from lockstep.train.stopping import RELAYED, STOPPING, StopRequest
 
 _SETTLE_SECONDS = 0.5
 """After the first failure: how long to wait for one that came before it but is heard of later."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import destroy_process_group, init_process_group, say_goodbye, tell_peers
-from lockstep.comm.group import choose_backend
+from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.launch.messages import Assignment, Report, Run, write_up
-from lockstep.processes import die_with_parent, keep_freed_memory
-from lockstep.train.reproducibility import seed_generators
+from lockstep.processes.lifetime import die_with_parent, keep_freed_memory
+from lockstep.processes.reproducibility import seed_generators
 
 _RENDEZVOUS_SECONDS = 300
 _LINGER_SECONDS = 2.0

@@ -4,9 +4,9 @@ Invariants: a wrapped module has rank 0's parameters and buffers from constructi
 not under `no_sync`, each parameter's `.grad` is the mean over ranks, however the forward was called.
 """
 
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.data_parallel_criterion import DataParallelCriterion
 from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.replicas.data_parallel_criterion import DataParallelCriterion
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["DataParallel", "DataParallelCriterion", "DistributedDataParallel", "SyncBatchNorm", "data_parallel"]

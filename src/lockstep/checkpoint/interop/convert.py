@@ -1,0 +1,215 @@
+"""Writing weights in the forms that other programs read: plain `.pt`, safetensors, torch.distributed.checkpoint."""
+
+import contextlib
+import os
+import shutil
+import uuid
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.checkpoint.interop.folders import METADATA_NAME
+from lockstep.checkpoint.interop.names import Renaming, first_components, plain_names
+from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
+from lockstep.checkpoint.interop.weights import as_state_dict, describe_weights
+from lockstep.errors import CheckpointError
+
+Form = Literal["pt", "safetensors", "dcp"]
+"""A flat state_dict of torch.save, a safetensors file, or a folder of torch.distributed.checkpoint."""
+
+_SUFFIXES: Mapping[str, Form] = {
+    ".pt": "pt",
+    ".pth": "pt",
+    ".bin": "pt",
+    ".safetensors": "safetensors",
+    ".dcp": "dcp",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What was read and what was written."""
+
+    recognised: str
+    """What the source is and what was done to its names, in words."""
+    form: Form
+    """What was written."""
+    num_tensors: int
+    """How many tensors."""
+    num_bytes: int
+    """How many bytes they have; a tensor under two names counts once."""
+
+
+def convert_weights(
+    source: Path, target: Path, form: Form | None = None, *, key: str | None = None, force: bool = False
+) -> Conversion:
+    """Write the weights at `source` to `target`, whole or not at all (local).
+
+    Args:
+        source: What `load_weights` reads.
+        target: A file, or the folder for "dcp".
+        form: What to write; None to tell by the target's suffix.
+        key: As for `load_weights`.
+        force: Write over a file or folder of weights at `target`.
+
+    Raises:
+        CheckpointError: The source cannot be read, the target exists or cannot be written, or its form is not known.
+    """
+    form = _choose_form(target, form)
+    _check_free(target, form, force=force)
+    weights = read_weights(source, key)
+    renaming = plain_names([*weights.tensors, *weights.extra])
+    tensors = {renaming.names[name]: tensor for name, tensor in _packed(weights.tensors).items()}
+    extra = {renaming.names[name]: value for name, value in weights.extra.items()}
+    versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
+    try:
+        with _beside(target) as path:
+            _WRITERS[form](path, as_state_dict({**tensors, **extra}, versions))
+    except KeyError as error:  # safetensors has no name for the dtype
+        raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}.") from error
+    except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{target} could not be written: {error}. What was there before still is.") from error
+    return Conversion(
+        recognised=_describe(weights, renaming, form, key),
+        form=form,
+        num_tensors=len(tensors),
+        num_bytes=sum(map(_num_bytes, {id(tensor): tensor for tensor in tensors.values()}.values())),
+    )
+
+
+def _choose_form(target: Path, form: Form | None) -> Form:
+    by_suffix = _SUFFIXES.get(target.suffix)
+    if form is not None and form not in get_args(Form):
+        raise CheckpointError(f"{form!r} is no form to write. Expected one of: {', '.join(get_args(Form))}.")
+    if form is not None and by_suffix not in {None, form}:
+        raise CheckpointError(
+            f"{target} would be taken for {by_suffix} by its name, and {form} was asked for. Rename it."
+        )
+    chosen = form or by_suffix
+    if chosen is None:
+        raise CheckpointError(
+            f"What to write to {target} cannot be told from its name. Expected .pt, .safetensors or .dcp, or say it: "
+            "--to pt, --to safetensors, --to dcp."
+        )
+    return chosen
+
+
+def _check_free(target: Path, form: Form, *, force: bool) -> None:
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Make it first.")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise CheckpointError(f"{target} exists already. Choose another name, or write over it with --force.")
+    is_sharded = target.is_dir() and ((target / METADATA_NAME).is_file() or not any(target.iterdir()))
+    if target.is_dir() and not is_sharded:
+        raise CheckpointError(f"{target} is a folder of other files, which is not written over. Choose another name.")
+    if target.is_dir() != (form == "dcp"):
+        found = "folder" if target.is_dir() else "file"
+        raise CheckpointError(f"{target} is a {found}, and {form} is not. Remove it first, or choose another name.")
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """Give a name beside `target` to write to, and put what was written there in its place when all went well."""
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    old = path.with_suffix(".old")
+    try:
+        yield path
+        _flush(path)
+        if target.is_dir():  # no folder is renamed onto one that holds something
+            target.rename(old)
+        path.replace(target)
+        _flush(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        for leftover in (path, old):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            leftover.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with no more memory than their values need; what was one tensor under two names stays one."""
+    packed: dict[tuple[Any, ...], Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach()
+        if plain.layout is torch.strided and not plain.is_quantized:
+            plain = plain.resolve_conj().resolve_neg()  # safetensors writes the memory, whatever a flag says of it
+            place = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
+            if place not in packed:
+                is_whole = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
+                packed[place] = plain if is_whole else plain.clone(memory_format=torch.contiguous_format)
+            plain = packed[place]
+        result[name] = plain
+    return result
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._nnz() * tensor.element_size()  # noqa: SLF001 - public, but for its name
+
+
+def _write_pt(path: Path, state: "OrderedDict[str, Any]") -> None:
+    torch.save(state, path)
+
+
+def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
+    """Write each name with values of its own, so that any reader finds all names."""
+    path.touch()
+    mode = path.stat().st_mode  # safetensors makes its files for the owner alone
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    save_file(separate, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
+    from torch.distributed.checkpoint import CheckpointException, save  # it imports much, for a few
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank writes
+        try:
+            save(dict(state), checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:  # no Exception; it wraps what this process raised while writing
+            raise error.failures[0][0] from error
+
+
+_WRITERS = {"pt": _write_pt, "safetensors": _write_safetensors, "dcp": _write_dcp}
+
+
+def _describe(weights: ForeignWeights, renaming: Renaming, form: Form, key: str | None) -> str:
+    notes = [describe_weights(weights, renaming)]
+    if form == "safetensors" and weights.extra:
+        notes.append(f"left out, for safetensors holds tensors only: {', '.join(weights.extra)}")
+    heads = first_components(renaming.names.values())
+    if key is None and len(heads) == 1 and list(heads.values()) == [len(renaming.names)]:
+        head = next(iter(heads))
+        notes.append(f"every name begins with '{head}.'; --key {head} drops that")
+    return "; ".join(notes)

@@ -1,0 +1,140 @@
+"""Where in a file's content the weights are. Pure.
+
+People save `model.state_dict()` alone, or in a dictionary with the optimizer, the epoch and what else they need.
+Weights are recognised by what they are, a dictionary from names to tensors; a name decides only between several.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoint.interop.names import first_components
+from lockstep.errors import CheckpointError
+
+USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "module", "weights")
+"""Under which key a file usually keeps its weights, beside other dictionaries of tensors."""
+EXTRA_STATE = "_extra_state"
+"""The last component of what a module's `get_extra_state` returned, which need not be a tensor."""
+_NOT_WEIGHTS = ("optim", "sched", "scaler")
+_SHOWN = 8
+_DEPTH = 5
+"""How deep weights are looked for; a dictionary may hold itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The weights in a file's content."""
+
+    path: tuple[str, ...]
+    """The keys that lead to them; empty if the content itself is the weights."""
+    prefix: str
+    """What stood before their names and was asked for with `key`."""
+    state: Mapping[str, Any]
+    """The weights: tensors, and extra state of modules, by name; `prefix` is no part of the names."""
+    others: tuple[str, ...]
+    """Keys of other weights beside them, e.g. an average; numbers such as a best loss do not count."""
+
+
+def find_weights(content: Any, source: str, key: str | None = None) -> Found:
+    """Find the weights in what a file holds.
+
+    Args:
+        content: What was read.
+        source: The file's name, for messages.
+        key: What to take: a key in the content (`ema`, `nets.generator`) or the first components of names.
+
+    Raises:
+        CheckpointError: There are none, there are several, or `key` leads nowhere.
+    """
+    if key is None:
+        return _search(content, (), source)
+    inner, path, rest = _follow(content, key)
+    found = _search(inner, path, source)
+    if not rest:
+        return found
+    taken = {name.removeprefix(f"{rest}."): value for name, value in found.state.items() if name.startswith(f"{rest}.")}
+    if not taken:
+        keys = [str(name) for name in inner] if isinstance(inner, Mapping) else []
+        places = [name for name in keys if name not in found.state] + list(first_components(found.state))
+        raise CheckpointError(
+            f"{source} has nothing under the key {key!r}. Expected one of: {_listed(places) or 'no key at all'}."
+        )
+    return Found(path=found.path, prefix=f"{rest}.", state=taken, others=())
+
+
+def is_weights(value: Any, depth: int = _DEPTH) -> bool:
+    """Say whether `value` is a state_dict: names to tensors, and no other state_dict inside (down to `depth`)."""
+    if not depth or not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return False
+    inner = [item for name, item in value.items() if not _is_extra(name) and isinstance(item, Mapping)]
+    return any(isinstance(item, Tensor) for item in value.values()) and not any(
+        is_weights(item, depth - 1) for item in inner
+    )
+
+
+def split_extra(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[str, ...]]:
+    """Return the tensors, the modules' extra state, and the names of what is neither."""
+    tensors = {name: item for name, item in state.items() if isinstance(item, Tensor)}
+    extra = {name: item for name, item in state.items() if name not in tensors and _is_extra(name)}
+    return tensors, extra, tuple(name for name in state if name not in tensors and name not in extra)
+
+
+def _follow(content: Any, key: str) -> tuple[Any, tuple[str, ...], str]:
+    """Walk down `content` along the dotted key; return where it ends, the path there and what is left of the key."""
+    path: tuple[str, ...] = ()
+    while key and isinstance(content, Mapping):
+        parts = key.split(".")
+        heads = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        head = next((head for head in heads if isinstance(content.get(head), Mapping)), None)
+        if head is None:
+            break
+        content, path, key = content[head], (*path, head), key[len(head) + 1 :]
+    return content, path, key
+
+
+def _search(content: Any, path: tuple[str, ...], source: str) -> Found:
+    if is_weights(content):
+        return Found(path=path, prefix="", state=content, others=())
+    entries = dict(content) if isinstance(content, Mapping) and len(path) < _DEPTH else {}
+    holders = [name for name in entries if isinstance(name, str) and _holds_weights(entries[name])]
+    usual = [name for name in holders if name in USUAL_KEYS]
+    choice = usual or [name for name in holders if not name.lower().startswith(_NOT_WEIGHTS)]
+    if len(choice) > 1:
+        raise CheckpointError(
+            f"{source} holds several sets of weights: {_listed(choice)}. Say which to take with the key "
+            f"({choice[0]!r}, for example)."
+        )
+    if not choice:
+        raise CheckpointError(
+            f"{source} holds no weights: expected a dictionary of tensors by name, alone or under a key such as "
+            f"'state_dict' or 'model', and found {_describe(content)}."
+        )
+    found = _search(entries[choice[0]], (*path, choice[0]), source)
+    single = [name for name, value in entries.items() if isinstance(value, Tensor) and value.numel() > 1]
+    beside = [name for name in holders if name != choice[0] and is_weights(entries[name])]
+    return Found(path=found.path, prefix="", state=found.state, others=(*beside, *map(str, single), *found.others))
+
+
+def _holds_weights(value: Any, depth: int = _DEPTH) -> bool:
+    if not depth or is_weights(value, depth):
+        return bool(depth)
+    return isinstance(value, Mapping) and any(
+        _holds_weights(item, depth - 1) for name, item in value.items() if isinstance(name, str)
+    )
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dictionary with {_listed([str(name) for name in value])}" if value else "an empty dictionary"
+    return "a single tensor without a name" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

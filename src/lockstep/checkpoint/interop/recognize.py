@@ -1,0 +1,232 @@
+"""Recognising a file or folder by its first bytes, and reading the weights in it.
+
+What a file is called says little (`.ckpt` is Lightning's, ours, and TensorFlow's), so its content decides. Everything
+is read to the CPU: tensors remember the device they were saved from, which may be one that belongs to another worker.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.checkpoint.file import MANIFEST_KEY, load_checkpoint
+from lockstep.checkpoint.interop.folders import INDEX_SUFFIX, METADATA_NAME, find_newest, find_weight_files
+from lockstep.checkpoint.interop.locate import find_weights, split_extra
+from lockstep.checkpoint.interop.pickled import LEGACY_MAGIC, is_tar, read_archive, read_legacy, refuse_pickle
+from lockstep.checkpoint.manifest import decode_state
+from lockstep.errors import CheckpointError
+
+_HEAD = 512
+_SHARDING_KEY = "DCP_SHARDING_INFO"
+_LIGHTNING_KEY = "pytorch-lightning_version"
+_ELSEWHERE = (
+    (b"version https://git-lfs", "a git-lfs pointer: fetch the file itself with git lfs pull"),
+    (b"\x1f\x8b", "compressed with gzip: unpack it"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it"),
+    (b"\x89HDF", "an HDF5 file, as Keras writes: only its own library reads it"),
+    (b"\x93NUMPY", "a single array of NumPy without a name: save a dictionary of tensors with torch.save"),
+    (b"GGUF", "a GGUF file of llama.cpp: convert it to safetensors first"),
+)
+"""What else people pass, by first bytes, with what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignWeights:
+    """The weights of a file or folder, on the CPU."""
+
+    tensors: Mapping[str, Tensor]
+    """By the names that stand in the file, but for what `key` asked for."""
+    extra: Mapping[str, Any]
+    """Modules' extra state that is no tensor, by name."""
+    versions: Mapping[str, Any]
+    """By a module's path, the version that wrote its part (a state_dict's `_metadata`); empty without."""
+    form: str
+    """What was recognised, in words."""
+    notes: tuple[str, ...]
+    """What was left out, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    value: Any
+    form: str
+    notes: tuple[str, ...] = ()
+
+
+def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
+    """Read the weights at `path` to the CPU, whoever wrote them; nothing in them is executed (local).
+
+    Args:
+        path: A file, a folder of shards or of torch.distributed.checkpoint, or a run directory.
+        key: Which of several sets of weights to take (`ema`), or under which first components (`model`).
+
+    Raises:
+        CheckpointError: Nothing there, not weights, damaged, or in a form that could run code.
+    """
+    try:
+        if (path / METADATA_NAME).is_file():
+            return _read_sharded(path, key)
+        content = _read_folder(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        found = find_weights(content.value, str(path), key)
+    except TypeError as error:  # a pickle can give a dictionary attributes, `items` among them
+        raise CheckpointError(f"{path} holds a dictionary that is none: {error}.") from error
+    notes = _describe_others(found.others)
+    return _weights(found.state, content, found.path, found.prefix, notes)
+
+
+def _read_sharded(path: Path, key: str | None) -> ForeignWeights:
+    from lockstep.checkpoint.interop.distributed import ShardedFolder  # it imports much, for a few
+
+    folder = ShardedFolder(path)
+    found = find_weights(folder.skeleton, str(path), key)
+    state = folder.read(found.path, [f"{found.prefix}{name}" for name in found.state])
+    state = {name.removeprefix(found.prefix): value for name, value in state.items()}
+    content = _Content(value=None, form="a folder of torch.distributed.checkpoint")
+    return _weights(state, content, found.path, found.prefix, _describe_others(found.others))
+
+
+def _weights(
+    state: Mapping[str, Any], content: _Content, path: tuple[str, ...], prefix: str, notes: tuple[str, ...]
+) -> ForeignWeights:
+    tensors, extra, rest = split_extra(state)
+    unfilled = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if unfilled:
+        raise CheckpointError(
+            f"The weights hold {len(unfilled)} tensors on the meta device, {unfilled[0]} for one, which have no "
+            "values. Save them again from a model whose tensors are filled."
+        )
+    nested = [name for name, tensor in tensors.items() if tensor.is_nested]
+    if nested:
+        raise CheckpointError(
+            f"The weights hold {len(nested)} nested tensors, {nested[0]} for one, which have no shape."
+        )
+    if rest:
+        notes = (*notes, f"left out, for they are no tensors: {', '.join(rest)}")
+    if prefix:
+        notes = (f"names under {prefix!r} taken", *notes)
+    wrapped = f" wrapped in {'.'.join(path)!r}" if path and not content.form.startswith("a Lightning") else ""
+    return ForeignWeights(
+        tensors=tensors,
+        extra=extra,
+        versions=_versions(state),
+        form=f"{content.form}{wrapped}",
+        notes=(*content.notes, *notes),
+    )
+
+
+def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    versions = getattr(state, "_metadata", None)
+    named = versions.items() if isinstance(versions, Mapping) else ()
+    return {path: version for path, version in named if isinstance(path, str) and isinstance(version, Mapping)}
+
+
+def _describe_others(others: tuple[str, ...]) -> tuple[str, ...]:
+    return (f"beside it other weights, left out: {', '.join(map(repr, others))}",) if others else ()
+
+
+def _read_folder(path: Path) -> _Content:
+    newest = find_newest(path)
+    if newest is not None:
+        content = _read_file(newest)
+        return replace(content, form=f"{content.form}, {newest.name}, the newest in a run directory")
+    name, places = find_weight_files(path)
+    if places is None:
+        content = _read_file(path / name)
+        return replace(content, form=f"{content.form}, {name} in a folder")
+    merged: dict[str, Any] = {}
+    shards = sorted(set(places.values()))
+    for shard in shards:
+        state = find_weights(_read_file(path / shard).value, str(path / shard)).state
+        twice = sorted(merged.keys() & state.keys())
+        if twice:
+            raise CheckpointError(f"{path} holds {twice[0]} in {shard} and in another shard. Keep one set of shards.")
+        merged.update(state)
+    absent = [tensor for tensor in places if tensor not in merged]
+    if absent:
+        raise CheckpointError(
+            f"{path / name} names {len(absent)} tensors that are not in its shards, {absent[0]} for one. Download the "
+            "shards and the index again, from one version."
+        )
+    return _Content(value=merged, form=f"{len(shards)} shards of {name.removesuffix(INDEX_SUFFIX)}")
+
+
+def _read_file(path: Path) -> _Content:
+    if not path.is_file():
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}. Expected a checkpoint: a file, or a folder that holds one.")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    if not head:
+        raise CheckpointError(f"{path} is empty. Copy or download it again.")
+    if head.startswith(b"PK"):
+        return _name_torch(read_archive(path))
+    if head.startswith(LEGACY_MAGIC) or LEGACY_MAGIC.startswith(head):
+        return _name_torch(read_legacy(path))
+    if head[8:9] == b"{":
+        return _read_safetensors(path, int.from_bytes(head[:8], "little"), size)
+    if is_tar(head):
+        raise refuse_pickle(path, "a tar archive as torch wrote before 0.1.10, or of other files,")
+    if head[:1] == b"\x80":
+        raise refuse_pickle(path, "a plain pickle")
+    raise CheckpointError(_explain_unknown(path, head))
+
+
+def _name_torch(value: Any) -> _Content:
+    if isinstance(value, Mapping) and _LIGHTNING_KEY in value:
+        return _Content(value=value, form="a Lightning checkpoint")
+    return _Content(value=value, form="a state_dict")
+
+
+def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
+    if header_size + 8 > size:
+        raise CheckpointError(
+            f"{path} is a safetensors file and truncated: its header alone needs {header_size + 8} bytes and the file "
+            f"has {size}. Copy or download it again."
+        )
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            if MANIFEST_KEY in metadata:
+                return _read_own(path)
+            if _SHARDING_KEY in metadata:
+                raise CheckpointError(
+                    f"{path} holds one rank's pieces of sharded tensors. Put the pieces together with torch's "
+                    "consolidate_safetensors_files first."
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or truncated ({error}). Copy or download it again.") from error
+    # safetensors' save_model writes a shared tensor once and its other names here.
+    aliases = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors and name not in tensors}
+    return _Content(value={**tensors, **aliases}, form="a safetensors file")
+
+
+def _read_own(path: Path) -> _Content:
+    checkpoint = load_checkpoint(path)
+    extra = decode_state(checkpoint.manifest.model_extra or {}, checkpoint.optimizer)
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"{path}: its model_extra holds no values by name.")
+    form = f"a Lockstep checkpoint after {checkpoint.manifest.global_step} steps"
+    return _Content(value={**checkpoint.model, **extra}, form=form)
+
+
+def _explain_unknown(path: Path, head: bytes) -> str:
+    for magic, words in _ELSEWHERE:
+        if head.startswith(magic):
+            return f"{path} is {words}."
+    text = head.lstrip().lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return f"{path} is a web page, not weights: the download asked for a login or failed. Download it again."
+    if text.startswith((b"{", b"[")):
+        return f"{path} is JSON, not weights. Name the file that holds the tensors, or its folder."
+    return (
+        f"{path} is no checkpoint that Lockstep knows: it begins with {head[:8]!r}. Expected a file of torch.save, "
+        "safetensors or Lockstep, or a folder of them."
+    )

@@ -1,0 +1,162 @@
+"""Loading a model's weights out of a file, whoever wrote it, without the rest of the run."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_misshaped
+from lockstep.checkpoint.interop.locate import EXTRA_STATE
+from lockstep.checkpoint.interop.names import Renaming, first_components, fit_names
+from lockstep.checkpoint.interop.pickled import UNREADABLE
+from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
+from lockstep.checkpoint.tensor_bytes import raw_bytes
+from lockstep.errors import CheckpointError
+
+
+def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key: str | None = None) -> LoadedWeights:
+    """Copy the parameters and buffers at `path` into `model`, wherever it lies (local).
+
+    Reads checkpoints and run directories of Lockstep, files of `torch.save`, those of Lightning, safetensors, folders
+    of Hugging Face and of torch.distributed.checkpoint. What DataParallel, DistributedDataParallel, torch.compile or
+    a LightningModule put before the names is dropped. Nothing is executed, and no memory taken on any GPU: tensors are
+    read to the CPU and copied into the model's own, and so converted to its dtype.
+
+    Args:
+        path: The file or folder.
+        model: Its tensors are written to; if anything is refused, none is.
+        strict: Refuse what does not fit the model exactly; else load what fits, and return what did not. Where nothing
+            fits at all, that is refused too.
+        key: Which of several sets of weights in the file to take (`ema`), or under which first components of names
+            they are (`model`).
+
+    Raises:
+        CheckpointError: Not readable, or in a form that could run code; or names or shapes are not the model's, with
+            all differences in one message.
+        ValueError: The model is on the meta device.
+    """
+    targets = model.state_dict(keep_vars=True)
+    if any(isinstance(target, Tensor) and target.is_meta for target in targets.values()):
+        raise ValueError("The model is on the meta device, which has no memory. Call model.to_empty(device=...) first.")
+    weights = read_weights(Path(path), key)
+    content = {**weights.tensors, **weights.extra}
+    renaming = fit_names(content, targets)
+    state = {renaming.names[name]: value for name, value in content.items()}
+    versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
+    loaded = _compare(model, targets, state, versions, describe_weights(weights, renaming))
+    nothing_fits = len(loaded.unexpected) + len(loaded.misshaped) == len(state)
+    if nothing_fits or (strict and not loaded.fits):
+        message = describe_misfit(loaded, str(path), _hint(state, targets), can_load_rest=strict and not nothing_fits)
+        raise CheckpointError(message)
+    fitting = as_state_dict(state, versions, loaded.misshaped)
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} could not be copied into the model: {error}.") from error
+    return loaded
+
+
+def describe_weights(weights: ForeignWeights, renaming: Renaming) -> str:
+    """Return in words what a file is and what was done to its names."""
+    form = weights.form
+    if renaming.is_wrapped:
+        form = form.replace("a state_dict", "a DataParallel or DistributedDataParallel state_dict", 1)
+    return "; ".join([form, *renaming.notes, *weights.notes])
+
+
+class _NoCopies(TorchDispatchMode):
+    """Leaves every tensor as it is: a load_state_dict inside shows what it would load."""
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _compare(
+    model: nn.Module,
+    targets: Mapping[str, Any],
+    state: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    recognised: str,
+) -> LoadedWeights:
+    """Find what does not fit, as torch would: modules may rename what their earlier versions wrote."""
+    found = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    misshaped = find_misshaped(found, {name: _shape(value) for name, value in targets.items()})
+    # Setting extra state is an effect, so that is compared by name.
+    plain = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    with _NoCopies():  # type: ignore[no-untyped-call]
+        missing, unexpected = model.load_state_dict(as_state_dict(plain, versions, misshaped), strict=False)
+    extra = {name for name in targets if name.rpartition(".")[2] == EXTRA_STATE}
+    missing = [name for name in missing if name not in extra and name not in misshaped]
+    held = set(state) - set(unexpected)
+    groups = _shared(targets)
+    given = {name for group in groups if held.intersection(group) for name in group}
+    return LoadedWeights(
+        recognised=recognised,
+        missing=(*(name for name in missing if name not in given), *sorted(extra - set(state))),
+        unexpected=(*unexpected, *(name for name in state if name not in plain and name not in extra)),
+        misshaped=misshaped,
+        clashing=tuple(
+            (first, second)
+            for group in groups
+            for first, second in itertools.pairwise(name for name in group if name in found)
+            if _differ(state[first], state[second])
+        ),
+    )
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return True
+    if torch.equal(first, second):
+        return False
+    return first.layout is not torch.strided or raw_bytes(first) != raw_bytes(second)  # a NaN does not equal itself
+
+
+def _shared(targets: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names that are one tensor in the model, together."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, value in targets.items():
+        if isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided and value.numel():
+            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            groups.setdefault(place, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def as_state_dict(
+    state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str] = ()
+) -> "OrderedDict[str, Any]":
+    """Return a dictionary as `Module.state_dict` makes them.
+
+    Args:
+        state: Tensors and extra state by name.
+        versions: By a module's path, the version that wrote its part.
+        without: Names to leave out.
+    """
+    left_out = set(without)
+    chosen = OrderedDict((name, value) for name, value in state.items() if name not in left_out)
+    chosen._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001 - where load_state_dict looks for it
+    return chosen
+
+
+def _shape(value: Any) -> Shape | None:
+    return tuple(value.shape) if isinstance(value, Tensor) and not is_lazy(value) else None
+
+
+def _hint(state: Mapping[str, Any], targets: Mapping[str, Any]) -> str:
+    """Name the first component under which most of the model's names are in the file, if there is one."""
+    for head in first_components(state):
+        under = {name.removeprefix(f"{head}.") for name in state if name.startswith(f"{head}.")}
+        matching = len(under & targets.keys())
+        if 2 * matching > len(targets):
+            return f"Under {head!r} lie {matching} of the model's {len(targets)} names: key={head!r} takes those."
+    return ""

@@ -1,0 +1,307 @@
+"""Which worker this process is, from what its launcher put into the environment. Pure.
+
+launcher                rank                   workers                local rank                    where to meet
+--------                ----                   -------                ----------                    -------------
+torchrun, lockstep run,
+Kubernetes, Ray Train   RANK                   WORLD_SIZE             LOCAL_RANK                    MASTER_ADDR, _PORT
+mpirun of Open MPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK    on one host: there
+mpiexec of MPICH, Intel PMI_RANK               PMI_SIZE               MPI_LOCALRANKID               on one host: there
+Slurm's srun            SLURM_PROCID           SLURM_STEP_NUM_TASKS   SLURM_LOCALID                 first of the nodes
+
+[Note: the innermost launcher] Launchers start launchers, and a process inherits the variables of all. torchrun may run
+under srun, one per node: it counts, and Slurm's numbers are those of its agents. mpirun starts its daemons by srun
+where there is a Slurm. So the order is that of the table. But RANK and WORLD_SIZE may as well be leftovers, or a
+script's own arithmetic: unless torchrun set them, they must not contradict the rest.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from lockstep.comm.bootstrap.node_list import expand_node_list, expand_tasks_per_node
+from lockstep.errors import GroupError
+from lockstep.settings import WorldVariables
+
+Variables = Mapping[str, str]
+"""Those variables of the environment that launchers set; empty ones are left out."""
+
+_FIRST_PORT = 20000
+_NUM_PORTS = 9000
+"""Where a port is looked for that nobody has named: below those that the kernel and Kubernetes hand out, and
+without 29400 and 29500, torch's own."""
+_LOOPBACK = "127.0.0.1"
+_REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a launcher other than torchrun says; values as text."""
+
+    launcher: str
+    """Its name, for people."""
+    names: Mapping[str, str]
+    """Which variable each of RANK and WORLD_SIZE is taken from."""
+    world: WorldVariables
+    """In the terms of torch.distributed."""
+
+
+def find_world(variables: Variables) -> WorldVariables:
+    """Return what the launchers of this process say of its place, as torch.distributed's own variables.
+
+    Raises:
+        GroupError: They contradict each other, or the step of Slurm has its nodes for tasks.
+    """
+    told = told_directly(variables)
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return told
+    place = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
+    if place is None:
+        _check_size_is_told(variables, told)
+        return replace(told, remedy=_explain_unstarted(variables) or _REMEDY)
+    if _starts_launchers(place, told):
+        return told
+    _compare(variables, place, told)
+    if place.launcher == "Slurm" and told.rank is None:
+        _check_tasks(variables, place)
+    return _merge(told, place)
+
+
+def told_directly(variables: Variables) -> WorldVariables:
+    """Return what torch.distributed's own variables say, and nobody else's."""
+    return WorldVariables(
+        rank=variables.get("RANK"),
+        world_size=variables.get("WORLD_SIZE"),
+        local_rank=variables.get("LOCAL_RANK"),
+        local_world_size=variables.get("LOCAL_WORLD_SIZE"),
+        master_addr=variables.get("MASTER_ADDR"),
+        master_port=variables.get("MASTER_PORT"),
+        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE"),
+        launcher=_name_launcher(variables),
+        remedy=_REMEDY,
+    )
+
+
+def _name_launcher(variables: Variables) -> str:
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return "the environment"
+    return "lockstep run" if run_id.startswith("lockstep-") else "torchrun"
+
+
+def is_announced(world: WorldVariables) -> bool:
+    """Return whether a launcher says that this process is one of several workers; its rank may be missing."""
+    return world.world_size not in {None, "1"}
+
+
+def _merge(told: WorldVariables, place: _Place) -> WorldVariables:
+    """Return what was told, completed by what the launcher says."""
+    mine = place.world
+    return WorldVariables(
+        rank=told.rank or mine.rank,
+        world_size=told.world_size or mine.world_size,
+        local_rank=told.local_rank or mine.local_rank,
+        local_world_size=told.local_world_size or mine.local_world_size,
+        master_addr=told.master_addr or mine.master_addr,
+        master_port=told.master_port or mine.master_port,
+        agent_store=told.agent_store,
+        launcher=place.launcher,
+        remedy=mine.remedy,
+    )
+
+
+# -- Open MPI, and others that speak PMI -------------------------------------------------------------------------------
+
+
+def _from_open_mpi(variables: Variables) -> _Place | None:
+    return _from_mpi(
+        variables,
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        job=variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid"),  # of Open MPI 5 and 4
+        remedy=(
+            "mpirun does not say which host rank 0 is on: tell all workers, with mpirun -x MASTER_ADDR=HOST "
+            "-x MASTER_PORT=29500, where HOST is the first of its hosts."
+        ),
+    )
+
+
+def _from_pmi(variables: Variables) -> _Place | None:
+    if "SLURM_STEP_ID" in variables and variables.get("PMI_RANK") == variables.get("SLURM_PROCID"):
+        return None  # srun speaks PMI too, and says more in its own words
+    return _from_mpi(
+        variables,
+        "MPI",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        job=variables.get("PMI_KVSNAME") or variables.get("PMI_ID"),
+        remedy=(
+            "mpiexec does not say where rank 0 is: tell all workers, with mpiexec -genv MASTER_ADDR HOST "
+            "-genv MASTER_PORT 29500, where HOST is the first of its hosts."
+        ),
+    )
+
+
+def _from_mpi(
+    variables: Variables, launcher: str, names: tuple[str, str, str, str], *, job: str | None, remedy: str
+) -> _Place | None:
+    rank, world_size, local_rank, local_world_size = map(variables.get, names)
+    if rank is None or world_size is None:
+        return None
+    is_one_host = local_world_size == world_size
+    return _Place(
+        launcher=launcher,
+        names={"RANK": names[0], "WORLD_SIZE": names[1]},
+        world=WorldVariables(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master_addr=_LOOPBACK if is_one_host else None,
+            master_port=_derive_port(job) if job is not None else None,
+            agent_store=None,
+            launcher=launcher,
+            remedy=remedy,
+        ),
+    )
+
+
+# -- Slurm -------------------------------------------------------------------------------------------------------------
+
+
+def _from_slurm(variables: Variables) -> _Place | None:
+    """Return the place of a task of a step; a batch script has Slurm's variables too, and is none."""
+    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    nodes = [] if "MASTER_ADDR" in variables else _nodes(variables)
+    if nodes and variables["SLURM_PROCID"] == "0" != variables.get("SLURM_NODEID", "0"):
+        raise GroupError(
+            f"Rank 0 runs on node {variables['SLURM_NODEID']} of the step (SLURM_NODEID), as --distribution=arbitrary "
+            f"may have it, and the others look for it on the first, {nodes[0]}. Set MASTER_ADDR to rank 0's node."
+        )
+    reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
+    job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
+    return _Place(
+        launcher="Slurm",
+        names={"RANK": "SLURM_PROCID", "WORLD_SIZE": size_name},
+        world=WorldVariables(
+            rank=variables["SLURM_PROCID"],
+            world_size=variables.get(size_name),
+            local_rank=variables.get("SLURM_LOCALID"),
+            local_world_size=_tasks_here(variables),
+            master_addr=_LOOPBACK if len(nodes) == 1 else nodes[0] if nodes else None,
+            master_port=reserved or _derive_port(job),
+            agent_store=None,
+            launcher="Slurm",
+            remedy="Start the script with srun, one task for each worker.",
+        ),
+    )
+
+
+def _nodes(variables: Variables) -> list[str]:
+    text = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    try:
+        return expand_node_list(text) if text else []
+    except ValueError as error:
+        raise GroupError(f"Slurm's list of nodes cannot be read: {error} Set MASTER_ADDR to the first node.") from error
+
+
+def _tasks_here(variables: Variables) -> str | None:
+    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE")
+    try:
+        return None if per_node is None else str(expand_tasks_per_node(per_node)[int(variables["SLURM_NODEID"])])
+    except (KeyError, ValueError, IndexError):
+        return None
+
+
+def _check_tasks(variables: Variables, place: _Place) -> None:
+    """Refuse one task for each of several nodes that have several GPUs, unless it was asked for in so many words."""
+    gpus = variables.get("SLURM_GPUS_ON_NODE", "")
+    num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
+    is_meant = {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE"} & set(variables)
+    if gpus.isdecimal() and int(gpus) > 1 and place.world.world_size == num_nodes != "1" and not is_meant:
+        raise GroupError(
+            f"Slurm started {num_nodes} tasks, one on each of {num_nodes} nodes, and each node has {gpus} GPUs "
+            f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: say "
+            f"--ntasks-per-node={gpus}. If one worker is to have all GPUs of its node, say --ntasks-per-node=1, or "
+            "start torchrun in each task."
+        )
+
+
+# -- Contradictions ----------------------------------------------------------------------------------------------------
+
+
+def _starts_launchers(place: _Place, told: WorldVariables) -> bool:
+    """Return whether each task seems to be a launcher that has started several workers and told them who they are."""
+    if place.world.world_size == "1" and told.rank is not None and told.world_size is not None:
+        return True  # a shell on a node, or a script that starts its workers itself
+    sizes = (told.world_size, told.local_world_size, place.world.world_size)
+    if told.rank is None or not all(size is not None and size.isdecimal() for size in sizes):
+        return False
+    world_size, local_world_size, num_tasks = (int(size or 0) for size in sizes)
+    return local_world_size > 1 and world_size == num_tasks * local_world_size
+
+
+def _compare(variables: Variables, place: _Place, told: WorldVariables) -> None:
+    """Check that what is told agrees with the launcher.
+
+    Raises:
+        GroupError: It does not; names both variables.
+    """
+    differences = list(_differences(place, told))
+    if not differences:
+        return
+    names = " and ".join(name for name, _ in differences)
+    raise GroupError(
+        f"The environment contradicts itself: {'; '.join(text for _, text in differences)}."
+        f"{_explain_nodes(variables, place, told)} Unset {names} to be the worker that {place.launcher} started; or, "
+        f"if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {place.launcher}."
+    )
+
+
+def _differences(place: _Place, told: WorldVariables) -> Iterator[tuple[str, str]]:
+    pairs = (("RANK", told.rank, place.world.rank), ("WORLD_SIZE", told.world_size, place.world.world_size))
+    for name, mine, its in pairs:
+        if mine is not None and its is not None and mine != its:
+            yield name, f"{name} is {mine} and {place.names[name]}, set by {place.launcher}, is {its}"
+
+
+def _explain_nodes(variables: Variables, place: _Place, told: WorldVariables) -> str:
+    """Say so if the numbers are those of nodes, in place of tasks."""
+    if place.launcher != "Slurm":
+        return ""
+    num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
+    counts_nodes = told.world_size == num_nodes != place.world.world_size
+    is_node = told.rank == variables.get("SLURM_NODEID") != place.world.rank
+    if not (counts_nodes or (is_node and num_nodes != "1")):
+        return ""
+    return (
+        f" It seems to count nodes, of which there are {num_nodes}: a worker is a task, so WORLD_SIZE is SLURM_NTASKS, "
+        "not SLURM_NNODES, and RANK is SLURM_PROCID, not SLURM_NODEID."
+    )
+
+
+def _check_size_is_told(variables: Variables, told: WorldVariables) -> None:
+    """Refuse a rank of PMIx that comes without a size: each process would train by itself.
+
+    Raises:
+        GroupError: It does, and WORLD_SIZE does not say it either.
+    """
+    if "PMIX_RANK" in variables and told.world_size is None:
+        raise GroupError(
+            f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but how many is not told. "
+            "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each."
+        )
+
+
+def _explain_unstarted(variables: Variables) -> str:
+    """Say what to do where the variables are those of somebody who was to start workers, but has not."""
+    if "PET_NNODES" in variables or "PET_NPROC_PER_NODE" in variables:
+        return "The PET_ variables of this pod are for torchrun: let the pod's command be torchrun SCRIPT."
+    if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
+        return "This is a job of Slurm, but not one of its tasks: start the script with srun."
+    return ""
+
+
+def _derive_port(job: str) -> str:
+    """Return a port on which all workers of a job agree without a word, and two jobs hardly ever."""
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)

@@ -1,0 +1,178 @@
+"""Which network interface Gloo is to use: one over which the other hosts can be reached.
+
+Gloo listens on the address that the host's own name resolves to. On many hosts that is 127.0.1.1, or an address of a
+network that leads nowhere, and the others then wait for it in vain; the remedy of the web is to set GLOO_SOCKET_IFNAME
+by hand, on each host to another name. But every worker has just reached rank 0's store, so it knows one way that works:
+
+rank r                                                     the store
+------                                                     ---------
+1 the address of mine from which rank 0's host is reached ->  way/<r>
+2 everybody's                                             <-  way/*
+3 all on one host: loopback. My address of step 1, unless it is loopback, as on rank 0's host if that has its own
+  name for itself: then the address of mine from which a worker of another host is reached.
+4 the interface that has it -> GLOO_SOCKET_IFNAME
+"""
+
+import contextlib
+import ipaddress
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lockstep.comm.bootstrap.store import Meeting
+from lockstep.comm.shm.host import host_identity
+from lockstep.errors import GroupError
+from lockstep.settings import read_gloo_interface, set_gloo_interface
+
+_LEAVING = timedelta(seconds=5)
+_ANY_PORT = 9
+"""Of an address that is looked at and not written to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How one worker reaches the host of rank 0."""
+
+    host: str
+    """Equal for workers of one host."""
+    name: str
+    """The host's name, for people."""
+    source: str
+    """The worker's own address on the way; empty if there is none."""
+    given: str
+    """GLOO_SOCKET_IFNAME, if the user has set it."""
+    is_given_loopback: bool
+    """Whether nobody outside the host can reach that."""
+
+
+def explain_wrong_interface() -> str:
+    """Say that GLOO_SOCKET_IFNAME names an interface that is not here, if it does (local)."""
+    given = read_gloo_interface()
+    here = psutil.net_if_addrs()
+    lacking = [name for name in given.split(",") if name.lstrip("=") not in here] if given else []
+    if not lacking:
+        return ""
+    return (
+        f"GLOO_SOCKET_IFNAME is {given!r}, but {socket.gethostname()} has no interface {lacking[0]!r}; it has "
+        f"{', '.join(sorted(here))}. Unset it, and Lockstep finds the interface by itself, or name one of these."
+    )
+
+
+def choose_interface(store: Store, rank: int, world_size: int, meeting: Meeting, timeout: timedelta) -> None:
+    """Set GLOO_SOCKET_IFNAME for this process, unless the user has (collective).
+
+    Args:
+        store: Shared by the workers, and for this group alone.
+        rank: Number of this worker.
+        world_size: How many there are.
+        meeting: Where rank 0 is.
+        timeout: How long to wait for the others' ways.
+
+    Raises:
+        GroupError: Some worker is told to use loopback, but not all workers are on one host; on all ranks.
+    """
+    if world_size == 1 or not meeting.host:
+        return
+    shared = PrefixStore("way", store)
+    ways = _exchange(shared, rank, world_size, _find_way(meeting), timeout)
+    problem = _explain_loopback(ways)
+    if problem:
+        _leave_together(shared, world_size)
+        raise GroupError(problem)
+    if ways[rank].given:
+        return
+    name = _interface_of(_own_address(ways, ways[rank]))
+    if name:
+        set_gloo_interface(name)
+
+
+def describe_interfaces() -> str:
+    """Return this host's interfaces and their addresses, for people."""
+    found = (f"{name} ({addresses[0]})" for name in psutil.net_if_addrs() if (addresses := _addresses_of(name)))
+    return ", ".join(sorted(found))
+
+
+def _exchange(store: Store, rank: int, world_size: int, mine: _Way, timeout: timedelta) -> list[_Way]:
+    store.set(str(rank), json.dumps(asdict(mine)))
+    keys = [str(number) for number in range(world_size)]
+    store.wait(keys, timeout)
+    return [_Way(**json.loads(text)) for text in store.multi_get(keys)]
+
+
+def _find_way(meeting: Meeting) -> _Way:
+    given = read_gloo_interface()
+    identity, name = host_identity(), socket.gethostname()
+    return _Way(
+        host=f"{identity} {name}" if identity.startswith("alone") else identity,
+        name=name,
+        source=_source_towards(meeting.host),
+        given=given,
+        is_given_loopback=bool(given) and all(map(_is_loopback, _addresses_of(given.split(",")[0].lstrip("=")))),
+    )
+
+
+def _own_address(ways: Sequence[_Way], mine: _Way) -> str:
+    others = [way for way in ways if way.host != mine.host]
+    if not others:
+        return "127.0.0.1"
+    if mine.source and not _is_loopback(mine.source):
+        return mine.source
+    reachable = (way.source for way in others if way.source and not _is_loopback(way.source))
+    return _source_towards(next(reachable, ""))
+
+
+def _explain_loopback(ways: Sequence[_Way]) -> str:
+    """Say which worker was told to use what only its own host can reach; nothing if none was."""
+    for rank, way in enumerate(ways):
+        other = next((number for number, other in enumerate(ways) if other.host != way.host), None)
+        if way.is_given_loopback and other is not None:
+            return (
+                f"GLOO_SOCKET_IFNAME is {way.given!r} for rank {rank} on host {way.name!r}, where no other host can "
+                f"reach it, and rank {other} is on another host, {ways[other].name!r}. Unset GLOO_SOCKET_IFNAME: "
+                "Lockstep finds the interface by itself."
+            )
+    return ""
+
+
+def _leave_together(store: Store, world_size: int) -> None:
+    """Return when all have read the ways: the store may end with this process."""
+    last = store.add("read", 1) == world_size
+    if last:
+        store.set("all have read", "yes")
+    with contextlib.suppress(dist.DistError):  # the last came late, or rank 0 has left already
+        store.wait(["all have read"], _LEAVING)
+
+
+def _source_towards(host: str) -> str:
+    """Return the address of this host from which packets to `host` leave; empty if there is no way."""
+    if not host:
+        return ""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it looks up the route
+            source: str = probe.getsockname()[0]
+            return source
+    except OSError:
+        return ""
+
+
+def _interface_of(address: str) -> str:
+    return next((name for name in psutil.net_if_addrs() if address and address in _addresses_of(name)), "")
+
+
+def _addresses_of(name: str) -> list[str]:
+    """Return the addresses of an interface, IPv4 first, without the interface's name in them."""
+    internet = (socket.AF_INET, socket.AF_INET6)
+    found = [entry for entry in psutil.net_if_addrs().get(name, []) if entry.family in internet]
+    return [entry.address.partition("%")[0] for entry in sorted(found, key=lambda entry: internet.index(entry.family))]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

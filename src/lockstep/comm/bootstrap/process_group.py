@@ -1,0 +1,348 @@
+"""Setting up and tearing down the process group, with torch's arguments and errors that say what to do.
+
+what this worker was told -> open the store -> call the roll -> torch makes the group, with that store
+(here)                       (meeting.py)      (roll_call.py)
+"""
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from lockstep.comm.bootstrap.handshake import Announcement, call_roll, contest_rank
+from lockstep.comm.bootstrap.identity import find_world, is_announced, told_directly
+from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces, explain_wrong_interface
+from lockstep.comm.bootstrap.store import (
+    Meeting,
+    Place,
+    connect_to_other,
+    explain_port_in_use,
+    find_meeting,
+    open_store,
+)
+from lockstep.comm.world import World, current_world
+from lockstep.devices.current import take_gpu
+from lockstep.errors import GroupError
+from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
+
+_STORELESS = frozenset({"mpi", "fake"})
+"""Backends that meet without a store: no roll can be called."""
+_INTERNAL = frozenset({"checked", "fake", "undefined"})
+"""Backends that nobody is to ask for by name."""
+_HIGHEST_PORT = 65535
+_TELLING = datetime.timedelta(seconds=20)
+"""How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
+and more where no name server answers."""
+_CONTEST = datetime.timedelta(seconds=7)
+"""How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
+up the name of its address, and that alone takes 5 s where the name server is silent."""
+_LEAST_SECONDS = 1.0
+"""What is left at least for the second thing to wait for."""
+_TOKEN = uuid.uuid4().hex
+
+
+def init_process_group(  # the parameters are torch's, in torch's order
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: datetime.timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    *,
+    check: bool | None = None,
+) -> None:
+    """Set up the default process group (collective over the world that is made).
+
+    Same arguments as `torch.distributed.init_process_group`, except that the backend is chosen by device when it
+    is not given: NCCL for CUDA tensors where there are GPUs and Gloo beside it; shared memory for CPU tensors
+    elsewhere, which is Gloo where the workers are not all on one host.
+
+    The GPU of this worker's local rank becomes the current device, unless the worker has used one before. Over several
+    hosts, Gloo is told the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
+
+    Before torch makes the group, the workers call the roll: if they disagree, or one is missing or there twice, all
+    that are there raise an error that names it.
+
+    Args:
+        backend: `"shm"`, `"nccl"`, `"gloo"`, `"cpu:shm,cuda:nccl"`, ...; None to choose.
+        init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`. What `env://` needs is told by
+            torchrun, Slurm's srun, mpirun, a PyTorchJob of Kubernetes or whoever else set RANK and its like.
+        timeout: How long a collective may take, and how long to wait here for the other workers; None for the
+            backend's default.
+        world_size: Number of workers; needed unless the method is `env://`.
+        rank: Number of this worker; needed unless the method is `env://`.
+        store: A store that all workers share, instead of `init_method`.
+        group_name: Accepted because torch does; without effect there too.
+        pg_options: Options of the backend, handed through.
+        device_id: The device of this worker, if it has one.
+        check: Whether Gloo and NCCL compare the calls of all ranks before they make them, here and in the groups that
+            `new_group` makes without naming a backend; `get_backend` says "checked" then. None for what LOCKSTEP_CHECK
+            says. Shared memory always does.
+
+    Raises:
+        GroupError: There is a group already; a variable is missing or not a number; the rank is outside the world,
+            or there twice; a rank is missing; the workers were told different world sizes or backends; the
+            rendezvous cannot be reached, or its port is taken; this torch lacks the backend, or it is not for the
+            device.
+        UsageError: LOCKSTEP_CHECK is neither a yes nor a no.
+        ValueError: Both `store` and `init_method` are given.
+        TypeError: The timeout is not a timedelta.
+    """
+    if dist.is_initialized():
+        raise GroupError(
+            f"This process is rank {dist.get_rank()} of a process group already. A worker that ls.launch started "
+            "has its group; elsewhere call ls.destroy_process_group() before making another one."
+        )
+    if store is not None and init_method is not None:
+        raise ValueError("Both store and init_method are given; they are two ways to say one thing: drop one.")
+    if not isinstance(timeout, datetime.timedelta | None):
+        raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
+    backend = choose_backend(device_id) if backend is None else backend
+    is_env = store is None and (init_method or "env://").startswith("env://")
+    variables = find_world(read_launchers()) if is_env else told_directly(read_launchers())
+    problem = _explain_lacking(backend) or _explain_unusable(backend, variables, device_id)
+    is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
+    with _blaming(problem):
+        rank, world_size = _find_place(variables, init_method, rank, world_size, has_store=store is not None)
+    if backend.lower() not in _STORELESS:
+        asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
+        told = _Told(rank=rank, world_size=world_size, backend=asked, problem=problem)
+        meeting = find_meeting(init_method or "env://", store, variables)
+        limit = _TELLING if problem else timeout or _default_timeout(backend)
+        place = _gather(told, meeting, limit)
+        if _uses_gloo(backend):
+            choose_interface(place.store, place.rank, place.world_size, meeting, limit)
+        init_method, store, rank, world_size = None, place.store, place.rank, place.world_size
+    elif problem:
+        raise GroupError(problem)
+    if is_checked:
+        backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    with _network_explained(rank):
+        dist.init_process_group(
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
+        )
+
+
+def launched_world() -> WorldVariables | None:
+    """Return what the launcher says that started this process as one of several workers; None if none did (local).
+
+    Raises:
+        GroupError: What launchers say contradicts itself, and there is no group yet.
+    """
+    variables = read_launchers()
+    if not dist.is_initialized():
+        told = find_world(variables)
+        return told if is_announced(told) else None
+    if dist.get_world_size() == 1:
+        return None
+    try:
+        return find_world(variables)
+    except GroupError:  # the group is there all the same: Ray Train makes it in processes that Slurm's step started
+        return told_directly(variables)
+
+
+def join_world(device: torch.device | None = None) -> World:
+    """Return this worker's place in the default group, which is made first if a launcher started this worker.
+
+    Collective where that is so: if torchrun, srun, mpirun or the like started this process as one of several workers
+    and nobody has made the group, this does, and tears it down when the interpreter ends. In any other process without
+    a group the worker is alone.
+
+    Args:
+        device: Where this worker trains; decides on the backend.
+
+    Raises:
+        GroupError: As `init_process_group`.
+    """
+    if not dist.is_initialized() and launched_world() is not None:
+        init_process_group(choose_backend(device))
+        atexit.register(destroy_process_group)
+    return current_world()
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Tear down `group`, or the default group and with it all others; calling it again does nothing (local)."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def choose_backend(device_id: torch.device | int | None = None) -> str:
+    """Return the backend for this worker's device: NCCL and Gloo where there is a GPU, else shared memory (local)."""
+    wants_gpu = device_id.type == "cuda" if isinstance(device_id, torch.device) else torch.cuda.is_available()
+    return "cpu:gloo,cuda:nccl" if wants_gpu and dist.is_nccl_available() else "shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What this worker was told."""
+
+    rank: int
+    world_size: int
+    backend: str
+    problem: str
+    """Why it cannot take part; empty if it can."""
+
+
+def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
+    """Meet the other workers (collective); return this one's place, with a store for this group alone."""
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        with _blaming(told.problem):
+            place = open_store(meeting, told.rank, told.world_size, _until(end))
+            if place is None:
+                raise GroupError(explain_port_in_use(meeting, _contest(told, meeting, min(_until(end), _CONTEST))))
+        if meeting.store is None:
+            place.store.set_timeout(limit)
+        generation = call_roll(
+            place.store,
+            _announce(told, place.rank, place.world_size),
+            timeout=_until(end),
+            hosted_at=meeting.address if meeting.is_hosted else "",
+            problem=f"{told.problem} Rank {place.rank} found this first." if told.problem else "",
+        )
+        if generation is not None:
+            own = PrefixStore(f"lockstep/{generation}/group", place.store)
+            return Place(store=own, rank=place.rank, world_size=place.world_size)
+
+
+def _until(end: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
+
+
+def _contest(told: _Told, meeting: Meeting, timeout: datetime.timedelta) -> str:
+    """Object to whoever serves this rank's port, if that is a worker of this world; return who it is, in words."""
+    other = connect_to_other(meeting, timeout)
+    with contextlib.suppress(dist.DistNetworkError):  # it has just ended
+        return "" if other is None else contest_rank(other, _announce(told, told.rank, told.world_size))
+    return ""
+
+
+def _announce(told: _Told, rank: int, world_size: int) -> Announcement:
+    return Announcement(
+        rank=rank,
+        world_size=world_size,
+        backend=told.backend,
+        process=f"process {os.getpid()} on host {socket.gethostname()}",
+        token=f"{_TOKEN}-{os.getpid()}",  # a fork has its parent's half
+    )
+
+
+@contextlib.contextmanager
+def _network_explained(rank: int) -> Iterator[None]:
+    """Say what to look at when torch, with all workers there, cannot connect them."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise GroupError(
+            "All workers were there, but then the store of the rendezvous was lost. Look at the log of rank 0. torch "
+            f"said: {str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        given = read_gloo_interface()
+        raise GroupError(
+            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers: something, a "
+            f"firewall say, is between their addresses. Host {socket.gethostname()!r} has {describe_interfaces()}"
+            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _blaming(problem: str) -> Iterator[None]:
+    """Raise `problem`, if there is one, in place of an error that comes after it."""
+    try:
+        yield
+    except GroupError as error:
+        if problem:
+            raise GroupError(problem) from error
+        raise
+
+
+def _default_timeout(backend: str) -> datetime.timedelta:
+    default: datetime.timedelta = dist.distributed_c10d._get_default_timeout(dist.Backend(backend))  # noqa: SLF001 - torch has no public name for it
+    return default
+
+
+def _explain_lacking(backend: str) -> str:
+    """Say which backend this torch lacks, or what a backend is not for; nothing if all is well."""
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            public = set(dist.Backend.backend_list) - _INTERNAL
+            known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
+            return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}."
+        if part.endswith(":shm") and part != "cpu:shm":
+            return f"The backend shm is for CPU tensors, and {part!r} asks it for others. Give 'cpu:shm,cuda:nccl'."
+    return ""
+
+
+def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
+    """Say which interface or GPU this worker was told to use and cannot; nothing if all is well.
+
+    Makes the GPU of its local rank the current device, unless the worker has chosen one.
+    """
+    if _uses_gloo(backend) and (problem := explain_wrong_interface()):
+        return problem
+    if device_id is not None or "nccl" not in backend.lower() or not (variables.local_rank or "").isdecimal():
+        return ""
+    return take_gpu(int(variables.local_rank or 0))
+
+
+def _uses_gloo(backend: str) -> bool:
+    """Return whether Gloo is among the backends; shm takes it where workers are on several hosts."""
+    return "gloo" in backend.lower() or "shm" in backend.lower()
+
+
+def _find_place(
+    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
+) -> tuple[int, int]:
+    """Return rank and world size, from the arguments or else the environment."""
+    if has_store or not (init_method or "env://").startswith("env://"):
+        if world_size < 0 or rank < 0:
+            raise GroupError(
+                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} knows neither: give "
+                "both."
+            )
+    else:
+        _check_environment(variables, rank, world_size)
+        rank = rank if rank >= 0 else int(variables.rank or "")
+        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
+    if not 0 <= rank < world_size:
+        raise GroupError(
+            f"Rank {rank} is outside a world of {world_size} workers: ranks are 0 to {world_size - 1}. "
+            "Check that the number of workers counts processes, not hosts."
+        )
+    return rank, world_size
+
+
+def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
+    given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
+    values = {field.name: getattr(variables, field.name) for field in fields(variables)}
+    needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
+    missing = [name.upper() for name in needed if not values[name]]
+    for name in needed:
+        if values[name] and name != "master_addr" and not values[name].isdecimal():
+            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
+            source = "" if variables.launcher == "the environment" else f", as {variables.launcher} has it"
+            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}.")
+    if missing:
+        raise GroupError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
+            f"worker does not know its place. {variables.remedy}"
+        )
+    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
+        raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")

@@ -1,0 +1,354 @@
+"""Where the workers of a world meet: opening the store of a rendezvous, and saying why it cannot be opened.
+
+torch opens it, so that every method that torch knows works as in torch. But to torch an unknown host, a worker that
+never started and another program on the port are all one timeout, and the last not even that: it waits without an end.
+So the address is looked at from here until somebody listens there, and torch is then left to try in a thread.
+"""
+
+import math
+import queue
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import Store, rendezvous
+
+from lockstep.comm.bootstrap.handshake import WORD_SECONDS
+from lockstep.errors import GroupError
+from lockstep.settings import WorldVariables
+
+ANSWER_SECONDS = 60.0
+"""How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
+address that it connects to, may take some of that."""
+_CONNECT_SECONDS = 5.0
+"""How long a host may take to accept a connection or to refuse it."""
+_FIRST_PAUSE_SECONDS = 0.01
+_LAST_PAUSE_SECONDS = 0.25
+"""How often to look at an address where nobody listens: often at first, when the others are about to come."""
+_LEAST_SECONDS = 1.0
+"""What torch is given at least."""
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_GRACE_SECONDS = 3.0
+"""How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
+interpreter ends aborts the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the workers of a world meet."""
+
+    url: str
+    """`init_method`, as torch takes it."""
+    scheme: str
+    """`"env"`, `"tcp"`, `"file"` or one that somebody registered with torch."""
+    host: str
+    """Host of the store; empty if it has none."""
+    port: int
+    """Its port; 0 if it has none."""
+    is_hosted: bool
+    """Whether the store lives in rank 0's process, and ends with it."""
+    store: Store | None
+    """The store itself, if the caller had one."""
+
+    @property
+    def torch_url(self) -> str:
+        """The same, with what torch would read from the environment put in: not every launcher puts it there."""
+        if self.scheme != "env":
+            return self.url
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}?{urlsplit(self.url).query}"
+
+    @property
+    def address(self) -> str:
+        """Where the store is, in words."""
+        return f"{self.host}:{self.port}" if self.host else urlsplit(self.url).path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a worker was told of its place, and the store it got with that."""
+
+    store: Store
+    """Shared by all workers of the world."""
+    rank: int
+    """Number of this worker."""
+    world_size: int
+    """How many there are."""
+
+
+def find_meeting(init_method: str, store: Store | None, variables: WorldVariables) -> Meeting:
+    """Return where to meet.
+
+    Args:
+        init_method: `"env://"`, `"tcp://host:port"`, `"file:///path"`, ...
+        store: The store to use instead, if there is one.
+        variables: The environment, looked through already: what `env://` needs is there.
+
+    Raises:
+        ValueError: The method names no host or no port.
+    """
+    url = urlsplit(init_method)
+    host, port, is_hosted = "", 0, False
+    if store is None and url.scheme in {"env", "tcp"}:
+        is_env = url.scheme == "env"
+        host = (variables.master_addr if is_env else url.hostname) or ""
+        port = int(variables.master_port or 0) if is_env else url.port or 0
+        is_agents = variables.agent_store == str(True)
+        if not is_env and variables.master_port is not None:
+            is_agents = is_agents and str(port) == variables.master_port  # an address of the script's own
+        is_hosted = not is_agents
+        if not is_env and not (host and url.port is not None):
+            # Torch would serve a port of its choice on rank 0, where no other rank looks for it.
+            raise ValueError(
+                f"init_method is {init_method!r}, expected a host and a port, as in 'tcp://127.0.0.1:29500'."
+            )
+    return Meeting(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
+
+
+def open_store(
+    meeting: Meeting, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
+) -> Place | None:
+    """Open the store, which rank 0 may be the one to serve; each rank does.
+
+    Args:
+        meeting: Where.
+        rank: Number of this worker.
+        world_size: How many there are.
+        timeout: How long to try.
+        answer_seconds: How long a store may take to answer on a connection that it has accepted.
+
+    Returns:
+        The store; None if this worker is to serve it and another program has the port.
+
+    Raises:
+        GroupError: The store cannot be reached, or is none.
+    """
+    found = meeting.store
+    if found is None and meeting.host:
+        found = _connect(meeting, rank, timeout, answer_seconds)
+        if found is None:
+            return None
+    elif found is None:
+        if meeting.scheme == "file" and not (directory := Path(meeting.address).parent).is_dir():
+            # FileStore would wait for it without an end, and hold the interpreter's lock meanwhile.
+            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: there is no directory {directory}.")
+        try:
+            found, rank, world_size = next(iter(rendezvous(meeting.url, rank, world_size, timeout=timeout)))
+        except dist.DistError as error:
+            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: {_first_line(error)}.") from error
+    return Place(store=found, rank=rank, world_size=world_size)
+
+
+def connect_to_other(meeting: Meeting, timeout: timedelta) -> Store | None:
+    """Return the store that somebody else serves at this address; None if what is there is no store."""
+    attempt = _Attempt(lambda: dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout))
+    try:
+        return attempt.result(timeout.total_seconds())
+    except dist.DistError:
+        return None
+
+
+def explain_port_in_use(meeting: Meeting, process: str) -> str:
+    """Say that rank 0 cannot serve its port, because `process` does, or, if that is empty, some other program."""
+    remedy = (
+        "Set MASTER_PORT to a free one, or use ls.launch, which picks one by itself."
+        if meeting.scheme == "env"
+        else "Put a free one into init_method."
+    )
+    if process:
+        return (
+            f"Port {meeting.port} is in use by another training, on whose behalf {process} serves it; or that is "
+            f"this training, and two of its workers have rank 0. {remedy}"
+        )
+    return (
+        f"Port {meeting.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
+        f"there. {remedy}"
+    )
+
+
+def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: float) -> Store | None:
+    start = time.monotonic()
+    end = start + timeout.total_seconds()
+    serves = rank == 0 and meeting.is_hosted
+    while True:
+        refusal = _await_name(meeting, end) if serves else _await_listener(meeting, end)
+        cause: dist.DistError | None = None
+        if refusal is None:
+            # No longer than an answer may take: nothing waits for that thread, and when it comes back while the
+            # interpreter ends, the process aborts.
+            seconds = max(min(end - time.monotonic(), answer_seconds), _LEAST_SECONDS)
+            try:
+                store = _have_torch_open(meeting, rank, seconds, math.inf if serves else answer_seconds)
+            except dist.DistError as error:
+                if "EADDRINUSE" in str(error):
+                    return None
+                if "failed to listen" in str(error):
+                    raise GroupError(f"Rank 0 cannot serve port {meeting.port}: {_first_line(error)}.") from error
+                store, cause = None, error
+            if store is not None:
+                store.set_timeout(timeout)
+                return store
+            refusal = _look(meeting)
+        # With time left, it is a store that ended under us, if not a silent one: rank 0 has left the group before.
+        is_silent = cause is None and refusal is None
+        if is_silent or time.monotonic() >= end:
+            raise GroupError(_explain_unreachable(meeting, rank, time.monotonic() - start, refusal)) from cause
+        time.sleep(_LAST_PAUSE_SECONDS)
+
+
+def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds: float) -> Store | None:
+    """Return the store; None if it has not opened within `seconds`, or something listens there and stays silent."""
+
+    def open_with_torch() -> Store:
+        if meeting.scheme == "tcp" and meeting.is_hosted:  # torch would take an agent's store to be at any address
+            return dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                world_size=1,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=seconds),
+                multi_tenant=True,
+                use_libuv="use_libuv=0" not in meeting.url,
+            )
+        # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
+        store: Store = next(iter(rendezvous(meeting.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+        return store
+
+    attempt = _Attempt(open_with_torch)
+    end = time.monotonic() + seconds + _GRACE_SECONDS
+    while True:
+        left = end - time.monotonic()
+        store = attempt.result(min(left, answer_seconds))
+        if store is not None or left <= answer_seconds or _look(meeting) is None:
+            return store
+
+
+def _await_listener(meeting: Meeting, end: float) -> OSError | None:
+    """Wait until somebody listens; return why nobody does at the `end`."""
+    pause = _FIRST_PAUSE_SECONDS
+    word = _Word(meeting, end)
+    while (refusal := _look(meeting)) is not None and time.monotonic() < end:
+        word.say_when_due(refusal)
+        time.sleep(min(pause, max(end - time.monotonic(), 0)))
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+    return refusal
+
+
+def _await_name(meeting: Meeting, end: float) -> OSError | None:
+    """Wait until the host has an address; return why it has none at the `end`."""
+    word = _Word(meeting, end)
+    while True:
+        try:
+            socket.getaddrinfo(meeting.host, meeting.port)
+        except OSError as error:
+            if time.monotonic() >= end:
+                return error
+            word.say_when_due(error)
+        else:
+            return None
+        time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
+
+
+@final
+class _Word:
+    """What a worker says, once, when it has waited for the rendezvous for a while."""
+
+    def __init__(self, meeting: Meeting, end: float) -> None:
+        self._meeting = meeting
+        self._end = end
+        self._due = time.monotonic() + WORD_SECONDS
+
+    def say_when_due(self, refusal: OSError) -> None:
+        """Warn, if it is time, that there is nobody yet, and why."""
+        if time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        why = str(refusal)
+        if isinstance(refusal, socket.gaierror):
+            setting = "MASTER_ADDR" if self._meeting.scheme == "env" else "the host in init_method"
+            why = f"the name {self._meeting.host!r} cannot be resolved; set {setting} to an address if it never will be"
+        warnings.warn(
+            f"No rendezvous at {self._meeting.address} for {WORD_SECONDS:.0f} s now: {why}. This worker will try for "
+            f"{self._end - time.monotonic():.0f} s more.",
+            stacklevel=2,
+        )
+
+
+def _look(meeting: Meeting) -> OSError | None:
+    """Return why nobody can connect to the store's address; None if one can."""
+    try:
+        socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OSError | None) -> str:
+    is_env = meeting.scheme == "env"
+    host, port = ("MASTER_ADDR", "MASTER_PORT") if is_env else ("the host in init_method", "the port in init_method")
+    found_none = f"Rank {rank} found no rendezvous at {meeting.address} in {waited:.3g} s:"
+    if refusal is None:
+        return (
+            f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to one "
+            "that is free on the host of rank 0."
+        )
+    if isinstance(refusal, socket.gaierror):
+        return (
+            f"{found_none} the name {meeting.host!r} cannot be resolved ({refusal.strerror}). Set {host} to the name "
+            "or the address of the host of rank 0."
+        )
+    if not isinstance(refusal, ConnectionRefusedError):
+        return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
+    if not meeting.is_hosted:
+        return f"{found_none} nobody listens there. Look at the log of torchrun on the first host."
+    if rank == 0:
+        return (
+            f"{found_none} rank 0 itself is to serve it, from {socket.gethostname()!r}, so that must be the host "
+            f"there. Set {host} to it, or start rank 0 elsewhere."
+        )
+    own = f" {meeting.host} is each host's own name for itself." if meeting.host in _LOOPBACK_NAMES else ""
+    return (
+        f"{found_none} rank 0, which is to serve it, did not come. Look at its log; if it waits too, {host} or {port} "
+        f"differs between the workers.{own}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+@final
+class _Attempt:
+    """A call that may not return, made in a thread that nothing waits for."""
+
+    def __init__(self, call: Callable[[], Store]) -> None:
+        self._outcome: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._make, args=(call,), daemon=True).start()
+
+    def result(self, seconds: float) -> Store | None:
+        """Return what the call returned; None if it has not within `seconds`.
+
+        Raises:
+            Exception: What the call raised.
+        """
+        try:
+            outcome = self._outcome.get(timeout=max(seconds, 0))
+        except queue.Empty:
+            return None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _make(self, call: Callable[[], Store]) -> None:
+        try:
+            self._outcome.put(call())
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for
+            self._outcome.put(error)

@@ -1,0 +1,221 @@
+"""The arguments of a trainer: checked by every worker for itself, then compared between them."""
+
+import inspect
+import math
+import operator
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lockstep.comm import World
+from lockstep.engine.checks import check_batchnorm, check_model, check_optimizer
+from lockstep.engine.raise_on_all import gather_results
+from lockstep.shards import shard_range
+
+Terms = Mapping[str, str]
+"""What must be the same on every worker, in words, by name."""
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+"""What a parameter group holds besides its options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What a trainer was given, of what is checked or compared."""
+
+    model: nn.Module
+    """On the device where it is to train."""
+    optimizer: Optimizer
+    """Over the model's parameters."""
+    loss: Any
+    """The loss function."""
+    num_shards: int
+    """Number of shards of the run."""
+    seed: int
+    """Of every random state in a step."""
+    scheduler: Any
+    """Learning-rate scheduler, or None."""
+    scaler: GradScaler | None
+    """Scales the loss."""
+    max_grad_norm: float | None
+    """Where the gradient's norm is clipped."""
+    nonfinite: str
+    """What becomes of a step whose loss or gradient is not finite."""
+    balance: str
+    """How shards are shared out."""
+    deterministic: bool
+    """Whether operators must be deterministic."""
+
+
+def check_arguments(arguments: Arguments, world: World) -> list[Terms]:
+    """Check what a trainer was given, on every worker; return what all were given (collective).
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument cannot be.
+        PeerFailedError: An argument on another worker is wrong.
+    """
+    return gather_results(world, partial(_check_own, arguments, world), "the making of a Trainer")
+
+
+def check_same_terms(found: Sequence[Terms]) -> None:
+    """Compare what the workers' trainers were given, by rank.
+
+    Raises:
+        ValueError: It is not the same.
+    """
+    for rank, terms in enumerate(found):
+        if terms != found[0]:
+            raise ValueError(
+                f"Ranks {rank} and 0 make their trainers with different arguments: {differences(terms, found[0])}. "
+                "Give the same ones on every rank."
+            )
+
+
+def differences(found: Terms, expected: Terms) -> str:
+    """Return in words what differs."""
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return "; ".join(
+        f"{name} is {found.get(name, 'not there')} and {expected.get(name, 'not there')}" for name in names
+    )
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Check that a scheduler can be stepped, and that it is this optimizer's.
+
+    Raises:
+        TypeError: Not a scheduler.
+        ValueError: Its step wants a metric, or it is of another optimizer.
+    """
+    kind = type(scheduler).__name__
+    for method in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, method, None)):
+            raise TypeError(f"The scheduler is a {kind} without a {method} method, so not a learning-rate scheduler.")
+    if not can_be_called(scheduler.step):
+        raise ValueError(
+            f"The scheduler is a {kind}, whose step wants arguments (a metric, say), and a trainer has none to give. "
+            "Leave it out here, and step it in a loop of your own."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"The scheduler {kind} was made for another optimizer than this trainer's, whose learning rate it would "
+            "not change. Make it from the optimizer that the trainer gets."
+        )
+
+
+def can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a function takes these arguments, as far as it tells."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that does not tell its parameters
+        return True
+    return True
+
+
+def check_whole_number(name: str, value: Any) -> int:
+    """Return `value` as an int.
+
+    Raises:
+        TypeError: It is not a whole number.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} is {value!r}, expected a whole number.")
+
+
+def describe_options(optimizer: Optimizer) -> Terms:
+    """Return the options of each parameter group by name, learning rate and all.
+
+    Tensors that are not on the CPU are left out: to read them is to wait for the device.
+    """
+    several = len(optimizer.param_groups) > 1
+    return {
+        f"{name} of parameter group {number}" if several else name: _plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in _NOT_OPTIONS
+    }
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if value.device.type == "cpu" else "on a device"
+    is_plain = isinstance(value, int | float | str | tuple | list | None)
+    return repr(value) if is_plain else type(value).__name__
+
+
+def _check_own(arguments: Arguments, world: World) -> Terms:
+    num_shards = check_whole_number("num_shards", arguments.num_shards)
+    if num_shards < 1:
+        raise ValueError(
+            f"num_shards is {num_shards}, expected at least 1: the slices that a step's batch is cut into."
+        )
+    check_whole_number("seed", arguments.seed)
+    check_model(arguments.model)
+    check_optimizer(arguments.optimizer, arguments.model)
+    # The class's own, for a scheduler puts a function in its place that looks as if it wanted the optimizer.
+    if not can_be_called(type(arguments.optimizer).step, arguments.optimizer):
+        raise ValueError(
+            f"The optimizer is a {type(arguments.optimizer).__name__}, whose step wants a closure that computes the "
+            "loss again; the trainer computes each gradient once. Use another optimizer, or write a loop of your own."
+        )
+    if not callable(arguments.loss):
+        raise TypeError(
+            f"The loss is a {type(arguments.loss).__name__}, expected a function loss(model, batch) that returns the "
+            "mean loss of a slice, or that and its weight."
+        )
+    if arguments.scheduler is not None:
+        check_scheduler(arguments.scheduler, arguments.optimizer)
+    _check_norm(arguments.max_grad_norm)
+    _check_choice("nonfinite", arguments.nonfinite, ("stop", "skip"))
+    _check_choice("balance", arguments.balance, ("even", "speed"))
+    shard_range(world.rank, world.world_size, num_shards)
+    check_batchnorm(arguments.model, world, num_shards)
+    return _describe(arguments)
+
+
+def _describe(arguments: Arguments) -> Terms:
+    names = {id(parameter): name for name, parameter in arguments.model.named_parameters()}
+    held = [[names[id(each)] for each in group["params"]] for group in arguments.optimizer.param_groups]
+    terms = {
+        "num_shards": arguments.num_shards,
+        "seed": arguments.seed,
+        "optimizer": type(arguments.optimizer).__name__,
+        **describe_options(arguments.optimizer),
+        # Their number alone: all names would be too much to read.
+        "the optimizer's list of parameters": f"{sum(map(len, held))} (order {zlib.crc32(repr(held).encode()):08x})",
+        "scheduler": None if arguments.scheduler is None else type(arguments.scheduler).__name__,
+        "scaler": None if arguments.scaler is None else arguments.scaler.state_dict(),
+        "max_grad_norm": arguments.max_grad_norm,
+        "nonfinite": arguments.nonfinite,
+        "balance": arguments.balance,
+        "deterministic": arguments.deterministic,
+    }
+    return {name: str(value) for name, value in terms.items()}
+
+
+def _check_norm(value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"max_grad_norm is {value!r}, expected a number above zero, or None to leave gradients alone.")
+    if math.isnan(value) or value <= 0:
+        raise ValueError(
+            f"max_grad_norm is {value}, expected a number above zero: gradients would be turned round or made zero. "
+            "Use None to leave them alone."
+        )
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")

@@ -1,0 +1,190 @@
+"""Means over a data set, every sample counted once, with the same bits on any number of workers."""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any, SupportsFloat
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only  # the walk that torch itself uses over nested values
+
+from lockstep.comm import World
+from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.engine.batches import check_world
+from lockstep.engine.metrics import Mean, add_means
+from lockstep.engine.raise_on_all import gather_results
+
+MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
+"""A sum and its weight, or several by name."""
+
+
+Slices = Callable[[ShardedBatch, Slice], MetricValues]
+"""A metric, asked for one slice of a batch."""
+_PURPOSE = "Trainer.evaluate"
+
+
+def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
+    """Add up what a metric gives for every slice of a data set (collective).
+
+    Sums are kept per shard and added in shard order.
+
+    Args:
+        loader: The data.
+        values_of: The metric.
+        world: The workers.
+
+    Raises:
+        PeerFailedError: The metric has raised an error on another worker.
+        TypeError: It returned what cannot be added up.
+        ValueError: Workers have different data, or a weight is below zero or not a number.
+    """
+
+    def compute() -> dict[int, dict[str, Mean]]:
+        sums: dict[int, dict[str, Mean]] = {}
+        for batch in loader.still_epoch():
+            check_world(batch, world)
+            for part in batch.slices:
+                _add_values(sums.setdefault(part.shard, {}), values_of(batch, part))
+        return sums
+
+    found = gather_results(world, lambda: (loader.source, compute()), _PURPOSE)
+    _check_same_data([source for source, _ in found])
+    by_shard = {shard: sums for _, gathered in found for shard, sums in gathered.items()}
+    assert len(by_shard) == sum(len(gathered) for _, gathered in found), "a shard was run by two workers"
+    ordered = [by_shard[shard] for shard in sorted(by_shard)]
+    names = list(dict.fromkeys(name for shard in ordered for name in shard))
+    return {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each part of it back into its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # Each its own: a model that is fine-tuned may have parts in evaluation mode.
+        for module, training in modes.items():
+            module.training = training
+
+
+def _add_values(sums: dict[str, Mean], values: MetricValues) -> None:
+    named = values if isinstance(values, Mapping) else {"metric": values}
+    for name, value in named.items():
+        new = _read_mean(name, value)
+        sums[name] = add_means([sums[name], new]) if name in sums else new
+
+
+def _read_mean(name: str, value: Any) -> Mean:
+    is_pair = isinstance(value, tuple | list) and len(value) == 2  # noqa: PLR2004 - sum and weight
+    if not is_pair or not all(_is_number(part) for part in value):
+        found = f"({', '.join(map(_describe, value))})" if isinstance(value, tuple | list) else _describe(value)
+        what = "The metric" if name == "metric" else f"The metric {name}"
+        raise TypeError(
+            f"{what} returned {found}, expected a pair: a sum over the slice, and its weight (how many samples, say). "
+            "A mean of its own would count small slices too much."
+        )
+    total, weight = map(float, value)
+    if weight < 0 or math.isnan(weight):
+        raise ValueError(f"The weight of the metric {name} is {weight} for a slice, expected zero or more.")
+    return Mean(total=total, weight=weight)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _check_same_data(sources: Sequence[str]) -> None:
+    odd = next((rank for rank, source in enumerate(sources) if source != sources[0]), None)
+    if odd is not None:
+        raise ValueError(
+            f"The workers evaluate on different data: rank {odd}'s loader is of {sources[odd]}, and rank 0's of "
+            f"{sources[0]}. Make the loader with the same arguments on every rank."
+        )
+
+
+def is_torchmetrics(metric: object) -> bool:
+    """Whether `metric` is an object of torchmetrics, which is asked only if somebody has imported it."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(metric, module.Metric | module.MetricCollection)
+
+
+def update_in_order(
+    metric: Any, loader: ShardedLoader, update_of: Callable[[ShardedBatch, Slice], tuple[Any, Any]], world: World
+) -> Any:
+    """Let an object of torchmetrics see all predictions, in the order of the data, and return what it computes.
+
+    It is updated on rank 0 alone, which gets the others' predictions; its own synchronisation would add up in an order
+    that depends on the number of workers. (Collective.)
+
+    Args:
+        metric: A Metric or MetricCollection; it is reset before and left as it is afterwards.
+        loader: The data.
+        update_of: Returns predictions and target of a slice.
+        world: The workers.
+
+    Raises:
+        PeerFailedError: Another worker has raised an error.
+        ValueError: Workers have different data.
+    """
+    metric.reset()
+    _check_same_data(gather_results(world, lambda: loader.source, _PURPOSE))
+    device = next(part.device for part in _singles(metric))
+    batches = loader.still_epoch()
+    found: list[list[tuple[int, Any]]] = []
+
+    def update() -> None:
+        for _, (prediction, target) in sorted(itertools.chain(*found), key=itemgetter(0)):
+            metric.update(*tree_map_only(Tensor, lambda tensor: tensor.to(device), (prediction, target)))
+
+    def predict() -> list[tuple[int, Any]]:
+        if world.rank == 0:
+            update()  # with those of the step before: an error in it is told with this step's
+        batch = next(batches)
+        check_world(batch, world)
+        mine = [(part.shard, update_of(batch, part)) for part in batch.slices]
+        return mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
+
+    def compute() -> Any:
+        next(batches, None)  # so that it comes to its end
+        if world.rank != 0:
+            return None
+        update()
+        with _alone(metric):
+            return tree_map_only(Tensor, Tensor.cpu, metric.compute())
+
+    for _ in range(len(loader)):
+        found = gather_results(world, predict, _PURPOSE)
+    return gather_results(world, compute, _PURPOSE)[0]
+
+
+@contextmanager
+def _alone(metric: Any) -> Iterator[None]:
+    """Let a metric and those within it take this process for the only one."""
+    parts = _singles(metric)
+    before = [part.distributed_available_fn for part in parts]
+    try:
+        for part in parts:
+            part.distributed_available_fn = _nobody_else
+        yield
+    finally:
+        for part, function in zip(parts, before, strict=True):
+            part.distributed_available_fn = function
+
+
+def _singles(metric: Any) -> list[Any]:
+    """Return a metric and those within it, or those of a collection."""
+    single = sys.modules["torchmetrics"].Metric
+    return [part for part in metric.modules() if isinstance(part, single)]
+
+
+def _nobody_else() -> bool:
+    return False

@@ -1,0 +1,166 @@
+"""Taking a state back: it is checked before anything is changed, and what does not go well is undone."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.data import Cursor
+from lockstep.engine.agreement import sum_of_bits
+from lockstep.engine.arguments import Terms
+from lockstep.errors import CheckpointError
+
+_NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
+SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""Options of an optimizer that schedulers set."""
+
+
+def class_name(value: object) -> str | None:
+    """Return what a state says of an optimizer or a scheduler, whose own state does not tell what it is of."""
+    return None if value is None else type(value).__name__
+
+
+def check_state(state: Any, expected: Mapping[str, Any]) -> None:
+    """Check that a state is that of a run like this one.
+
+    Args:
+        state: What is to be taken back.
+        expected: What this run would save.
+
+    Raises:
+        CheckpointError: It is not; says in what.
+    """
+    missing = [name for name in _NEEDED if not isinstance(state, Mapping) or name not in state]
+    if missing:
+        raise CheckpointError(
+            f"The state has no {', '.join(missing)}: it is not what trainer.state_dict() returns. Save that, for the "
+            "state of a model alone does not tell where a run stands; weights alone go into the model, before the "
+            "trainer is made."
+        )
+    for name in ("num_shards", "seed"):
+        if state[name] != expected[name]:
+            raise CheckpointError(
+                f"The state was saved with {name} {state[name]}, and this run has {expected[name]}: it would not go "
+                f"on as it began. Set {name} to {state[name]}."
+            )
+    for name in ("optimizer_class", "scheduler_class"):
+        if name in state and state[name] != expected[name]:
+            what = name.removesuffix("_class")
+            raise CheckpointError(
+                f"The state was saved with {what} {state[name]}, and this run has {expected[name]}: it would not go on "
+                f"as it began. Make the trainer with the same {what}."
+            )
+    for name in ("scheduler", "scaler"):
+        if bool(state.get(name)) != bool(expected[name]):
+            has, lacks = ("The state", "this trainer") if state.get(name) else ("This trainer", "the state")
+            raise CheckpointError(
+                f"{has} has a {name}, and {lacks} has none: the run would not go on as it began. Make the trainer as "
+                "it was made when the state was saved."
+            )
+
+
+def own_options(optimizer: Optimizer) -> list[set[str]]:
+    """Return which options of its class each group of an optimizer has."""
+    return [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
+
+
+def check_options(optimizer: Optimizer, before: Sequence[set[str]]) -> None:
+    """Check that an optimizer still has its options after it has taken a state, and so that the state was of its kind.
+
+    Args:
+        optimizer: It has just taken a state. That gives its `defaults` an option that its groups may never have had.
+        before: What its groups had.
+
+    Raises:
+        ValueError: It has not.
+    """
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        missing = sorted(options - set(group))
+        if missing:
+            raise ValueError(
+                f"The state is of another optimizer than {type(optimizer).__name__}: it has no {', '.join(missing)}."
+            )
+
+
+@contextmanager
+def undone_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Give a model and an optimizer their values back if what is done within fails.
+
+    Raises:
+        CheckpointError: It has failed.
+    """
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    before = optimizer.state_dict()
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(copies[name])
+        optimizer.load_state_dict(before)
+        raise CheckpointError(
+            f"The state does not fit this model and optimizer, which are as they were. {type(error).__name__}: {error}"
+        ) from error
+
+
+@final
+class UnsavedBuffers:
+    """The buffers that are no part of a model's state (`persistent=False`), as they were at first.
+
+    Args:
+        model: Whose buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._at_first = dict(self._look())
+
+    def changed(self) -> list[str]:
+        """Return the names of those that have other values now."""
+        return [name for name, number in self._look() if self._at_first.get(name, number) != number]
+
+    def _look(self) -> Iterator[tuple[str, int]]:
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
+                    yield f"{prefix}.{name}".lstrip("."), int(sum_of_bits([buffer]))
+
+
+def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
+    """Warn of a scheduler that its owner steps once per epoch and has not stepped for the one that is over.
+
+    Args:
+        scheduler: The one that is about to be saved; None for none.
+        cursor: Where the run stands.
+    """
+    is_between = cursor.step == 0 and cursor.epoch > 0
+    if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
+        warnings.warn(
+            f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
+            "run that goes on from here would leave that out. Step it first, then save.",
+            stacklevel=3,
+        )
+
+
+def warn_of_other_options(made: Terms, loaded: Terms) -> None:
+    """Warn of options with which an optimizer was made, and which a state has replaced.
+
+    Args:
+        made: Of `describe_options`, before the state was taken.
+        loaded: The same, after.
+    """
+    has_schedule = any(name.startswith("initial_lr") for name in loaded)
+    changed = [name for name in made if name in loaded and made[name] != loaded[name]]
+    odd = [name for name in changed if not (has_schedule and name.partition(" ")[0] in SCHEDULED)]
+    if odd:
+        listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in odd)
+        warnings.warn(
+            f"The optimizer goes on with the options of the checkpoint: {listed}. To change one, set it in "
+            "optimizer.param_groups after loading.",
+            stacklevel=3,
+        )

@@ -1,0 +1,244 @@
+"""A trainer's state as one file: what `Trainer.save` and `Trainer.load`, and the command, write and read.
+
+`trainer.state_dict()` is values and tensors; a file is a manifest and tensors (`lockstep.checkpoint`). Here one becomes
+the other, and all workers hear how that went.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest
+from lockstep.checkpoint.manifest import decode_state, encode_state
+from lockstep.checkpoint.step_files import checkpoint_name, newest_whole
+from lockstep.comm import World
+from lockstep.data import Cursor
+from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.restoring import class_name
+from lockstep.errors import CheckpointError, PeerFailedError
+
+Result = TypeVar("Result")
+_CLASSES = ("optimizer", "scheduler", "other_scheduler")
+
+
+class Scheduler(Protocol):
+    """What the trainer asks of a learning-rate scheduler."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState:
+    """What `Trainer.load` has loaded."""
+
+    path: Path
+    """The file."""
+    cursor: Cursor
+    """Where the run stands: the next step."""
+    global_step: int
+    """Updates behind it."""
+    metrics: Mapping[str, float | None]
+    """What was measured when it was saved; None for what was not finite, empty where nothing was said."""
+
+
+def pack_state(
+    state: Mapping[str, Any],
+    scheduler: Scheduler | None,
+    config: Mapping[str, Any] | None,
+    metrics: Mapping[str, float | None],
+) -> Checkpoint:
+    """Return a state as a checkpoint; its tensors are the live ones, and its digest is left open (local).
+
+    Args:
+        state: What `Trainer.state_dict` returned.
+        scheduler: The scheduler, whoever steps it.
+        config: Of the run, if it has one.
+        metrics: What was measured, by name.
+
+    Raises:
+        CheckpointError: The state holds something that a checkpoint cannot store.
+    """
+    model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in state["model"].items() if name not in model}
+    tensors: dict[str, Tensor] = {}
+    manifest = Manifest(
+        epoch=state["epoch"],
+        step=state["step"],
+        global_step=state["global_step"],
+        num_shards=state["num_shards"],
+        seed=state["seed"],
+        digest="",
+        loader=state["loader"],
+        fingerprint=state["fingerprint"],
+        scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
+        optimizer=encode_state(state["optimizer"], "optimizer", tensors),
+        scheduler=None if scheduler is None else encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors),
+        classes={
+            "optimizer": state["optimizer_class"],
+            "scheduler": state["scheduler_class"],
+            "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
+        },
+        model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
+        config=config,
+        metrics={
+            name: float(value) if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
+        },
+        versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
+    )
+    return Checkpoint(model=model, optimizer=tensors, manifest=manifest)
+
+
+def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `Trainer.load_state_dict` takes, with the scheduler's state, whoever steps it."""
+    manifest, tensors = checkpoint.manifest, checkpoint.optimizer
+    return {
+        **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
+        "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, tensors)},
+        "optimizer": decode_state(manifest.optimizer, tensors),
+        "scheduler": decode_state(manifest.scheduler, tensors),
+        "scaler": decode_state(manifest.scaler, tensors),
+        "loader": manifest.loader,
+        "fingerprint": manifest.fingerprint,
+        "epoch": manifest.epoch,
+        "step": manifest.step,
+        "global_step": manifest.global_step,
+        "num_shards": manifest.num_shards,
+        "seed": manifest.seed,
+    }
+
+
+def share_out(state: dict[str, Any], *, has_scheduler: bool, own: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the trainer's part of an unpacked state, and that of a scheduler which the trainer does not step.
+
+    Args:
+        state: Of `unpack_state`.
+        has_scheduler: Whether the trainer steps a scheduler.
+        own: The scheduler that somebody else steps, or None.
+
+    Raises:
+        CheckpointError: There is a state and no scheduler, or the other way round, or one of another class, or one that
+            somebody else has stepped.
+    """
+    known = {name: value for name, value in state.items() if name != "other_scheduler_class"}
+    other = state.get("other_scheduler_class")
+    if has_scheduler:
+        if other is not None:
+            raise CheckpointError(
+                f"The checkpoint has a {other} that was not stepped by the trainer, which steps its own once per step: "
+                "it would not go on as it began. Make the trainer without it, step it as before, and give it to load: "
+                "trainer.load(path, scheduler=...)."
+            )
+        return known, None
+    made = state["scheduler"]
+    if (made is None) != (own is None):
+        has, lacks = ("The checkpoint", "this run") if own is None else ("This run", "the checkpoint")
+        raise CheckpointError(
+            f"{has} has a scheduler, and {lacks} has none: it would not go on as it began. Make the same scheduler as "
+            "before; one that the trainer does not step is given to save and load: trainer.load(path, scheduler=...)."
+        )
+    if state.get("scheduler_class") is not None:
+        raise CheckpointError(
+            f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and this "
+            "one does not: it would not go on as it began. Give it to the trainer: Trainer(..., scheduler=...)."
+        )
+    if "other_scheduler_class" in state and other != class_name(own):
+        raise CheckpointError(
+            f"The checkpoint has a {other}, and this run a {class_name(own)}: it would not go on as it began. Make the "
+            "same scheduler as before."
+        )
+    return {**known, "scheduler": None}, made
+
+
+def write_together(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
+    """Write a checkpoint on rank 0 and return its path (collective); it is durable then.
+
+    Args:
+        world: The workers.
+        path: The file; a directory for one in it that is named by its step.
+        take: Returns what to write; called on rank 0 alone.
+
+    Raises:
+        CheckpointError: On all ranks: it could not be written. What was under `path` before is still there.
+    """
+
+    def write() -> Path:
+        checkpoint = take()
+        file = path / checkpoint_name(checkpoint.manifest.global_step) if path.is_dir() else path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"The directory of the checkpoint {file} cannot be made: {error}.") from error
+        manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
+        save_checkpoint(file, replace(checkpoint, manifest=manifest))
+        return file
+
+    return world.from_first(write)
+
+
+def read_together(world: World, path: Path) -> tuple[Path, Checkpoint]:
+    """Read the same checkpoint on every rank, every byte checked (collective).
+
+    Args:
+        world: The workers.
+        path: The file; a directory for the newest whole one in it, by what rank 0 sees there.
+
+    Raises:
+        CheckpointError: On all ranks: one cannot read it, or it is not the same file on all.
+    """
+
+    def find() -> str:
+        return newest_whole(path, _warn_of_broken)[0].name if path.is_dir() else ""
+
+    name = world.from_first(find)
+    file = path / name if name else path
+    checkpoint = heard_by_all(world, lambda: load_checkpoint(file), "reading a checkpoint")
+    manifest = checkpoint.manifest
+    seen = world.gather_objects((_describe(file, manifest), hashlib.sha256(manifest.to_json().encode()).hexdigest()))
+    for rank, (described, number) in enumerate(seen):
+        if number != seen[0][1]:
+            raise CheckpointError(
+                f"The ranks were given different checkpoints: rank 0 {seen[0][0]}, and rank {rank} {described}. Give "
+                "all of them the same file, or copies of it."
+            )
+    return file, checkpoint
+
+
+def heard_by_all(world: World, compute: Callable[[], Result], purpose: str) -> Result:
+    """Return what `compute` returns on this rank, if it raises on none (collective).
+
+    Raises:
+        CheckpointError: It has raised, here or on another rank.
+    """
+    results: list[Result] = []
+
+    def keep() -> None:  # what is computed is not for the others
+        results.append(compute())
+
+    try:
+        gather_results(world, keep, purpose)
+    except PeerFailedError as error:
+        raise CheckpointError(str(error)) from error
+    return results[0]
+
+
+def _describe(path: Path, manifest: Manifest) -> str:
+    return f"{path} (epoch {manifest.epoch}, step {manifest.step}, digest {manifest.digest[:16]})"
+
+
+def _warn_of_broken(error: CheckpointError) -> None:
+    warnings.warn(f"{error} The one before is loaded.", stacklevel=2)

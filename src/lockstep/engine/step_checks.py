@@ -1,0 +1,114 @@
+"""What all workers conclude from the table of a step, alike: it holds the same numbers everywhere."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import final
+
+from lockstep.data import ShardedBatch
+from lockstep.engine.batches import place_of
+from lockstep.engine.step_table import StepSums
+from lockstep.errors import LossError
+
+
+def check_places(sums: StepSums) -> None:
+    """Check that all workers train on parts of one batch.
+
+    Raises:
+        ValueError: They do not.
+    """
+    odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
+    if odd is None:
+        return
+    (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
+    if (epoch, step) == (other_epoch, other_step):
+        what = (
+            f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
+            f"rank {odd})"
+        )
+    else:
+        what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
+    raise ValueError(
+        f"The workers train on different batches: rank {odd}'s is {what}. Make the loader with the same arguments "
+        "on every rank, and skip no batch on one of them alone. No parameter was changed."
+    )
+
+
+def check_written(sums: StepSums, names: Sequence[str], batch: ShardedBatch) -> None:
+    """Check that no worker's shards have written parameters.
+
+    Args:
+        sums: What the workers told.
+        names: Of the parameters that are watched.
+        batch: The step's.
+
+    Raises:
+        LossError: They have.
+    """
+    rank, number = next(((rank, each.written) for rank, each in enumerate(sums.standings) if each.written), (0, 0))
+    if number:
+        raise LossError(
+            f"Parameter {names[number - 1]} was written on rank {rank} while the shards of "
+            f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
+            "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
+            "buffers, or update it between two steps; do without max_norm in an embedding. The optimizer has "
+            "changed nothing in this step."
+        )
+
+
+def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
+    """Return which loss is not finite, in words; empty if none is.
+
+    Raises:
+        LossError: No shard had anything to learn from.
+    """
+    for shard, (loss, weight) in enumerate(zip(sums.losses, sums.weights, strict=True)):
+        if not (math.isfinite(loss) and math.isfinite(weight)):
+            rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
+            return (
+                f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
+                f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
+            )
+    if not sums.weight > 0:
+        raise LossError(
+            f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
+            "zero: no shard had anything to learn from."
+        )
+    return ""
+
+
+@final
+class OrderWatch:
+    """Whether backwards run others inside, on which the order of addition depends.
+
+    [Note: a backward inside a backward] in `lockstep.reduce.lending`.
+
+    Args:
+        trust: Told after each step, as `adds_once`, whether none has so far.
+    """
+
+    def __init__(self, trust: Callable[[bool], None]) -> None:
+        self._trust = trust
+        self._has_inner = False
+        self.is_first = True
+        """Whether no step has come so far."""
+
+    def check(self, sums: StepSums, batch: ShardedBatch) -> None:
+        """Take in what the workers told of a step.
+
+        Raises:
+            LossError: A backward has run another inside for the first time, and not in the first step.
+        """
+        rank = next((rank for rank, each in enumerate(sums.standings) if each.ran_inner), None)
+        is_late = rank is not None and not self._has_inner and not self.is_first
+        self.is_first = False
+        self._has_inner |= rank is not None
+        self._trust(not self._has_inner)
+        if is_late:
+            raise LossError(
+                f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
+                f"does, at {place_of(batch.cursor)}; in no step before has one. Depending on the number of workers, "
+                "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
+                "changed."
+            )

@@ -1,0 +1,97 @@
+"""A launch where somebody else has started the workers: torchrun, srun, mpirun, a PyTorchJob, Ray Train.
+
+`launch` is then called in each of them, by the same script that starts its own workers elsewhere. It starts nothing,
+joins the world that is there, and calls the function in this process.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.comm import World, join_world, launched_world, tell_peers
+from lockstep.devices import DeviceRequest, Placement, parse_request
+from lockstep.devices.request import Auto, Cpu
+from lockstep.errors import DeviceError, GroupError
+from lockstep.launch.messages import Run
+from lockstep.processes.lifetime import keep_freed_memory
+from lockstep.processes.reproducibility import seed_generators
+from lockstep.settings import WorldVariables, read_is_launched
+
+
+def find_launcher() -> WorldVariables | None:
+    """Return what another launcher than Lockstep's says of this worker, if it started this process as one of several.
+
+    Raises:
+        GroupError: What launchers say contradicts itself.
+    """
+    return None if read_is_launched() else launched_world()
+
+
+def run_here(
+    call: Callable[[Run], Any],
+    told: WorldVariables,
+    *,
+    workers: int | None,
+    devices: DeviceRequest | Placement,
+    threads: int,
+    seed: int,
+) -> list[Any]:
+    """Join the world and call `call` in this process (collective); return what it returned in each, in rank order.
+
+    Raises:
+        DeviceError: Other workers or devices are asked for than the launcher has started.
+        Exception: What the function raised, or the error that tells of another worker's.
+    """
+    world = join_started(devices)
+    _check_request(workers, devices, world.world_size, told.launcher)
+    has_gpu = _wants_gpu(devices)
+    torch.set_num_threads(threads)
+    seed_generators(seed)
+    try:
+        result = call(
+            Run(
+                rank=world.rank,
+                world_size=world.world_size,
+                local_rank=_read_local_rank(told),
+                device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
+            )
+        )
+    except BaseException as error:
+        tell_peers(error)
+        raise
+    return world.gather_objects(result)
+
+
+def join_started(devices: DeviceRequest | Placement) -> World:
+    """Join the workers that another launcher has started, on the kind of device that is asked for (collective)."""
+    has_gpu = _wants_gpu(devices)
+    if not has_gpu:
+        keep_freed_memory()
+    return join_world(None if has_gpu else torch.device("cpu"))
+
+
+def _read_local_rank(told: WorldVariables) -> int:
+    if told.local_rank is not None and not told.local_rank.isdecimal():
+        raise GroupError(f"LOCAL_RANK is {told.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1.")
+    return int(told.local_rank or 0)
+
+
+def _wants_gpu(devices: DeviceRequest | Placement) -> bool:
+    is_cpu = not isinstance(devices, Placement) and isinstance(parse_request(devices), Cpu)
+    return torch.cuda.is_available() and not is_cpu
+
+
+def _check_request(workers: int | None, devices: DeviceRequest | Placement, world_size: int, launcher: str) -> None:
+    """Check that the call asks for what is there: it cannot have anything else."""
+    started = f"{launcher} started {world_size} workers already"
+    if workers is not None and workers != world_size:
+        raise DeviceError(
+            f"workers is {workers}, but {started}. Leave workers out, and say how many there are to be to {launcher}."
+        )
+    request = devices if isinstance(devices, Placement) else parse_request(devices)
+    if not isinstance(request, Auto | Cpu) or request.count not in {None, world_size}:
+        raise DeviceError(
+            f"devices is {devices!r}, but {started}, and each has the device of its number on its host. Say auto, or "
+            "cpu; which GPUs there are is set by CUDA_VISIBLE_DEVICES."
+        )

@@ -1,0 +1,172 @@
+"""`DataParallel`: one process runs replicas of a module on several devices, each on its part of the batch."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel.data_parallel import _check_balance
+
+from lockstep.parallel.compiled import not_compiled
+from lockstep.parallel.replicas.copies import Copies
+from lockstep.parallel.replicas.devices import DeviceId, as_device, as_id, as_ids, visible_ids
+from lockstep.parallel.replicas.modules import Replicas, check_home, check_not_synchronized, replicate
+from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments
+from lockstep.parallel.replicas.threads import ReplicaThreads
+
+
+class DataParallel(torch.nn.DataParallel[nn.Module]):
+    """Run `module` on several devices of this process, each on its part of the batch; gradients are summed into it.
+
+    Same names and meaning as `torch.nn.DataParallel`. **When not to use it:** all replicas share one Python
+    interpreter, whose lock lets one of them run Python at a time; parameters are copied to every device in every
+    forward, and outputs and gradients meet on the first one. `DistributedDataParallel` has none of this, and the change
+    is one line, in a function that `ls.launch(main)` runs once per device:
+
+        model = ls.DataParallel(Net().cuda())                                       # before
+        model = ls.DistributedDataParallel(Net().to(run.device))                    # after, in `def main(run):`
+
+    Differences to torch's that a user can see:
+
+    - Memory for replicas is kept between forwards, and so are threads.
+    - Devices may be the CPU as well: `["cpu", "cpu"]` is two replicas in two threads.
+    - A parameter that no replica used keeps its `.grad` (None), as without DataParallel; torch's becomes zeros.
+    - A buffer that replica 0 puts in the place of another (`self.mean = ...`) is the module's afterwards, as what it
+      writes in place is in torch's too. Other attributes that forward sets are lost, in both.
+    - Tensors that fall into different numbers of parts are an error; torch drops samples. Inputs without any tensor go
+      to the first replica only; torch's runs every replica on them.
+    - Replicas take over autocast's dtype and inference mode. They run uncompiled: `torch.compile` and
+      `module.compile()`, on the module or a part of it, have no effect on them, nor has compiling what holds this.
+    - A forward that is set on the module itself, as a method or a `functools.partial` of one, runs on the replica. A
+      function that refers to the module by name cannot be told, and runs on the module.
+    - In a process group a SyncBatchNorm that is training is an error: its calls from several replicas would mix.
+    - An exception is the replica's own, with a note that says which one it was.
+
+    Random numbers: replicas of one device, the CPU included, take turns, so a run repeats after `torch.manual_seed`.
+    Only in eval mode without gradients do they run at the same time. What replicas on GPUs draw from the CPU's
+    generator does not repeat. Forward may be called from several threads.
+
+    Replicas run as in their caller's thread: its grad mode, autocast, inference mode, default device, number of threads
+    and context variables. Hooks for saved tensors reach only the replicas of the first device.
+
+    Args:
+        module: Any module whose parameters and buffers are on the first device.
+        device_ids: Numbers of GPUs, devices, or their names, one per replica; None for all accelerators. Without any
+            the module is called as it is.
+        output_device: Where outputs are joined; None for the first device.
+        dim: Along which tensors are cut and joined.
+        gather_output: False to return the list of the replicas' outputs, where they are, for `DataParallelCriterion`.
+
+    Attributes:
+        device_ids: As torch's: numbers of accelerators; `torch.device("cpu")` for the CPU.
+
+    Raises:
+        DeviceError: A device is not here.
+        ValueError: `device_ids` is empty.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+        *,
+        gather_output: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)  # not torch's own, which would look for its devices
+        if device_ids is not None and len(device_ids) == 0:
+            raise ValueError("device_ids is empty, but a module needs a device. Leave it out for all that are here.")
+        self.module = module
+        self.dim = dim
+        self.gather_output = gather_output
+        self.device_ids: list[Any] = as_ids(visible_ids() if device_ids is None else device_ids)
+        self._threads = ReplicaThreads()
+        self._copies = Copies()
+        home = as_device(self.device_ids[0]) if self.device_ids else torch.device("cpu")
+        self.src_device_obj = home
+        self.output_device: Any = as_id(home if output_device is None else as_device(output_device))
+        if home.type == "cuda":
+            _check_balance([device_id for device_id in self.device_ids if isinstance(device_id, int)])
+        if len(self.device_ids) == 1:
+            module.to(home)
+
+    @not_compiled
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Cut the inputs, run a replica on each part, and join their outputs.
+
+        Raises:
+            RuntimeError: A parameter or buffer is not on the first device, or outputs do not fit together.
+            ValueError: Inputs do not fit together, or a SyncBatchNorm is training in a process group.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            if len(self.device_ids) <= 1:
+                output = self._run_module(inputs, kwargs)
+                return output if self.gather_output else [output]
+            check_home(self.module, self.src_device_obj)
+            check_not_synchronized(self.module)
+            parts, named_parts = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+            outputs = self.parallel_apply(replicas, parts, named_parts)
+            if isinstance(replicas, Replicas):
+                replicas.keep_buffers()
+            return self.gather(outputs, self.output_device) if self.gather_output else outputs
+
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        check_home(self.module, self.src_device_obj)
+        [part], [named_part] = self.scatter(inputs, kwargs, self.device_ids)
+        return self.module(*part, **named_part)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        """Return a replica of `module` per device."""
+        return replicate(module, [as_device(device_id) for device_id in device_ids], self._copies)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        """Return positional and named arguments for each replica."""
+        return scatter_arguments(inputs, kwargs or {}, [as_device(device_id) for device_id in device_ids], self.dim)
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call each replica with its arguments, all devices of `device_ids` at the same time."""
+        devices = [as_device(device_id) for device_id in self.device_ids[: len(replicas)]]
+        calls = [partial(call, *part, **named) for call, part, named in zip(replicas, inputs, kwargs, strict=True)]
+        # Layers that draw do so in training; with gradients there may be checkpoints, whatever the mode.
+        take_turns = torch.is_grad_enabled() or any(module.training for module in self.modules())
+        return self._threads.run(calls, devices, take_turns=take_turns)
+
+    def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        """Join the replicas' outputs on one device."""
+        return join_outputs(outputs, as_device(output_device), self.dim)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceId] | None = None,
+    output_device: DeviceId | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Call `module` once as `DataParallel` would; keeps neither memory nor threads.
+
+    Args:
+        module: See `DataParallel`.
+        inputs: A tuple of positional arguments, the only one, or None for none.
+        device_ids: See `DataParallel`.
+        output_device: See `DataParallel`; -1 for the CPU.
+        dim: See `DataParallel`.
+        module_kwargs: Named arguments.
+
+    Raises:
+        DeviceError: A device is not here.
+        RuntimeError: A parameter or buffer is not on the first device, or outputs do not fit together.
+        ValueError: Inputs do not fit together.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    home = None if not device_ids else as_device(device_ids[0])
+    if home is not None and len(device_ids or ()) == 1:
+        check_home(module, home)  # which the class would move
+    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))

@@ -1,0 +1,237 @@
+# ruff: noqa: SLF001
+"""Replicas: the modules that run beside each other, each with its own parameters and buffers.
+
+A replica is a shallow copy of the module's Python objects, made anew for every forward: whatever was changed since the
+last one (a flag, a hook, a submodule, a plain attribute) is seen, and whatever a replica's forward writes into itself
+is gone afterwards. What is costly, the memory behind it, is kept (`copies.py`). Replica 0 shares memory with the
+module, so that buffers which it updates are updated there.
+
+A module's parts are read where they are kept, `_parameters` and its like: torch offers no other way to tell what a
+module holds from what it inherits or computes. Replicas are new in every forward, and would be compiled anew each time:
+so a compiled module counts as the module that was compiled (`compiled.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.comm.messages import joined_world
+from lockstep.parallel.compiled import uncompiled
+from lockstep.parallel.replicas.copies import Copies
+
+
+@final
+class Replicas(list[nn.Module]):
+    """The replicas of one forward, in order."""
+
+    def __init__(self, replicas: Sequence[nn.Module], lent: Sequence["_LentBuffers"]) -> None:
+        super().__init__(replicas)
+        self._lent = lent
+
+    def keep_buffers(self) -> None:
+        """Give the module the buffers that replica 0 put in the place of others, as `self.mean = new` does.
+
+        Torch loses them.
+        """
+        for lent in self._lent:
+            for name, given in lent.buffers.items():
+                now = lent.shell._buffers.get(name, given)
+                if now is not given:
+                    lent.module._buffers[name] = now
+
+
+@dataclass(frozen=True, slots=True)
+class _LentBuffers:
+    """What replica 0 of one submodule was given."""
+
+    module: nn.Module
+    shell: nn.Module
+    buffers: Mapping[str, Tensor | None]
+
+
+def check_home(module: nn.Module, home: torch.device) -> None:
+    """Check that the module can be replicated from the first device.
+
+    Raises:
+        RuntimeError: A parameter or buffer lies elsewhere, or is not initialised yet.
+    """
+    for tensor in _tensors(_submodules(module)):
+        if is_lazy(tensor):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with `DataParallel`. "
+                "Run a dummy forward pass to correctly initialize the modules"
+            )
+        if tensor.device != home:
+            raise RuntimeError(
+                "module must have its parameters and buffers "
+                f"on device {home} (device_ids[0]) but found one of them on device: {tensor.device}"
+            )
+
+
+def check_not_synchronized(module: nn.Module) -> None:
+    """Check that no layer of a module that is to be replicated waits for other ranks.
+
+    Raises:
+        ValueError: There is a SyncBatchNorm that is training, in a group of more than one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for layer in _submodules(module):
+        if not (isinstance(layer, nn.SyncBatchNorm) and layer.training):
+            continue
+        world = joined_world(layer.process_group)
+        if world.world_size > 1:
+            raise ValueError(
+                f"Rank {world.rank} of {world.world_size} replicates a module with a SyncBatchNorm that is training. "
+                "Each replica would call the other ranks by itself, in no certain order, and statistics would be those "
+                "of whichever replicas met. Use one device per process, or BatchNorm."
+            )
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies) -> Replicas:
+    """Return one replica of `module` per device; gradients of theirs are summed into the module's if grad mode is on.
+
+    Args:
+        module: Lies on the first device.
+        devices: One per replica; the same one may stand there more than once.
+        copies: Keeps memory between calls.
+
+    Raises:
+        RuntimeError: A ScriptModule holds Python modules.
+    """
+    module = uncompiled(module)
+    modules = list(_submodules(module))
+    _check_scripted(modules)
+    tensors = list(_tensors(modules))
+    replicas, lent = [], []
+    for number, values in enumerate(copies.spread(tensors, devices)):
+        copy_of = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
+        if number == 0:
+            copy_of |= _buffers_themselves(modules)
+        shells = {id(original): _shell(original) for original in modules}
+        for original in modules:
+            _rebind(shells[id(original)], shells)
+            _furnish(shells[id(original)], original, shells, copy_of)
+        if number == 0:
+            lent = [_lend(original, shells[id(original)]) for original in modules if original._buffers]
+        replicas.append(shells[id(module)])
+    return Replicas(replicas, lent)
+
+
+def _submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield each module of the tree once, uncompiled, parents first; `modules()` takes a multiple of the time."""
+    top = uncompiled(module)
+    seen = {id(top)}
+    waiting = [top]
+    while waiting:
+        current = waiting.pop()
+        yield current
+        for named in reversed(current._modules.values()):
+            child = None if named is None else uncompiled(named)
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def _tensors(modules: Any) -> Iterator[Tensor]:
+    """Yield each parameter and buffer once, however many names it has."""
+    seen: set[int] = set()
+    for module in modules:
+        for named in (module._parameters, module._buffers):
+            for tensor in named.values():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+def _buffers_themselves(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Return the buffers that replica 0 gets as they are: those through which no gradient flows."""
+    buffers = [buffer for module in modules for buffer in module._buffers.values()]
+    return {
+        id(buffer): buffer
+        for buffer in buffers
+        if buffer is not None and not (buffer.requires_grad and torch.is_grad_enabled())
+    }
+
+
+def _check_scripted(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            for descendant in _submodules(module):
+                if not isinstance(descendant, torch.jit.ScriptModule):
+                    message = "Cannot replicate network where python modules are children of ScriptModule"
+                    raise RuntimeError(message)  # noqa: TRY004  torch's error
+
+
+def _shell(module: nn.Module) -> Any:
+    """Return a shallow copy, in the way in which its class wants it made."""
+    shell: Any = module._replicate_for_data_parallel()
+    # Not by setting attributes, for which a class may have a way of its own that leads to the module.
+    vars(shell)["_former_parameters"] = {}  # libraries look for a replica's parameters there
+    vars(shell).pop("_compiled_call_impl", None)  # what `module.compile()` left there runs the module, not the replica
+    return shell
+
+
+_BINDING = (MethodType, partial)
+
+
+def _rebind(shell: nn.Module, shells: Mapping[int, nn.Module]) -> None:
+    """Have methods that were set on the module itself, as `module.forward = ...` does, run on the replica."""
+    for name, value in list(vars(shell).items()):
+        if isinstance(value, _BINDING):
+            vars(shell)[name] = _rebound(value, shells)
+
+
+def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
+    """Return a method of the replica for one of the module; likewise within what `functools.partial` made."""
+    if isinstance(value, nn.Module):
+        return shells.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebound(value.__self__, shells))
+    if type(value) is partial:
+        arguments = [_rebound(argument, shells) for argument in value.args]
+        keywords = {name: _rebound(argument, shells) for name, argument in value.keywords.items()}
+        rebound = partial(_rebound(value.func, shells), *arguments, **keywords)
+        vars(rebound).update(vars(value))
+        return rebound
+    return value
+
+
+_SETATTR: Any = nn.Module.__setattr__
+
+
+def _furnish(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: dict[int, Tensor]) -> None:
+    """Put the replica's own submodules, parameters and buffers into its shell.
+
+    Parameters become plain tensors: they are no leaves of the graph. Where the class has a way of its own to set
+    attributes, as recurrent networks do to keep their flat weights, it is used.
+    """
+    ordinary = type(shell).__setattr__ is _SETATTR and not isinstance(shell, torch.jit.ScriptModule)
+    for name, child in original._modules.items():
+        if child is None or ordinary:
+            shell._modules[name] = None if child is None else shells[id(uncompiled(child))]
+        else:
+            setattr(shell, name, shells[id(uncompiled(child))])
+    set_tensor = object.__setattr__ if ordinary else setattr
+    for name, parameter in original._parameters.items():
+        if parameter is None:
+            shell._parameters[name] = None
+        else:
+            set_tensor(shell, name, copy_of[id(parameter)])
+            shell._former_parameters[name] = copy_of[id(parameter)]
+    for name, buffer in original._buffers.items():
+        if buffer is None or ordinary:
+            shell._buffers[name] = None if buffer is None else copy_of[id(buffer)]
+        else:
+            setattr(shell, name, copy_of[id(buffer)])
+
+
+def _lend(module: nn.Module, shell: nn.Module) -> _LentBuffers:
+    return _LentBuffers(module=module, shell=shell, buffers=dict(shell._buffers))

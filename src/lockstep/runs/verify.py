@@ -1,0 +1,141 @@
+"""Training the same few steps on several numbers of workers, and saying where they differ.
+
+The first run keeps its state after every step, in files; each later one compares its own with them, step by step, so
+that the first tensor that differs can be named, and by how much.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lockstep.checkpoint import state_digest
+from lockstep.engine.fingerprint import Fingerprint
+from lockstep.runs.build import RunParts, build_parts
+from lockstep.runs.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a run first differs from the first one."""
+
+    step: int
+    """After so many steps."""
+    name: str
+    """The first parameter or buffer, in the model's order, that differs."""
+    num_others: int
+    """How many more differ."""
+    how: str
+    """In which way, in words."""
+
+    def __str__(self) -> str:
+        """Show it in one sentence."""
+        others = f" (and {self.num_others} more)" if self.num_others else ""
+        return f"the first difference is after step {self.step}, in {self.name}{others}: {self.how}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortRun:
+    """A few steps on some number of workers, as one worker saw them."""
+
+    digests: tuple[str, ...]
+    """Digest after each step."""
+    fingerprint: Fingerprint
+    """What they depend on."""
+    difference: Difference | None
+    """Where it first differs from the reference; None if it does not."""
+
+
+def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
+    """Train `num_steps` steps of a config (collective: every worker calls).
+
+    Args:
+        config: The run.
+        device: Where this worker trains.
+        num_steps: How many steps; several epochs if there are more than one has.
+        reference: Directory for the states of the first run; 0 to `num_steps` files of the model's size.
+        is_first: Whether this is the first run, which writes them.
+    """
+    parts = build_parts(config, device)
+    digests: list[str] = []
+    difference = None
+    for step in islice(_train(config, parts), num_steps):
+        state = parts.trainer.model.state_dict()
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        digests.append(state_digest(tensors))
+        path = reference / f"step-{step:08d}.safetensors"
+        if is_first:
+            if parts.trainer.world.rank == 0:
+                save_file({name: _plain(tensor) for name, tensor in tensors.items()}, path)
+            parts.trainer.world.gather_objects(None)  # the others compare with it
+        if difference is None:
+            difference = find_difference(load_file(path), tensors, step)
+    return ShortRun(digests=tuple(digests), fingerprint=parts.trainer.fingerprint(), difference=difference)
+
+
+def find_odd_rank(runs: Sequence[ShortRun]) -> int | None:
+    """Return the rank whose digests are the first not to be rank 0's; None if all are alike."""
+    first = runs[0].digests
+    steps = {
+        rank: next(
+            step for step, (mine, expected) in enumerate(zip(run.digests, first, strict=True)) if mine != expected
+        )
+        for rank, run in enumerate(runs)
+        if run.digests != first
+    }
+    return min(steps, key=steps.__getitem__, default=None)
+
+
+def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
+    """Return in what the tensors after a step are not those of the first run; None if they are."""
+    names = list(dict.fromkeys([*found, *expected]))
+    differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
+    if not differing:
+        return None
+    how = _describe_difference(expected.get(differing[0]), found.get(differing[0]))
+    return Difference(step=step, name=differing[0], num_others=len(differing) - 1, how=how)
+
+
+def _train(config: Config, parts: RunParts) -> Iterator[int]:
+    step = 0
+    epoch = 0
+    while True:
+        for batch in parts.train.epoch(epoch):
+            parts.trainer.step(batch)
+            step += 1
+            yield step
+        if parts.scheduler is not None and config.scheduler_interval == "epoch":
+            parts.scheduler.step()
+        epoch += 1
+
+
+def _have_equal_bits(expected: Tensor | None, found: Tensor | None) -> bool:
+    if expected is None or found is None or expected.dtype != found.dtype or expected.shape != found.shape:
+        return False
+    return _bits(_plain(found)) == _bits(expected)
+
+
+def _describe_difference(expected: Tensor | None, found: Tensor | None) -> str:
+    if expected is None:
+        return "it exists in this run only"
+    if found is None:
+        return "it exists in the first run only"
+    kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (found, expected)]
+    if kinds[0] != kinds[1]:
+        return f"it is {kinds[0]}, and {kinds[1]} in the first run"
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    left, right = expected.to(wide), _plain(found).to(wide)
+    return f"by up to {float((left - right).abs().max()):.3g}, where values are up to {float(left.abs().max()):.3g}"
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).digest()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,138 @@
+"""Opening the store of a rendezvous, and what is said when that does not work."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.comm.bootstrap.identity import told_directly
+from lockstep.comm.bootstrap.store import Meeting, connect_to_other, find_meeting, open_store
+from lockstep.errors import GroupError
+
+SHORT = timedelta(seconds=0.2)
+LONG = timedelta(seconds=30)
+
+
+def meeting(url: str, **variables: str) -> Meeting:
+    return find_meeting(url, None, told_directly(variables))
+
+
+def here(port: int, **variables: str) -> Meeting:
+    return meeting(f"tcp://127.0.0.1:{port}", **variables)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+@pytest.fixture
+def closed_port(listener: socket.socket) -> int:
+    port = int(listener.getsockname()[1])
+    listener.close()
+    return port
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "address", "is_hosted"),
+    [
+        ("env://", {"MASTER_ADDR": "there", "MASTER_PORT": "29500"}, "there:29500", True),
+        ("env://?use_libuv=0", {"MASTER_ADDR": "there", "MASTER_PORT": "29500"}, "there:29500", True),
+        ("tcp://there:29500", {}, "there:29500", True),
+        ("tcp://[::1]:29500", {}, "::1:29500", True),
+        ("tcp://there:29500", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "there:29500", False),
+        ("tcp://there:29500", {"TORCHELASTIC_USE_AGENT_STORE": "False"}, "there:29500", True),
+        ("file:///shared/rendezvous", {}, "/shared/rendezvous", False),
+    ],
+)
+def test_the_place_to_meet_is_found(url: str, variables: dict[str, str], address: str, is_hosted: bool) -> None:
+    found = meeting(url, **variables)
+    assert (found.address, found.is_hosted) == (address, is_hosted)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:29500", "tcp://"])
+def test_a_method_without_host_or_port_is_refused(url: str) -> None:
+    # Rank 0 once served a port of the kernel's choice, and the others looked for it at port 0 until their time was up.
+    with pytest.raises(ValueError, match=r"expected a host and a port, as in 'tcp://127.0.0.1:29500'"):
+        meeting(url)
+
+
+def test_a_store_that_the_caller_has_is_used() -> None:
+    store = dist.HashStore()
+    place = open_store(find_meeting("env://", store, told_directly({})), 1, 2, SHORT)
+    assert place is not None
+    assert place.store is store
+    assert (place.rank, place.world_size) == (1, 2)
+
+
+def test_rank_0_does_not_wait_for_the_others_to_come(closed_port: int) -> None:
+    first = open_store(here(closed_port), 0, 2, LONG)
+    second = open_store(here(closed_port), 1, 2, LONG)
+    assert first is not None
+    assert second is not None
+    first.store.set("said", "yes")
+    assert second.store.get("said") == b"yes"
+
+
+def test_a_worker_that_comes_first_waits_for_rank_0(closed_port: int) -> None:
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(open_store(here(closed_port), 1, 2, LONG)))
+    waiting.start()
+    first = open_store(here(closed_port), 0, 2, LONG)
+    waiting.join()
+    assert first is not None
+    assert found[0].rank == 1
+
+
+def test_a_program_that_listens_but_does_not_answer_is_no_store(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=f"127.0.0.1:{port} in .* s: a program listens there"):
+        open_store(here(port), 1, 2, LONG, answer_seconds=0.1)
+    assert time.monotonic() - start < LONG.total_seconds() / 2
+    assert connect_to_other(here(port), SHORT) is None
+
+
+def test_a_port_that_is_taken_is_no_place_for_rank_0(listener: socket.socket) -> None:
+    assert open_store(here(listener.getsockname()[1]), 0, 2, SHORT) is None
+
+
+def test_the_store_of_another_can_be_looked_at() -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served.set("said", "yes")
+    other = connect_to_other(here(served.port), LONG)
+    assert other is not None
+    assert other.get("said") == b"yes"
+
+
+def test_who_is_missing_depends_on_who_serves(closed_port: int) -> None:
+    with pytest.raises(GroupError, match="rank 0, which is to serve it, did not come"):
+        open_store(here(closed_port), 1, 2, SHORT)
+    with pytest.raises(GroupError, match="Look at the log of torchrun"):
+        open_store(here(closed_port, TORCHELASTIC_USE_AGENT_STORE="True"), 0, 2, SHORT)
+
+
+def test_what_to_set_depends_on_the_method(closed_port: int) -> None:
+    with pytest.raises(GroupError, match="the host in init_method or the port in init_method differs"):
+        open_store(here(closed_port), 1, 2, SHORT)
+    with pytest.raises(GroupError, match="MASTER_ADDR or MASTER_PORT differs"):
+        open_store(meeting("env://", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(closed_port)), 1, 2, SHORT)
+
+
+def test_a_file_without_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match=f"there is no directory {tmp_path}/nowhere"):
+        open_store(meeting(f"file://{tmp_path}/nowhere/file"), 0, 1, SHORT)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match="cannot be opened: Is a directory"):
+        open_store(meeting(f"file://{tmp_path}"), 0, 1, SHORT)

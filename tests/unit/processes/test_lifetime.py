@@ -1,0 +1,61 @@
+"""What a process asks of the system about its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.processes.lifetime import end_only_for
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells who has sent a signal")
+
+
+def send_as_another(pid: int, number: int) -> None:
+    subprocess.run(["kill", f"-{number}", str(pid)], check=True)
+
+
+def wait_until_taken(pid: int, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        if not int(status["ShdPnd"], 16) >> (number - 1) & 1:
+            return
+        assert time.monotonic() < deadline, "nobody has taken the signal"
+        time.sleep(0.005)
+
+
+def end_of_child(*sent: tuple[Callable[[int, int], None], int]) -> int:
+    """Return how a child ends that is sent these signals, and then told to leave."""
+    source, written = os.pipe()
+    back, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(written)
+        end_only_for(os.getppid())
+        os.write(ready, b".")
+        os.read(source, 1)
+        os._exit(7)
+    os.close(source)
+    os.read(back, 1)
+    for send, number in sent:
+        wait_until_taken(child, signal.SIGTERM)  # two that wait to be taken are one
+        send(child, number)
+    if sent[-1][0] is os.kill:  # which ends it
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(written)
+        return code
+    os.close(written)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_to_a_whole_job_does_not_end_a_loading_process() -> None:
+    assert end_of_child((send_as_another, signal.SIGTERM), (send_as_another, signal.SIGUSR1)) == 7
+
+
+def test_its_parent_may_end_it() -> None:
+    assert end_of_child((send_as_another, signal.SIGTERM), (os.kill, signal.SIGTERM)) == 128 + signal.SIGTERM

@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from lockstep.errors import ConfigError
+from lockstep.runs.config import Config, parse_config, read_config
+
+MINIMAL = "model: some.module:Net\ndata: some.module:data\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(tmp_path, text), overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_config_has_defaults(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, MINIMAL))
+    assert config.loss == "torch.nn.functional:cross_entropy"
+    assert config.deterministic
+    assert config.device_ids == "auto"
+
+
+def test_overrides_are_yaml_and_reach_into_arguments(tmp_path: Path) -> None:
+    overrides = ["epochs=3", "optimizer_args.lr=1e-3", "device_ids=[0, 2]", "deterministic=false", "run_dir=runs/x=y"]
+    config = read_config(write(tmp_path, MINIMAL + "optimizer_args: {lr: 1, eps: 1.0e-8}\n"), overrides)
+    assert config.epochs == 3
+    # YAML 1.1 reads 1e-3 as text, and an optimizer then fails far from the cause.
+    assert config.optimizer_args == {"lr": 0.001, "eps": 1e-8}
+    assert config.device_ids == [0, 2]
+    assert config.deterministic is False
+    assert config.run_dir == "runs/x=y"
+
+
+def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    # YAML reads one number as a number and two as text; the first was refused.
+    assert read_config(write(tmp_path, MINIMAL), ["device_ids=0"]).device_ids == [0]
+    assert read_config(write(tmp_path, MINIMAL), ["device_ids=0,1"]).device_ids == "0,1"
+    config = read_config(write(tmp_path, MINIMAL), ["optimizer_args.betas=[0.9, 0.99]", "device_ids=auto:3"])
+    again = read_config(write(tmp_path, config.to_yaml()))
+    assert again == config
+    assert set(YAML(typ="safe").load(config.to_yaml())) == set(Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("a: [1", (), "line 1"),
+        ("text", (), "holds text"),
+        ("", (), "holds nothing"),
+        ("- a", (), "holds a list"),
+        (MINIMAL + "model: again:Net\n", (), "duplicate key"),
+        ("data: a:b\n", (), "'model' is missing"),
+        (MINIMAL, ("bach_size=8",), "Did you mean 'batch_size'?"),
+        (MINIMAL, ("zzz=8",), "Known keys: model,"),
+        (MINIMAL, ("epochs=many",), "epochs is 'many', expected a whole number."),
+        (MINIMAL, ("epochs=1.5",), "epochs is 1.5, expected a whole number."),
+        (MINIMAL, ("epochs=true",), "expected a whole number"),
+        (MINIMAL, ("epochs=0",), "expected at least 1"),
+        (MINIMAL, ("seed=-1",), "expected at least 0"),
+        (MINIMAL, ("max_grad_norm=0",), "expected more than 0"),
+        (MINIMAL, ("deterministic=maybe",), "expected true or false"),
+        (MINIMAL, ("optimizer_args=3",), "expected keys and values"),
+        (MINIMAL, ("optimizer_args=3", "optimizer_args.lr=1"), "reaches into 'optimizer_args'"),
+        (MINIMAL, ("scheduler_interval=week",), "expected 'epoch' or 'step'"),
+        (MINIMAL, ("device_ids=1.5",), "a list of GPU numbers"),
+        (MINIMAL, ("device_ids=[a]",), "a list of GPU numbers"),
+        (MINIMAL, ("model=some.module.Net",), "package.module:name"),
+        (MINIMAL, ("model=3",), "model is 3, expected text"),
+        (MINIMAL, ("run_dir=2024-13-45",), "is not YAML"),
+        (MINIMAL, ("epochs",), "expected key=value"),
+        (MINIMAL, ("batch_size=2",), "smaller than num_shards (4)"),
+        (MINIMAL, ("batch_size=1", "workers=2"), "smaller than the 2 workers"),
+        (MINIMAL, ("workers=0",), "workers is 0, expected at least 1"),
+    ],
+)
+def test_bad_input_is_one_clear_message(tmp_path: Path, text: str, overrides: tuple[str, ...], said: str) -> None:
+    assert said in message(tmp_path, text, *overrides)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    told = message(tmp_path, MINIMAL + "epochs: x\nbatchsize: 3\ndevice_ids: 1.5\n")
+    assert "3 mistakes" in told
+    assert told.count("device_ids is") == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config file .*gone\.yaml"):
+        read_config(tmp_path / "gone.yaml")
+
+
+def test_more_workers_than_shards_is_refused() -> None:
+    config = parse_config({"model": "a:b", "data": "a:b"}, "config")
+    config.check_workers(4)
+    with pytest.raises(ConfigError, match="5 workers cannot share"):
+        config.check_workers(5)

@@ -1,0 +1,141 @@
+"""Which directory a run goes on in, and from which checkpoint."""
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint import Checkpoint, Manifest, read_manifest, save_checkpoint
+from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.runs.config import parse_config
+from lockstep.runs.opening import NEWEST, OpenedRun, Wanted, open_run
+
+VALUES = {"model": "mine:Net", "data": "mine:data"}
+
+
+def save(path: Path, global_step: int, **values: Any) -> Path:
+    manifest = Manifest(
+        **{"epoch": 0, "step": 1, **values},
+        global_step=global_step,
+        num_shards=4,
+        seed=0,
+        digest="",
+        optimizer=None,
+        scheduler=None,
+        config=parse_config(VALUES, "config").model_dump(),
+    )
+    save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=manifest))
+    return path
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of a run with checkpoints of steps 3 and 7, and best.ckpt a link to that of 3."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("runs/mine")
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    for step in (3, 7):
+        save(run_dir / f"step-0000000{step}.ckpt", step)
+    (run_dir / "best.ckpt").symlink_to("step-00000003.ckpt")
+    return run_dir
+
+
+def opened(resumed: str | None, *, told: list[str] | None = None, says: bool = False, **values: Any) -> OpenedRun:
+    wanted = Wanted(
+        config=parse_config({**VALUES, **values}, "config"),
+        name="mine",
+        resumed=resumed,
+        says_directory=says,
+        allowed=frozenset(),
+    )
+    with ExitStack() as held:
+        return open_run(wanted, held, ([] if told is None else told).append)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.glob("step-*.ckpt"))
+
+
+@pytest.mark.parametrize("resumed", [NEWEST, "runs/mine", "runs/mine/step-00000007.ckpt"])
+def test_a_run_goes_on_in_its_own_directory(old: Path, resumed: str) -> None:
+    run = opened(resumed, epochs=3)
+    assert run.run_dir == old
+    assert run.origin is not None
+    assert run.origin.checkpoint == old / "step-00000007.ckpt"
+    assert [str(change) for change in run.changes] == ["epochs was 10 and is 3"]
+
+
+@pytest.mark.parametrize("resumed", ["runs/mine/step-00000003.ckpt", "runs/mine/best.ckpt"])
+def test_an_older_checkpoint_is_refused_and_leads_into_a_new_directory(old: Path, resumed: str) -> None:
+    with pytest.raises(RunDirectoryError, match=r"step-00000007.ckpt would be of another history.*run_dir=NAME"):
+        opened(resumed)
+    run = opened(resumed, says=True, run_dir="runs/other")
+    assert run.origin is not None
+    assert run.origin.checkpoint == Path("runs/other/step-00000003.ckpt")
+    assert read_manifest(run.origin.checkpoint).global_step == 3
+    assert names(old) == ["step-00000003.ckpt", "step-00000007.ckpt"]
+    assert opened("runs/other", run_dir="runs/other").run_dir == Path("runs/other")
+    (old.parent / "good").symlink_to("mine/best.ckpt")
+    assert names(opened("runs/good", says=True, run_dir="runs/third").run_dir) == ["step-00000003.ckpt"]
+    assert read_manifest(Path("runs/third/step-00000003.ckpt")).global_step == 3  # it was a link to nothing
+
+
+def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> None:
+    # A flipped bit in a tensor was only found when the workers loaded it: the run could not go on, and from the
+    # checkpoint before only in another directory. Later the broken one would have been the newest again.
+    newest = old / "step-00000007.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"!")
+    told: list[str] = []
+    run = opened(str(old), told=told)
+    assert run.run_dir == old
+    assert run.origin is not None
+    assert run.origin.checkpoint.name == "step-00000003.ckpt"
+    assert "tensor 'a' is not what was written. Going on from the one before." in told[0]
+    assert names(old) == ["step-00000003.ckpt"]
+    assert (old / "step-00000007.ckpt.broken").is_file()
+    newest.write_bytes(b"broken")
+    assert opened(str(old / "step-00000003.ckpt")).run_dir == old
+
+
+def test_a_checkpoint_of_a_later_format_is_not_taken_for_a_broken_one(old: Path) -> None:
+    save(old / "step-00000007.ckpt", 7, format_version=9)
+    for resumed, said in ((NEWEST, "has format 9"), (str(old / "step-00000003.ckpt"), "is not the newest")):
+        with pytest.raises((CheckpointError, RunDirectoryError), match=said):
+            opened(resumed)
+
+
+@pytest.mark.parametrize("name", ["step-00000007.ckpt", "mine.ckpt"])
+def test_a_checkpoint_from_elsewhere_begins_a_new_directory(old: Path, name: str) -> None:
+    Path("elsewhere").mkdir()
+    shutil.copy(old / "step-00000007.ckpt", f"elsewhere/{name}")
+    run = opened(f"elsewhere/{name}")
+    assert run.run_dir == Path("runs/mine-2")
+    assert names(run.run_dir) == ["step-00000007.ckpt"]
+    assert Path(f"elsewhere/{name}").exists()
+
+
+@pytest.mark.parametrize(
+    ("resumed", "said"),
+    [("gone", "no checkpoint or run directory gone"), ("runs", "runs holds no checkpoint to resume from")],
+)
+def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str) -> None:
+    with pytest.raises((CheckpointError, RunDirectoryError), match=said):
+        opened(resumed)
+
+
+def test_a_run_that_stands_beyond_its_end_is_refused(old: Path) -> None:
+    # It ended at once, and showed the weights of epoch 3 as those of the two that were asked for.
+    save(old / "step-00000009.ckpt", 9, epoch=2)
+    with pytest.raises(CheckpointError, match="stands in epoch 3, after step 1, and epochs is 2"):
+        opened(NEWEST, epochs=2)
+    assert opened(NEWEST, epochs=3).origin is not None
+
+
+def test_nothing_is_made_for_a_config_that_does_not_fit(old: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--allow batch_size|batch_size was"):
+        opened(str(old / "step-00000003.ckpt"), says=True, run_dir="runs/other", batch_size=8)
+    assert not Path("runs/other").exists()

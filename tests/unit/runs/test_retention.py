@@ -1,0 +1,69 @@
+import math
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.runs.config import parse_config
+from lockstep.runs.retention import Saved, check_wanted, choose_removed, find_best, score_of
+
+
+def saved(*entries: tuple[int, float | None] | int, broken: tuple[int, ...] = ()) -> list[Saved]:
+    pairs = [(entry, None) if isinstance(entry, int) else entry for entry in entries]
+    return [Saved(global_step=step, score=score, is_whole=step not in broken) for step, score in pairs]
+
+
+def removed(found: list[Saved], keep: int, written: int = 4) -> list[int]:
+    return sorted(each.global_step for each in choose_removed(found, keep, written))
+
+
+def test_the_newest_stay() -> None:
+    assert removed(saved(1, 2, 3, 4), keep=2) == [1, 2]
+    assert removed(saved(4, 1, 3), keep=5) == []
+
+
+def test_the_best_stays_besides() -> None:
+    assert removed(saved((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.8)), keep=1) == [1, 3]
+    assert removed(saved((1, 0.5), (2, 0.9), (3, 0.95)), keep=1) == [1, 2]
+
+
+def test_of_equals_the_oldest_is_the_best() -> None:
+    best = find_best(saved((1, 0.5), (2, 0.9), (3, 0.9)))
+    assert best is not None
+    assert best.global_step == 2
+
+
+def test_a_damaged_one_neither_counts_nor_is_best() -> None:
+    assert removed(saved(1, 2, 3, broken=(3,)), keep=1) == [1]
+    assert removed(saved(1, 2, broken=(2,)), keep=1) == []  # the only whole one
+    assert removed(saved(1, 2, 3, broken=(1,)), keep=2) == [1]
+    assert find_best(saved((1, 0.9), broken=(1,))) is None
+
+
+def test_what_is_newer_than_the_one_just_written_does_not_take_its_place() -> None:
+    # A run was taken back to step 1, for a bit had flipped in a tensor of 3 and of 4; headers were intact. At its next
+    # save the new checkpoint and the one it had gone on from were removed, and the two damaged ones stayed.
+    assert removed(saved(1, 2, 3, 4), keep=2, written=2) == []
+    assert removed(saved(0, 1, 2, 3, 4), keep=2, written=2) == [0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "score"),
+    [("accuracy", 0.9), ("-accuracy", -0.9), ("loss", None), ("-loss", None), ("gone", None), (None, None)],
+)
+def test_scores_are_higher_the_better(wanted: str | None, score: float | None) -> None:
+    assert score_of({"accuracy": 0.9, "loss": None}, wanted) == score
+    assert score_of({"accuracy": math.nan}, "accuracy") is None
+
+
+def test_a_metric_that_is_not_measured_is_refused() -> None:
+    check_wanted("-loss", {"loss": 1.0})
+    check_wanted(None, {})
+    with pytest.raises(ConfigError, match=r"keep_best is .acc., .* Expected -loss or accuracy or -accuracy;"):
+        check_wanted("acc", {"loss": 1.0, "accuracy": 0.5})
+    with pytest.raises(ConfigError, match="needs a test set"):
+        check_wanted("accuracy", {})
+
+
+def test_keeping_the_highest_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="write '-loss', for lower is better"):
+        parse_config({"model": "a:b", "data": "a:b", "keep_best": "loss"}, "config")

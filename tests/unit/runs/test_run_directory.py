@@ -1,0 +1,78 @@
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.errors import RunDirectoryError
+from lockstep.runs.run_directory import discard_unused, find_run_directory, make_run_directory
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_runs_without_a_name_are_numbered() -> None:
+    made = [make_run_directory(None, "digits").as_posix() for _ in range(3)]
+    assert made == ["runs/digits", "runs/digits-2", "runs/digits-3"]
+
+
+def test_runs_that_begin_at_once_get_directories_of_their_own() -> None:
+    made: list[Path] = []
+    threads = [threading.Thread(target=lambda: made.append(make_run_directory(None, "digits"))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 16
+
+
+def test_a_named_run_is_never_written_over() -> None:
+    (make_run_directory("runs/mine", "digits") / "step-1.ckpt").touch()
+    with pytest.raises(RunDirectoryError, match=r"exists already.*--resume.*run_dir=NAME"):
+        make_run_directory("runs/mine", "digits")
+
+
+def test_a_directory_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="cannot be made"):
+        make_run_directory("file/run", "digits")
+
+
+def test_the_newest_numbered_run_is_resumed() -> None:
+    for _ in range(11):
+        (make_run_directory(None, "digits") / "step-1.ckpt").touch()
+    make_run_directory(None, "digits")  # one that failed before it saved anything
+    make_run_directory(None, "digits-extra")
+    assert find_run_directory(None, "digits") == Path("runs/digits-11")
+
+
+def test_no_run_to_resume_is_explained() -> None:
+    with pytest.raises(RunDirectoryError, match="no run directory runs/digits"):
+        find_run_directory(None, "digits")
+
+
+def test_a_run_without_a_checkpoint_is_nothing_to_go_on_from() -> None:
+    make_run_directory("runs/mine", "digits")
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint to go on from: delete it"):
+        make_run_directory("runs/mine", "digits")
+    with pytest.raises(RunDirectoryError, match=r"holds no checkpoint to resume from.*Delete it"):
+        find_run_directory("runs/mine", "digits")
+
+
+def test_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
+    for name in ("step-00000012.ckpt", "step-00000100.ckpt", "config.yaml", ".step-00000200.ckpt.x.tmp"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000100.ckpt", "step-00000012.ckpt"]
+
+
+def test_only_an_unused_directory_is_discarded() -> None:
+    unused, used = make_run_directory("unused", "x"), make_run_directory("used", "x")
+    (unused / "config.yaml").touch()
+    (used / "config.yaml").touch()
+    (used / "metrics.jsonl").touch()
+    discard_unused(unused)
+    discard_unused(used)
+    assert not unused.exists()
+    assert (used / "config.yaml").exists()
