@@ -46,7 +46,7 @@ PURE = (
     "lockstep.shards.seeds",
     "lockstep.shards.tree",
     "lockstep.reduce.plan",
-    "lockstep.reduce.notes",
+    "lockstep.reduce.status",
     "lockstep.data.order",
     "lockstep.data.cursor",
     "lockstep.checkpoint.interop.fit",

@@ -26,8 +26,8 @@ import lockstep as ls
 from lockstep.comm import current_world
 from lockstep.errors import LockstepError
 from lockstep.reduce import BucketLimits, CommHook, GradBucket, TrainedModel, plan_buckets
-from lockstep.reduce.exchange import Exchange
-from lockstep.reduce.layout import lay_out
+from lockstep.reduce.bucket_schedule import Exchange
+from lockstep.reduce.bucket_set import lay_out
 
 Answers = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Are the gradients numbers? Asked closely, where `lockstep.reduce.finiteness` has a suspicion."""
+"""Are the gradients numbers? Asked closely, where `lockstep.reduce.finite_check` has a suspicion."""
 
 from collections.abc import Iterable
 

@@ -81,7 +81,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
 class OrderWatch:
     """Whether backwards run others inside, on which the order of addition depends.
 
-    [Note: a backward inside a backward] in `lockstep.reduce.lending`.
+    [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.
 
     Args:
         trust: Told after each step, as `adds_once`, whether none has so far.

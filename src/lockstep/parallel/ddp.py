@@ -35,8 +35,8 @@ from lockstep.parallel.module_arguments import (
 )
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
+from lockstep.parallel.module_sync import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, Survivor
 from lockstep.parallel.statistics import Statistics, describe_wrapper
-from lockstep.parallel.survivor import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, Survivor
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
 from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model

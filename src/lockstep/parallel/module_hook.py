@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lockstep.parallel.survivor import Survivor
+from lockstep.parallel.module_sync import Survivor
 
 
 @final

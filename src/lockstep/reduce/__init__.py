@@ -12,14 +12,14 @@ Invariants:
 - A parameter that no rank had a gradient for keeps its `.grad` as it was. [Note: presence]
 """
 
-from lockstep.reduce.agreement import check_same_model
-from lockstep.reduce.hook import CommHook, GradBucket
+from lockstep.reduce.comm_hook import CommHook, GradBucket
 from lockstep.reduce.model import TrainedModel
-from lockstep.reduce.notes import Notes
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
 from lockstep.reduce.reducer import Reducer
+from lockstep.reduce.same_model import check_same_model
 from lockstep.reduce.shard_reducer import ShardReducer
+from lockstep.reduce.status import Notes
 
 __all__ = [
     "BucketLimits",

@@ -9,7 +9,7 @@ of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
 [Note: lent partials] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while its
 backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie in
 fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
-once to each parameter; when it does so is asked in `lockstep.reduce.lending`.
+once to each parameter; when it does so is asked in `lockstep.reduce.in_place_accumulation`.
 
 [Note: gradients in one memory] Where two parameters are added through views, `position[None] + kind[None]`, autograd
 gives both the same memory as gradient. What is done in place to one would be done to the other, and so to each twice.

@@ -12,7 +12,7 @@ A bucket of n parameters:
 
 [Note: presence] After the gradients each bucket carries one number per parameter: how many ranks had a gradient for
 it. It costs no message of its own, and tells a parameter that nobody used (its `.grad` must stay untouched) from one
-whose gradients happen to add up to zero. `lockstep.reduce.notes` says what the last bucket carries besides.
+whose gradients happen to add up to zero. `lockstep.reduce.status` says what the last bucket carries besides.
 
 A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
 buckets hold gradients without gaps, and presence and notes travel in a message of their own.

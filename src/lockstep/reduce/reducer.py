@@ -44,16 +44,16 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import World, group_store
 from lockstep.compiler import keep_compiler_out
 from lockstep.errors import PeerLostError, ReductionError
+from lockstep.reduce.bucket_schedule import Exchange
+from lockstep.reduce.bucket_set import AnySlot, Bucket, empty_layout
+from lockstep.reduce.comm_hook import CommHook, GradBucket
 from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
-from lockstep.reduce.exchange import Exchange
-from lockstep.reduce.hook import CommHook, GradBucket
-from lockstep.reduce.layout import AnySlot, Bucket, empty_layout
-from lockstep.reduce.live_plan import LivePlan
+from lockstep.reduce.current_plan import LivePlan
 from lockstep.reduce.model import TrainedModel
-from lockstep.reduce.notes import Note, Notes
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.partials import Partials
 from lockstep.reduce.stall import StallWatch, where
+from lockstep.reduce.status import Note, Notes
 from lockstep.reduce.times import StepTimes
 from lockstep.settings import read_stall_seconds
 from lockstep.shards import Node

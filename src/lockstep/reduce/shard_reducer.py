@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import World
-from lockstep.reduce.finiteness import sum_to_suspect
-from lockstep.reduce.lending import Lender
+from lockstep.reduce.finite_check import sum_to_suspect
+from lockstep.reduce.in_place_accumulation import Lender
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.partials import Partials
@@ -131,7 +131,7 @@ class ShardReducer:
         """Return a number that is not finite if a gradient of the step that has ended is not (local).
 
         Each worker looks at its slice of every bucket, so it is true of the numbers of all workers together: of the
-        slices, as of the gradients of one that is alone. See `lockstep.reduce.finiteness`.
+        slices, as of the gradients of one that is alone. See `lockstep.reduce.finite_check`.
         """
         if self._reducer is None:
             return sum_to_suspect((each.grad for each in self._parameters if each.grad is not None), device)

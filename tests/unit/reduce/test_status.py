@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.reduce.notes import Note, Notes, num_notes, read_notes, write_note
+from lockstep.reduce.status import Note, Notes, num_notes, read_notes, write_note
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 NOTES = st.lists(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
-from lockstep.reduce.layout import Bucket
+from lockstep.reduce.bucket_set import Bucket
 
 
 @final

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.reduce.lending import may_be_lent
+from lockstep.reduce.in_place_accumulation import may_be_lent
 
 FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 

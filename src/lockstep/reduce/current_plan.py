@@ -17,14 +17,14 @@ from torch import nn
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.agreement import check_same_model, check_same_values
 from lockstep.reduce.bucket import Slot
-from lockstep.reduce.layout import AnySlot, Bucket, Layout, empty_layout, lay_out
+from lockstep.reduce.bucket_set import AnySlot, Bucket, Layout, empty_layout, lay_out
 from lockstep.reduce.model import TrainedModel, TrainedParameter
-from lockstep.reduce.notes import Notes, num_notes
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import Plan, plan_buckets
-from lockstep.reduce.sharing import claim, give_up
+from lockstep.reduce.same_model import check_same_model, check_same_values
+from lockstep.reduce.shared_parameters import claim, give_up
+from lockstep.reduce.status import Notes, num_notes
 
 
 @final

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.reduce.finiteness import sum_to_suspect
+from lockstep.reduce.finite_check import sum_to_suspect
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm import OrderedReductions, World, calls_for, runs_in_callers_thread
 from lockstep.reduce.bucket import read_numbers
-from lockstep.reduce.hook import CommHook, GradBucket, result_of
-from lockstep.reduce.layout import Bucket, Layout
-from lockstep.reduce.notes import Note, Notes, read_notes, write_note
+from lockstep.reduce.bucket_set import Bucket, Layout
+from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
 from lockstep.reduce.partials import Partials
+from lockstep.reduce.status import Note, Notes, read_notes, write_note
 from lockstep.reduce.times import StepTimes
 from lockstep.shards import Node
 
