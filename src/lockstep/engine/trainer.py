@@ -72,7 +72,7 @@ from lockstep.errors import (
 )
 from lockstep.processes.reproducibility import reseed_generators, set_deterministic
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
-from lockstep.shards import Turn, derive_seed
+from lockstep.shards import ShardTask, derive_seed
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 """`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
@@ -500,7 +500,7 @@ class Trainer:
             if not is_last:  # the end of the last one waits for others
                 self._stopwatch.lap(number)
 
-    def _run_shard(self, batch: ShardedBatch, part: Slice, turn: Turn, table: StepTable) -> None:
+    def _run_shard(self, batch: ShardedBatch, part: Slice, turn: ShardTask, table: StepTable) -> None:
         """Run one shard's forward and backward.
 
         Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half

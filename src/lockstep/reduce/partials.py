@@ -54,7 +54,7 @@ class Partials:
 
         Args:
             gradients: Dense; written to.
-            num_sums: As `lockstep.shards.Turn` says.
+            num_sums: As `lockstep.shards.ShardTask` says.
         """
         for _ in range(num_sums):
             gradients = add_gradients(self.kept.pop(), gradients)

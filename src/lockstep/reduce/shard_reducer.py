@@ -26,7 +26,7 @@ from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
-from lockstep.shards import Turn, held_nodes, plan_turns
+from lockstep.shards import ShardTask, held_nodes, plan_shard_tasks
 
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -47,7 +47,7 @@ class ShardReducer:
         self._world = world
         self._num_shards = num_shards
         self._partials = Partials()
-        self._last = Turn(-1, 0)
+        self._last = ShardTask(-1, 0)
         self._num_reductions = 0
         self._on_last_gradient: Callable[[], None] = _do_nothing
         self._parameters = [each.parameter for each in model.trained]
@@ -77,13 +77,13 @@ class ShardReducer:
         if self._reducer is not None:
             self._reducer.on_end_of_backward(call)
 
-    def begin(self, ranges: Sequence[range]) -> list[Turn]:
+    def begin(self, ranges: Sequence[range]) -> list[ShardTask]:
         """Begin with a step, for which no parameter has a gradient; return this worker's turns (local).
 
         Args:
             ranges: The shards of every worker, in rank order.
         """
-        turns = plan_turns(ranges[self._world.rank], self._num_shards)
+        turns = plan_shard_tasks(ranges[self._world.rank], self._num_shards)
         self._last = turns[-1]
         self._partials = Partials()
         self._lender.begin_step()
@@ -94,7 +94,7 @@ class ShardReducer:
             self._reducer.expect_last(self._partials, [held_nodes(shards, self._num_shards) for shards in ranges])
         return turns
 
-    def mark(self, loss: Tensor, turn: Turn) -> None:
+    def mark(self, loss: Tensor, turn: ShardTask) -> None:
         """Mark where the backward of a turn begins (local)."""
         self._lender.watch(loss)
         lent = None
@@ -109,7 +109,7 @@ class ShardReducer:
             self._reducer.synchronizes = True
         self._reducer.mark(loss)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: ShardTask) -> None:
         """End a turn, whether or not it had a backward; after the last one gradients are whole (then collective)."""
         if self._reducer is None or turn != self._last:
             gradients, num_added = self._lender.take()

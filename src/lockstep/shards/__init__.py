@@ -9,18 +9,26 @@ can be and in rank order; what a shard works on does not depend on the number of
 
 from lockstep.shards.assignment import even_ranges, shard_range, slice_bounds
 from lockstep.shards.seeds import derive_seed
-from lockstep.shards.tree import Node, Turn, add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_turns
+from lockstep.shards.tree import (
+    Node,
+    ShardTask,
+    add_in_tree_order,
+    completed_nodes,
+    held_nodes,
+    partial_nodes,
+    plan_shard_tasks,
+)
 
 __all__ = [
     "Node",
-    "Turn",
+    "ShardTask",
     "add_in_tree_order",
     "completed_nodes",
     "derive_seed",
     "even_ranges",
     "held_nodes",
     "partial_nodes",
-    "plan_turns",
+    "plan_shard_tasks",
     "shard_range",
     "slice_bounds",
 ]

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShardTask:
     """What a worker does with one of its shards."""
 
     shard: int
@@ -79,7 +79,7 @@ def held_nodes(shards: range, num_shards: int) -> list[Node]:
     return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_size_then_place)
 
 
-def plan_turns(shards: range, num_shards: int) -> list[Turn]:
+def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
     """Return the order in which a worker runs its shards, and how it adds them up on a stack of partials.
 
     After the last turn the stack holds `held_nodes`, in that order.
@@ -88,7 +88,7 @@ def plan_turns(shards: range, num_shards: int) -> list[Turn]:
         ValueError: The shards are not within `range(num_shards)`.
     """
     return [
-        Turn(shard, len(completed_nodes(shard, start, num_shards)) - 1)
+        ShardTask(shard, len(completed_nodes(shard, start, num_shards)) - 1)
         for start, stop in held_nodes(shards, num_shards)
         for shard in range(start, stop)
     ]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from lockstep.shards import add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_turns, shard_range
+from lockstep.shards import add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_shard_tasks, shard_range
 from lockstep.shards.tree import Node
 
 MOST_SHARDS = 24
@@ -50,28 +50,28 @@ def test_the_sum_has_the_bits_of_one_worker_on_any_number(num_shards: int) -> No
         assert tree_sum(values, world_size).hex() == alone.hex()
 
 
-def run_turns(values: list[float], shards: range) -> tuple[dict[Node, float], int]:
-    """Add up in the order of the turns; return the partials, and how many values were held at once at the most."""
+def run_tasks(values: list[float], shards: range) -> tuple[dict[Node, float], int]:
+    """Add up in the order of the tasks; return the partials, and how many values were held at once at the most."""
     stack: list[float] = []
     most = 0
-    for turn in plan_turns(shards, len(values)):
-        stack.append(values[turn.shard])
+    for task in plan_shard_tasks(shards, len(values)):
+        stack.append(values[task.shard])
         most = max(most, len(stack))
-        for _ in range(turn.num_sums):
+        for _ in range(task.num_sums):
             right, left = stack.pop(), stack.pop()
             stack.append(left + right)
     return dict(zip(held_nodes(shards, len(values)), stack, strict=True)), most
 
 
 @pytest.mark.parametrize("num_shards", range(1, MOST_SHARDS + 1))
-def test_turns_give_the_bits_of_the_tree_and_hold_few_gradients(num_shards: int) -> None:
+def test_shard_tasks_give_the_bits_of_the_tree_and_hold_few_gradients(num_shards: int) -> None:
     values = numbers(num_shards)
     alone = tree_sum(values, 1)
     for world_size in range(1, num_shards + 1):
         partials: dict[Node, float] = {}
         for rank in range(world_size):
             shards = shard_range(rank, world_size, num_shards)
-            found, most = run_turns(values, shards)
+            found, most = run_tasks(values, shards)
             partials.update(found)
             assert most <= math.ceil(math.log2(len(shards))) + 1
         assert add_in_tree_order(partials, num_shards, operator.add).hex() == alone.hex()
