@@ -26,7 +26,7 @@ from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
-from lockstep.shards import ShardTask, held_nodes, plan_shard_tasks
+from lockstep.shards import ShardTask, partial_nodes_by_size, plan_shard_tasks
 
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -91,7 +91,9 @@ class ShardReducer:
         if self._reducer is not None:
             self._reducer.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
-            self._reducer.expect_last(self._partials, [held_nodes(shards, self._num_shards) for shards in ranges])
+            self._reducer.expect_last(
+                self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges]
+            )
         return turns
 
     def mark(self, loss: Tensor, turn: ShardTask) -> None:

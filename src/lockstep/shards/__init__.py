@@ -14,8 +14,8 @@ from lockstep.shards.tree import (
     ShardTask,
     add_in_tree_order,
     completed_nodes,
-    held_nodes,
     partial_nodes,
+    partial_nodes_by_size,
     plan_shard_tasks,
 )
 
@@ -26,8 +26,8 @@ __all__ = [
     "completed_nodes",
     "derive_seed",
     "even_ranges",
-    "held_nodes",
     "partial_nodes",
+    "partial_nodes_by_size",
     "plan_shard_tasks",
     "shard_range",
     "slice_bounds",

@@ -66,7 +66,7 @@ def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
     return [node for node in reversed(path) if node[0] >= start and node[1] == shard + 1]
 
 
-def held_nodes(shards: range, num_shards: int) -> list[Node]:
+def partial_nodes_by_size(shards: range, num_shards: int) -> list[Node]:
     """Return the maximal subtrees within `shards`, the largest first.
 
     That is the order in which a worker runs them, so that what it must keep at a time is little: with even ranges at
@@ -82,14 +82,14 @@ def held_nodes(shards: range, num_shards: int) -> list[Node]:
 def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
     """Return the order in which a worker runs its shards, and how it adds them up on a stack of partials.
 
-    After the last turn the stack holds `held_nodes`, in that order.
+    After the last turn the stack holds `partial_nodes_by_size`, in that order.
 
     Raises:
         ValueError: The shards are not within `range(num_shards)`.
     """
     return [
         ShardTask(shard, len(completed_nodes(shard, start, num_shards)) - 1)
-        for start, stop in held_nodes(shards, num_shards)
+        for start, stop in partial_nodes_by_size(shards, num_shards)
         for shard in range(start, stop)
     ]
 

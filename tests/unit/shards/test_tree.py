@@ -7,7 +7,14 @@ import weakref
 import pytest
 import torch
 
-from lockstep.shards import add_in_tree_order, completed_nodes, held_nodes, partial_nodes, plan_shard_tasks, shard_range
+from lockstep.shards import (
+    add_in_tree_order,
+    completed_nodes,
+    partial_nodes,
+    partial_nodes_by_size,
+    plan_shard_tasks,
+    shard_range,
+)
 from lockstep.shards.tree import Node
 
 MOST_SHARDS = 24
@@ -60,7 +67,7 @@ def run_tasks(values: list[float], shards: range) -> tuple[dict[Node, float], in
         for _ in range(task.num_sums):
             right, left = stack.pop(), stack.pop()
             stack.append(left + right)
-    return dict(zip(held_nodes(shards, len(values)), stack, strict=True)), most
+    return dict(zip(partial_nodes_by_size(shards, len(values)), stack, strict=True)), most
 
 
 @pytest.mark.parametrize("num_shards", range(1, MOST_SHARDS + 1))
