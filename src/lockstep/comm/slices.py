@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.shards.assignment import slice_bounds
+from lockstep.shards.assignment import split_evenly
 from lockstep.shards.tree import Node, add_in_tree_order, partial_nodes
 
 Bounds = tuple[int, int]
@@ -57,7 +57,7 @@ def plan_ring(num_elements: int, world_size: int, chunk_elements: int) -> list[l
         chunk_elements: Most elements of a chunk, 2 or more.
     """
     num_chunks = -(-num_elements // (world_size * chunk_elements))
-    return [_cut(start, stop, num_chunks) for start, stop in slice_bounds(num_elements, world_size)]
+    return [_cut(start, stop, num_chunks) for start, stop in split_evenly(num_elements, world_size)]
 
 
 def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Transfer]:
@@ -94,7 +94,7 @@ def plan_rounds(num_elements: int, world_size: int, slice_elements: int) -> list
         slice_elements: Most elements of a slice, 2 or more.
     """
     num_rounds = -(-num_elements // (world_size * slice_elements))
-    return [_cut(start, stop, world_size) for start, stop in slice_bounds(num_elements, num_rounds)]
+    return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_rounds)]
 
 
 def check_holdings(holdings: Sequence[Holding]) -> None:
@@ -138,7 +138,7 @@ def check_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> None:
 
 
 def _cut(start: int, stop: int, num_parts: int) -> list[Bounds]:
-    return [(start + lower, start + upper) for lower, upper in slice_bounds(stop - start, num_parts)]
+    return [(start + lower, start + upper) for lower, upper in split_evenly(stop - start, num_parts)]
 
 
 def _explain_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.shards import derive_seed, slice_bounds
+from lockstep.shards import derive_seed, split_evenly
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -19,4 +19,4 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> li
 def step_slices(order: Sequence[int], step: int, *, batch_size: int, num_shards: int) -> list[Sequence[int]]:
     """Cut the global batch of `step` into one slice per shard; the last batch's slices are shorter, or empty."""
     batch = order[step * batch_size : (step + 1) * batch_size]
-    return [batch[start:stop] for start, stop in slice_bounds(len(batch), num_shards)]
+    return [batch[start:stop] for start, stop in split_evenly(len(batch), num_shards)]

@@ -7,7 +7,7 @@ Invariants: pure (numbers in, numbers out); every shard is run by exactly one wo
 can be and in rank order; what a shard works on does not depend on the number of workers.
 """
 
-from lockstep.shards.assignment import even_ranges, shard_range, slice_bounds
+from lockstep.shards.assignment import even_ranges, shard_range, split_evenly
 from lockstep.shards.seeds import derive_seed
 from lockstep.shards.tree import (
     Node,
@@ -30,5 +30,5 @@ __all__ = [
     "partial_nodes_by_size",
     "plan_shard_tasks",
     "shard_range",
-    "slice_bounds",
+    "split_evenly",
 ]

@@ -3,19 +3,19 @@
 from itertools import pairwise
 
 
-def slice_bounds(total: int, num_slices: int) -> list[tuple[int, int]]:
+def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
     """Cut `range(total)` into contiguous slices, the first ones longer by one where it does not divide.
 
     Returns:
-        `num_slices` pairs (start, stop); slices are empty where `total` is smaller than their number.
+        `num_parts` pairs (start, stop); slices are empty where `total` is smaller than their number.
 
     Raises:
         ValueError: A negative total, or no slices.
     """
-    if num_slices < 1 or total < 0:
-        raise ValueError(f"Cannot cut {total} into {num_slices} slices; expected 0 or more into 1 or more.")
-    short, longer = divmod(total, num_slices)
-    starts = [index * short + min(index, longer) for index in range(num_slices + 1)]
+    if num_parts < 1 or total < 0:
+        raise ValueError(f"Cannot cut {total} into {num_parts} slices; expected 0 or more into 1 or more.")
+    short, longer = divmod(total, num_parts)
+    starts = [index * short + min(index, longer) for index in range(num_parts + 1)]
     return list(pairwise(starts))
 
 

@@ -2,16 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.shards import derive_seed, shard_range, slice_bounds
+from lockstep.shards import derive_seed, shard_range, split_evenly
 
 
-@given(total=st.integers(0, 500), num_slices=st.integers(1, 40))
-def test_slices_cover_everything_once_and_evenly(total: int, num_slices: int) -> None:
-    bounds = slice_bounds(total, num_slices)
+@given(total=st.integers(0, 500), num_parts=st.integers(1, 40))
+def test_parts_cover_everything_once_and_evenly(total: int, num_parts: int) -> None:
+    bounds = split_evenly(total, num_parts)
     covered = [index for start, stop in bounds for index in range(start, stop)]
     lengths = [stop - start for start, stop in bounds]
     assert covered == list(range(total))
-    assert len(bounds) == num_slices
+    assert len(bounds) == num_parts
     assert max(lengths) - min(lengths) <= 1
 
 
