@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, save_checkpoint, state_digest
-from lockstep.checkpoint.durable import remove_leftovers, written_whole
+from lockstep.checkpoint.atomic_write import atomic_write, remove_stale_temp_files
 from lockstep.errors import CheckpointError
 
 pytestmark = [
@@ -109,7 +109,7 @@ def test_a_kill_before_any_call_leaves_the_old_one_or_the_new_one(
         if in_child(save) == 0:
             break
         outcomes.append(old_or_new(path))
-        remove_leftovers(tmp_path)
+        remove_stale_temp_files(tmp_path)
         assert names(tmp_path) == ["a.ckpt"]
     assert len(outcomes) >= 16  # as many calls as a save makes
     assert outcomes == sorted(outcomes)  # the old one up to the rename, the new one from there on
@@ -129,7 +129,7 @@ def test_a_kill_at_any_byte_leaves_the_old_one(tmp_path: Path) -> None:
     for limit in (0, 1, 7, 8, 9, *random.Random(0).choices(range(NUM_BYTES), k=30), NUM_BYTES):
         assert in_child(partial(save_up_to, limit)) == signal.SIGXFSZ
         assert old_or_new(path) == 1
-    remove_leftovers(tmp_path)
+    remove_stale_temp_files(tmp_path)
     assert names(tmp_path) == ["a.ckpt"]
 
 
@@ -151,7 +151,7 @@ def test_a_kill_at_any_moment_of_a_background_save_leaves_whole_ones(tmp_path: P
         os.waitpid(pid, 0)
         for path in tmp_path.glob("*.ckpt"):
             old_or_new(path)
-    remove_leftovers(tmp_path)
+    remove_stale_temp_files(tmp_path)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -159,18 +159,18 @@ def test_a_leftover_goes_when_its_writer_is_dead_and_not_before(tmp_path: Path) 
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with written_whole(tmp_path / "a.ckpt") as descriptor:
+        with atomic_write(tmp_path / "a.ckpt") as descriptor:
             os.pwrite(descriptor, b"half", 0)
             os.write(writing, b"1")
             signal.pause()
         os._exit(1)
     assert os.read(reading, 1) == b"1"
-    remove_leftovers(tmp_path)
+    remove_stale_temp_files(tmp_path)
     left = names(tmp_path)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert len(left) == 1
-    remove_leftovers(tmp_path)
+    remove_stale_temp_files(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.durable import written_whole
+from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.header import (
-    NO_CHECKSUM,
+    EMPTY_CHECKSUM,
     Header,
-    Place,
+    TensorInfo,
+    assign_offsets,
     checksum,
     decode_header,
     encode_header,
     header_length,
-    lay_out,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.pace import Rest, no_rest
@@ -62,15 +62,15 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) ->
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
             raise CheckpointError(f"The tensor {name!r} is {kind}, and a checkpoint holds dense tensors with values.")
     try:
-        places = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-        unknown = _encode(places, checkpoint.manifest, dict.fromkeys(tensors, NO_CHECKSUM))
-        with written_whole(path) as descriptor:
+        infos = assign_offsets({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+        placeholder = _encode(infos, checkpoint.manifest, dict.fromkeys(tensors, EMPTY_CHECKSUM))
+        with atomic_write(path) as descriptor:
             checksums = {
-                place.name: _write_tensor(descriptor, tensors[place.name], len(unknown) + place.begin, rest)
-                for place in places
+                info.name: _write_tensor(descriptor, tensors[info.name], len(placeholder) + info.begin, rest)
+                for info in infos
             }
-            header = _encode(places, checkpoint.manifest, checksums)
-            assert len(header) == len(unknown)
+            header = _encode(infos, checkpoint.manifest, checksums)
+            assert len(header) == len(placeholder)
             _write(descriptor, memoryview(header), 0)
     except CheckpointError as error:
         raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
@@ -92,15 +92,15 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
     Raises:
         CheckpointError: No such file, damaged, truncated, not a checkpoint of Lockstep, or of a later format.
     """
-    header, manifest = _read_described(path)
+    header, manifest = _read_verified_header(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     damaged: list[str] = []
     try:
         with path.open("rb", buffering=0) as file:
-            for place in header.places:
-                tensor = _read_tensor(file, place, header.num_bytes + place.begin)
-                name = place.name
+            for info in header.tensors:
+                tensor = _read_tensor(file, info, header.num_bytes + info.begin)
+                name = info.name
                 if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
                     damaged.append(name)
                 (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
@@ -122,7 +122,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
-    return _read_described(path)[1]
+    return _read_verified_header(path)[1]
 
 
 def read_whole(path: Path) -> Manifest:
@@ -131,14 +131,14 @@ def read_whole(path: Path) -> Manifest:
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
-    header, manifest = _read_described(path)
+    header, manifest = _read_verified_header(path)
     try:
         with path.open("rb", buffering=0) as file:
             damaged = [
-                place.name
-                for place in header.places
+                info.name
+                for info in header.tensors
                 if manifest.checksums
-                and _sum_tensor(file, place, header.num_bytes + place.begin) != manifest.checksums.get(place.name)
+                and _checksum_in_file(file, info, header.num_bytes + info.begin) != manifest.checksums.get(info.name)
             ]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
@@ -147,7 +147,7 @@ def read_whole(path: Path) -> Manifest:
     return manifest
 
 
-def _read_described(path: Path) -> tuple[Header, Manifest]:
+def _read_verified_header(path: Path) -> tuple[Header, Manifest]:
     header, file_bytes = read_header(path)
     if header.is_intact is False:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged.")
@@ -205,14 +205,14 @@ def describe_damaged(names: list[str]) -> str:
     return f"tensors {shown} are" if len(names) > 1 else f"tensor {shown} is"
 
 
-def _encode(places: tuple[Place, ...], manifest: Manifest, checksums: Mapping[str, str]) -> bytes:
+def _encode(infos: tuple[TensorInfo, ...], manifest: Manifest, checksums: Mapping[str, str]) -> bytes:
     complete = replace(manifest, checksums=checksums)
-    return encode_header(places, {"format": "pt", MANIFEST_KEY: complete.to_json()})
+    return encode_header(infos, {"format": "pt", MANIFEST_KEY: complete.to_json()})
 
 
 def _write_tensor(descriptor: int, tensor: Tensor, offset: int, rest: Rest) -> str:
     data = raw_bytes(tensor)
-    found = NO_CHECKSUM
+    found = EMPTY_CHECKSUM
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
         found = checksum(chunk, found)
@@ -227,18 +227,18 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _sum_tensor(file: FileIO, place: Place, offset: int) -> str:
-    found = NO_CHECKSUM
+def _checksum_in_file(file: FileIO, info: TensorInfo, offset: int) -> str:
+    found = EMPTY_CHECKSUM
     file.seek(offset)
-    left = place.num_bytes
+    left = info.num_bytes
     while chunk := file.read(min(left, _CHUNK_BYTES)):
         found = checksum(memoryview(chunk), found)
         left -= len(chunk)
     return found
 
 
-def _read_tensor(file: FileIO, place: Place, offset: int) -> Tensor:
-    tensor = torch.empty(place.shape, dtype=place.dtype)
+def _read_tensor(file: FileIO, info: TensorInfo, offset: int) -> Tensor:
+    tensor = torch.empty(info.shape, dtype=info.dtype)
     data = raw_bytes(tensor)
     file.seek(offset)
     while data:

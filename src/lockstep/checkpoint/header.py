@@ -24,13 +24,13 @@ MAX_HEADER_BYTES = 100_000_000
 """What readers of safetensors take, at most: about half a million tensors."""
 CHECKSUM_KEY = "lockstep_checksum"
 """Where the header's own checksum stands in the metadata."""
-NO_CHECKSUM = "0" * 8
+EMPTY_CHECKSUM = "0" * 8
 """What stands for a checksum that is not known yet; as long as any."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
-_MOST_ELEMENTS = (1 << 63) - 1
-_SEAL = f'"{CHECKSUM_KEY}":"'.encode()
+_MAX_ELEMENTS = (1 << 63) - 1
+_CHECKSUM_FIELD = f'"{CHECKSUM_KEY}":"'.encode()
 """Stands once in a header: within a JSON text the quotes would be escaped."""
 _DTYPES = {
     torch.float64: "F64",
@@ -54,7 +54,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorInfo:
     """Where a tensor lies in a file."""
 
     name: str
@@ -78,7 +78,7 @@ class Place:
 class Header:
     """A header, read."""
 
-    places: tuple[Place, ...]
+    tensors: tuple[TensorInfo, ...]
     """The tensors, as they lie."""
     metadata: Mapping[str, str]
     """Text under names."""
@@ -90,10 +90,10 @@ class Header:
     @property
     def file_bytes(self) -> int:
         """Length of a file with this header."""
-        return self.num_bytes + max((place.end for place in self.places), default=0)
+        return self.num_bytes + max((info.end for info in self.tensors), default=0)
 
 
-def lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[Place, ...]:
+def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[TensorInfo, ...]:
     """Place tensors, those of wide elements first, so that each begins at a multiple of its element's size.
 
     Raises:
@@ -102,36 +102,36 @@ def lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[P
     for name, (dtype, _) in tensors.items():
         if dtype not in _DTYPES:
             raise CheckpointError(f"{dtype} is not a dtype it can hold (tensor {name!r})")
-    places: list[Place] = []
+    infos: list[TensorInfo] = []
     begin = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
         end = begin + dtype.itemsize * math.prod(shape)
-        places.append(Place(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end))
+        infos.append(TensorInfo(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end))
         begin = end
-    return tuple(places)
+    return tuple(infos)
 
 
-def encode_header(places: Sequence[Place], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes before the data, with their own checksum in them.
 
     Raises:
         CheckpointError: It is longer than readers take.
     """
-    values: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUM_KEY: NO_CHECKSUM}}
-    for place in places:
-        offsets = [place.begin, place.end]
-        values[place.name] = {"dtype": _DTYPES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
+    values: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUM_KEY: EMPTY_CHECKSUM}}
+    for info in tensors:
+        offsets = [info.begin, info.end]
+        values[info.name] = {"dtype": _DTYPES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
     text = json.dumps(values, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"its header would take {len(text):,} bytes, and readers of safetensors take {MAX_HEADER_BYTES:,}: the "
-            f"{len(places):,} tensors are too many for one file"
+            f"{len(tensors):,} tensors are too many for one file"
         )
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    at = header.index(_SEAL) + len(_SEAL)
-    return header[:at] + checksum(header).encode() + header[at + len(NO_CHECKSUM) :]
+    at = header.index(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
+    return header[:at] + checksum(header).encode() + header[at + len(EMPTY_CHECKSUM) :]
 
 
 def header_length(start: bytes, file_bytes: int) -> int:
@@ -156,33 +156,33 @@ def decode_header(header: bytes) -> Header:
         CheckpointError: It is not the header of a safetensors file.
     """
     try:
-        values = json.loads(header[_LENGTH_BYTES:], object_pairs_hook=_without_twins)
+        values = json.loads(header[_LENGTH_BYTES:], object_pairs_hook=_reject_duplicate_names)
         metadata = values.pop("__metadata__", None) or {}
-        places = sorted((_decode_place(name, value) for name, value in values.items()), key=lambda place: place.begin)
+        tensors = sorted((_decode_tensor(name, value) for name, value in values.items()), key=lambda info: info.begin)
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata that is not text")  # noqa: TRY301 - as every other kind of nonsense below
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its header is not that of a safetensors file ({error!r})") from error
     end = 0
-    for place in places:
-        if place.begin != end or place.num_bytes != place.dtype.itemsize * _num_elements(place.shape):
-            raise CheckpointError(f"its header contradicts itself about the place of {place.name!r}")
-        end = place.end
-    is_intact = None if CHECKSUM_KEY not in metadata else _unsealed(header) == metadata[CHECKSUM_KEY]
-    return Header(places=tuple(places), metadata=metadata, num_bytes=len(header), is_intact=is_intact)
+    for info in tensors:
+        if info.begin != end or info.num_bytes != info.dtype.itemsize * _num_elements(info.shape):
+            raise CheckpointError(f"its header contradicts itself about the place of {info.name!r}")
+        end = info.end
+    is_intact = None if CHECKSUM_KEY not in metadata else _header_checksum(header) == metadata[CHECKSUM_KEY]
+    return Header(tensors=tuple(tensors), metadata=metadata, num_bytes=len(header), is_intact=is_intact)
 
 
-def checksum(data: bytes | memoryview, before: str = NO_CHECKSUM) -> str:
+def checksum(data: bytes | memoryview, initial: str = EMPTY_CHECKSUM) -> str:
     """Return the CRC-32 of bytes that follow those of checksum `before`, as 8 hex digits."""
-    return f"{zlib.crc32(data, int(before, 16)):08x}"
+    return f"{zlib.crc32(data, int(initial, 16)):08x}"
 
 
-def _unsealed(header: bytes) -> str:
-    at = header.find(_SEAL) + len(_SEAL)
-    return checksum(header[:at] + NO_CHECKSUM.encode() + header[at + len(NO_CHECKSUM) :])
+def _header_checksum(header: bytes) -> str:
+    at = header.find(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
+    return checksum(header[:at] + EMPTY_CHECKSUM.encode() + header[at + len(EMPTY_CHECKSUM) :])
 
 
-def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse what readers would understand differently, some taking the first and some the last."""
     values = dict(items)
     if len(values) < len(items):
@@ -195,15 +195,15 @@ def _num_elements(shape: Sequence[int]) -> int:
     product = 1
     for size in filter(None, shape):
         product *= size
-        if product > _MOST_ELEMENTS:
+        if product > _MAX_ELEMENTS:
             return -1
     return 0 if 0 in shape else product
 
 
-def _decode_place(name: str, value: Mapping[str, Any]) -> Place:
+def _decode_tensor(name: str, value: Mapping[str, Any]) -> TensorInfo:
     name.encode()  # half a surrogate pair is no text
     begin, end = value["data_offsets"]
     shape = tuple(value["shape"])
     if not all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape)):
         raise ValueError(f"{name!r} has a size or place that is not a whole number")
-    return Place(name=name, dtype=_BY_NAME[value["dtype"]], shape=shape, begin=begin, end=end)
+    return TensorInfo(name=name, dtype=_BY_NAME[value["dtype"]], shape=shape, begin=begin, end=end)

@@ -18,7 +18,7 @@ from lockstep.checkpoint.file import (
     read_header,
     read_manifest,
 )
-from lockstep.checkpoint.header import Header, Place, checksum
+from lockstep.checkpoint.header import Header, TensorInfo, checksum
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError
 
@@ -97,7 +97,7 @@ def show_checkpoint(path: Path) -> Contents:
     """
     manifest = read_manifest(path)
     header, num_bytes = read_header(path)
-    return Contents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.places))
+    return Contents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
 
 
 def is_whole(path: Path) -> bool:
@@ -131,18 +131,18 @@ def verify_checkpoint(path: Path) -> Findings:
     damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
         problems.append("the digest of parameters and buffers is another")
-    return _findings(path, header.places, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
+    return _findings(path, header.tensors, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
 
 
 def _findings(
     path: Path,
-    places: Sequence[Place],
+    infos: Sequence[TensorInfo],
     problems: tuple[str, ...],
     damaged: tuple[str, ...] = (),
     *,
     has_checksums: bool = False,
 ) -> Findings:
-    return Findings(path=path, problems=problems, damaged=damaged, num_tensors=len(places), has_checksums=has_checksums)
+    return Findings(path=path, problems=problems, damaged=damaged, num_tensors=len(infos), has_checksums=has_checksums)
 
 
 def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Manifest | None:
@@ -161,43 +161,43 @@ def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mappin
     """Return the names of tensors that are cut off or have another checksum, and the digest of the model's."""
     damaged: list[str] = []
 
-    def read(file: BinaryIO, place: Place) -> bytes:
-        begin = header.num_bytes + place.begin
+    def read(file: BinaryIO, info: TensorInfo) -> bytes:
+        begin = header.num_bytes + info.begin
         file.seek(min(begin, file_bytes))
-        data = file.read(min(place.num_bytes, max(0, file_bytes - begin)))  # not what a header may ask for
-        if len(data) < place.num_bytes or (checksums and checksum(data) != checksums.get(place.name)):
-            damaged.append(place.name)
+        data = file.read(min(info.num_bytes, max(0, file_bytes - begin)))  # not what a header may ask for
+        if len(data) < info.num_bytes or (checksums and checksum(data) != checksums.get(info.name)):
+            damaged.append(info.name)
         return data
 
-    model, other = _split(header.places)
+    model, other = _split(header.tensors)
     with path.open("rb") as file:
-        digest = digest_parts((place.name, place.dtype, place.shape, read(file, place)) for place in model)
-        for place in other:
-            read(file, place)
+        digest = digest_parts((info.name, info.dtype, info.shape, read(file, info)) for info in model)
+        for info in other:
+            read(file, info)
     return damaged, digest
 
 
-def _split(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+def _split(infos: Iterable[TensorInfo]) -> tuple[list[TensorInfo], list[TensorInfo]]:
     """Return the model's tensors and the others, each in the order of their names."""
-    ordered = sorted(places, key=lambda place: place.name)
-    model = [place for place in ordered if not place.name.startswith(OPTIMIZER_PREFIX)]
-    return model, [place for place in ordered if place.name.startswith(OPTIMIZER_PREFIX)]
+    ordered = sorted(infos, key=lambda info: info.name)
+    model = [info for info in ordered if not info.name.startswith(OPTIMIZER_PREFIX)]
+    return model, [info for info in ordered if info.name.startswith(OPTIMIZER_PREFIX)]
 
 
-def _group(places: Iterable[Place]) -> tuple[TensorGroup, ...]:
-    found: dict[tuple[bool, str], list[Place]] = {}
-    for place in places:
-        is_other = place.name.startswith(OPTIMIZER_PREFIX)
-        name = place.name.rpartition("/")[2] if is_other else place.name.partition(".")[0]
-        found.setdefault((is_other, name), []).append(place)
+def _group(infos: Iterable[TensorInfo]) -> tuple[TensorGroup, ...]:
+    found: dict[tuple[bool, str], list[TensorInfo]] = {}
+    for info in infos:
+        is_other = info.name.startswith(OPTIMIZER_PREFIX)
+        name = info.name.rpartition("/")[2] if is_other else info.name.partition(".")[0]
+        found.setdefault((is_other, name), []).append(info)
     return tuple(
         TensorGroup(
             name=name,
             is_model=not is_other,
             num_tensors=len(group),
-            num_elements=sum(place.num_bytes // place.dtype.itemsize for place in group),
-            num_bytes=sum(place.num_bytes for place in group),
-            dtypes=tuple(sorted({str(place.dtype).removeprefix("torch.") for place in group})),
+            num_elements=sum(info.num_bytes // info.dtype.itemsize for info in group),
+            num_bytes=sum(info.num_bytes for info in group),
+            dtypes=tuple(sorted({str(info.dtype).removeprefix("torch.") for info in group})),
         )
         for (is_other, name), group in sorted(found.items())
     )

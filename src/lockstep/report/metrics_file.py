@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.checkpoint.durable import write_text_whole
+from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 
@@ -69,7 +69,7 @@ class MetricsFile:
         if self._path.exists():
             kept = [row for row in read_metrics(self._path) if row["global_step"] <= global_step]
             try:
-                write_text_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+                atomic_write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
             except OSError as error:
                 raise RunDirectoryError(
                     f"{self._path} cannot be written: {error}. Make room, then go on with --resume."

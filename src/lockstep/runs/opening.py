@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import Manifest, read_manifest, read_whole
-from lockstep.checkpoint.durable import written_whole
+from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, has_step, newest_whole, step_of
 from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.runs.changes import Change, check_changes
@@ -217,7 +217,7 @@ def _copy(source: Path, target: Path) -> None:
     except OSError:
         try:
             with (
-                written_whole(target) as descriptor,
+                atomic_write(target) as descriptor,
                 source.open("rb") as file,
                 os.fdopen(os.dup(descriptor), "wb") as copy,
             ):

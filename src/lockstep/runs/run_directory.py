@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import Checkpoint
-from lockstep.checkpoint.durable import write_text_whole
+from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.engine.state_file import Scheduler, pack_state
 from lockstep.engine.trainer import Trainer
@@ -71,7 +71,7 @@ def write_config(run_dir: Path, config: Config) -> None:
     """
     path = run_dir / CONFIG_NAME
     try:
-        write_text_whole(
+        atomic_write_text(
             path,
             "# Every value of this run. Import paths are looked for beside the config file: to train from this one,\n"
             f"# copy it to where its modules are. The run was begun in {Path.cwd()}.\n{config.to_yaml()}",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self, final
 
 from lockstep.checkpoint import Saver, read_manifest
-from lockstep.checkpoint.durable import remove_leftovers
+from lockstep.checkpoint.atomic_write import remove_stale_temp_files
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, step_of
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.trainer import Trainer
@@ -35,7 +35,7 @@ class RunSaver:
         self._recorder = recorder
         self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
         with suppress(OSError):  # the first save will tell
-            remove_leftovers(run_dir)
+            remove_stale_temp_files(run_dir)
 
     def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
         """Save where the run stands (local).

@@ -22,7 +22,7 @@ from lockstep.checkpoint import (
     verify_checkpoint,
 )
 from lockstep.checkpoint.file import read_header
-from lockstep.checkpoint.header import decode_header, encode_header, lay_out
+from lockstep.checkpoint.header import assign_offsets, decode_header, encode_header
 from lockstep.cli.main import app
 from lockstep.errors import CheckpointError
 
@@ -97,9 +97,9 @@ def test_a_flipped_bit_anywhere_is_noticed_and_the_tensor_named(tmp_path: Path) 
         assert not findings.is_whole, byte
         if byte >= header.num_bytes:
             at = byte - header.num_bytes
-            [place] = [place for place in header.places if place.begin <= at < place.end]
-            assert repr(place.name) in str(refused.value)
-            assert findings.damaged == (place.name,)
+            [info] = [info for info in header.tensors if info.begin <= at < info.end]
+            assert repr(info.name) in str(refused.value)
+            assert findings.damaged == (info.name,)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -136,7 +136,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path, monke
 def test_what_is_cut_off_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes()[:-4])
-    last = read_header(path)[0].places[-1].name
+    last = read_header(path)[0].tensors[-1].name
     assert verify_checkpoint(path).damaged == (last,)
 
 
@@ -179,11 +179,11 @@ def test_nonsense_is_refused_with_a_message(tmp_path: Path, header: bytes) -> No
         load_checkpoint(path)
 
 
-def sealed(manifest: str, **places: Any) -> bytes:
+def sealed(manifest: str, **entries: Any) -> bytes:
     """Return a file whose checksums hold and whose content somebody made up."""
-    header = encode_header(lay_out({"w": (torch.float32, (1,))}), {"lockstep": manifest})
-    if places:
-        values = {**json.loads(header[8:]), **places}
+    header = encode_header(assign_offsets({"w": (torch.float32, (1,))}), {"lockstep": manifest})
+    if entries:
+        values = {**json.loads(header[8:]), **entries}
         header = len(json.dumps(values)).to_bytes(8, "little") + json.dumps(values).encode()
     return header + bytes(4)
 
@@ -274,10 +274,10 @@ def test_every_dtype_is_read_by_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
-    places = lay_out({"b": (torch.bool, (3,)), 'a"lockstep_checksum":"': (torch.float32, (2, 2))})
-    header = decode_header(encode_header(places, {"lockstep": '{"lockstep_checksum":"12345678"}'}))
+    tensors = assign_offsets({"b": (torch.bool, (3,)), 'a"lockstep_checksum":"': (torch.float32, (2, 2))})
+    header = decode_header(encode_header(tensors, {"lockstep": '{"lockstep_checksum":"12345678"}'}))
     assert header.is_intact
-    assert header.places == places
+    assert header.tensors == tensors
     assert header.file_bytes == header.num_bytes + 19
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, state_digest
-from lockstep.checkpoint.durable import written_whole
+from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.state_copy import StateCopy
 from lockstep.errors import CheckpointError
 
@@ -235,6 +235,6 @@ def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(tmp_path: Path, i
 def test_a_target_that_is_no_file_is_refused(tmp_path: Path) -> None:
     # A save to /dev/full once replaced the device.
     os.mkfifo(tmp_path / "pipe.ckpt")
-    with pytest.raises(FileExistsError, match="is no regular file"), written_whole(tmp_path / "pipe.ckpt"):
+    with pytest.raises(FileExistsError, match="is no regular file"), atomic_write(tmp_path / "pipe.ckpt"):
         pass
     assert stat.S_ISFIFO((tmp_path / "pipe.ckpt").stat().st_mode)

@@ -5,8 +5,9 @@
     3  rename beside -> NAME                               from here on NAME is the new file, whole
     4  fsync(directory)                                    from here on also after a power cut
 
-[Note: whose leftover] The writer holds a kernel lock (flock) on `beside` until it is renamed. The lock is gone with
-the writer, so a file that can be locked belongs to nobody: no pid is asked, which would say nothing on another host.
+[Note: stale temporary files] The writer holds a kernel lock (flock) on `beside` until it is renamed. The lock is
+gone with the writer, so a file that can be locked belongs to nobody: no pid is asked, which would say nothing on
+another host.
 """
 
 import errno
@@ -18,11 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_BESIDE = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
+_TEMP_NAME = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[int]:
+def atomic_write(path: Path) -> Iterator[int]:
     """Yield the descriptor of a new file, which takes the place of `path` when the block ends well.
 
     When it does not, or the file cannot be flushed or renamed, the file that was there is still there.
@@ -32,54 +33,54 @@ def written_whole(path: Path) -> Iterator[int]:
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is there already, and is no regular file", str(path))
-    beside, descriptor = _create_beside(path)
+    temp, descriptor = _create_locked_temp(path)
     try:
         yield descriptor
         os.fsync(descriptor)
-        beside.replace(path)
+        temp.replace(path)
     except BaseException:
         with suppress(OSError):  # the directory may be what is gone
-            beside.unlink(missing_ok=True)
+            temp.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)  # not before the rename: the lock would go
-    _flush_directory(path.parent)
+    _fsync_directory(path.parent)
 
 
-def write_text_whole(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Let a file hold a text, in UTF-8, or what it held before.
 
     Raises:
         OSError: The directory or the disk does not take it.
     """
-    with written_whole(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
+    with atomic_write(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
         file.write(text)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers have left in a directory. [Note: whose leftover].
+def remove_stale_temp_files(directory: Path) -> None:
+    """Remove what killed writers have left in a directory. [Note: stale temporary files].
 
     Raises:
         OSError: The directory cannot be read.
     """
     for path in directory.iterdir():
-        if _BESIDE.fullmatch(path.name):
+        if _TEMP_NAME.fullmatch(path.name):
             with suppress(OSError):  # of a live writer, or gone by now, or on a file system without locks
-                _remove_unowned(path)
+                _remove_if_unlocked(path)
 
 
-def _create_beside(path: Path) -> tuple[Path, int]:
+def _create_locked_temp(path: Path) -> tuple[Path, int]:
     while True:
-        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        descriptor = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # a file system without locks: then nobody else can lock it either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
-            return beside, descriptor
+            return temp, descriptor
         os.close(descriptor)  # somebody took it for a leftover before it was locked
 
 
-def _remove_unowned(path: Path) -> None:
+def _remove_if_unlocked(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +89,7 @@ def _remove_unowned(path: Path) -> None:
         os.close(descriptor)
 
 
-def _flush_directory(directory: Path) -> None:
+def _fsync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
