@@ -26,8 +26,8 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
-from lockstep.checkpoint.pace import Rest, no_rest
 from lockstep.checkpoint.tensor_bytes import raw_bytes
+from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
 
 MANIFEST_KEY = "lockstep"
@@ -39,7 +39,7 @@ _CHUNK_BYTES = 1 << 20
 """How much is added to a checksum and then written: it is still in the cache then."""
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause) -> None:
     """Write `checkpoint` to `path`, whole or not at all (local; call it on one rank).
 
     No tensor is copied but those that lie elsewhere than in contiguous memory of the host, and these one at a time.
@@ -47,7 +47,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) ->
     Args:
         path: The file.
         checkpoint: What it is to hold.
-        rest: Called after every megabyte.
+        pause: Called after every megabyte.
 
     Raises:
         CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or a
@@ -66,7 +66,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, rest: Rest = no_rest) ->
         placeholder = _encode(infos, checkpoint.manifest, dict.fromkeys(tensors, EMPTY_CHECKSUM))
         with atomic_write(path) as descriptor:
             checksums = {
-                info.name: _write_tensor(descriptor, tensors[info.name], len(placeholder) + info.begin, rest)
+                info.name: _write_tensor(descriptor, tensors[info.name], len(placeholder) + info.begin, pause)
                 for info in infos
             }
             header = _encode(infos, checkpoint.manifest, checksums)
@@ -210,14 +210,14 @@ def _encode(infos: tuple[TensorInfo, ...], manifest: Manifest, checksums: Mappin
     return encode_header(infos, {"format": "pt", MANIFEST_KEY: complete.to_json()})
 
 
-def _write_tensor(descriptor: int, tensor: Tensor, offset: int, rest: Rest) -> str:
+def _write_tensor(descriptor: int, tensor: Tensor, offset: int, pause: Pause) -> str:
     data = raw_bytes(tensor)
     found = EMPTY_CHECKSUM
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
         found = checksum(chunk, found)
         _write(descriptor, chunk, offset + begin)
-        rest()
+        pause()
     return found
 
 

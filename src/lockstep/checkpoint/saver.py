@@ -25,8 +25,8 @@ from typing import Literal, Protocol, Self, final
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import save_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint
-from lockstep.checkpoint.pace import Pace, Rest, no_rest
 from lockstep.checkpoint.state_copy import StateCopy
+from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.errors import CheckpointError
 
 OnError = Literal["stop", "warn"]
@@ -73,7 +73,7 @@ class Saver:
         self._patience_seconds = patience_seconds
         self._copy = StateCopy()
         self._thread: threading.Thread | None = None
-        self._pace = Pace()
+        self._throttle = Throttle()
         self._saved: list[Path] = []
         self._errors: list[Exception] = []
 
@@ -107,9 +107,12 @@ class Saver:
             manifest=checkpoint.manifest,
         )
         # [Note: a thread per save]
-        self._pace = Pace()
+        self._throttle = Throttle()
         self._thread = threading.Thread(
-            target=self._write_kindly, args=(path, held, after, self._pace.rest), name="lockstep-saver", daemon=False
+            target=self._write_at_low_priority,
+            args=(path, held, after, self._throttle.pause),
+            name="lockstep-saver",
+            daemon=False,
         )
         try:
             self._thread.start()
@@ -125,7 +128,7 @@ class Saver:
             CheckpointError: A save failed, and is not only to be warned of.
         """
         if self._thread is not None:
-            self._pace.hurry()
+            self._throttle.disable()
             if self._thread.ident is not None:  # a Ctrl-C may come before it is started
                 self._join(self._thread)
             self._thread = None
@@ -171,16 +174,16 @@ class Saver:
             )
             thread.join()
 
-    def _write_kindly(self, path: Path, checkpoint: Checkpoint, after: AfterSave, rest: Rest) -> None:
+    def _write_at_low_priority(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause) -> None:
         if sys.platform == "linux":  # elsewhere this would be the whole process's priority
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._write(path, checkpoint, after, rest)
+        self._write(path, checkpoint, after, pause)
 
-    def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, rest: Rest = no_rest) -> None:
+    def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause = no_pause) -> None:
         try:
-            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, rest))
-            save_checkpoint(path, replace(checkpoint, manifest=manifest), rest)
+            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, pause))
+            save_checkpoint(path, replace(checkpoint, manifest=manifest), pause)
             self._saved.append(path)
             after(path)
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it

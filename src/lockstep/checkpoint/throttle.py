@@ -10,37 +10,37 @@ import time
 from collections.abc import Callable
 from typing import final
 
-Rest = Callable[[], None]
+Pause = Callable[[], None]
 """Called after each piece of work; returns when the next one may begin."""
 
-_RESTS_PER_WORK = 1.0
-_PIECE_SECONDS = 0.02
+_PAUSE_PER_CPU_SECOND = 1.0
+_MIN_WORK_SECONDS = 0.02
 """Shorter pieces of work are taken together: after each rest a thread of low priority waits for a core."""
-_LONGEST_REST_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 0.5
 
 
-def no_rest() -> None:
+def no_pause() -> None:
     """Go on at once."""
 
 
 @final
-class Pace:
+class Throttle:
     """The pace of one save; made by the training, `rest` is called by the thread that writes."""
 
     def __init__(self) -> None:
-        self._is_waited_for = threading.Event()
-        self._worked_seconds = 0.0
+        self._is_disabled = threading.Event()
+        self._cpu_seconds = 0.0
 
-    def rest(self) -> None:
-        """Rest for what was done since the last rest, unless somebody waits."""
+    def pause(self) -> None:
+        """Pause for what was done since the last rest, unless somebody waits."""
         worked_seconds = time.thread_time()
-        piece_seconds = worked_seconds - self._worked_seconds
-        if piece_seconds < _PIECE_SECONDS:
+        piece_seconds = worked_seconds - self._cpu_seconds
+        if piece_seconds < _MIN_WORK_SECONDS:
             return
-        self._worked_seconds = worked_seconds
+        self._cpu_seconds = worked_seconds
         if threading.main_thread().is_alive():  # else the program has ended, and the interpreter waits for the save
-            self._is_waited_for.wait(min(_RESTS_PER_WORK * piece_seconds, _LONGEST_REST_SECONDS))
+            self._is_disabled.wait(min(_PAUSE_PER_CPU_SECOND * piece_seconds, _MAX_PAUSE_SECONDS))
 
-    def hurry(self) -> None:
+    def disable(self) -> None:
         """End the rests, for somebody waits."""
-        self._is_waited_for.set()
+        self._is_disabled.set()
