@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint import Manifest, read_whole
+from lockstep.checkpoint.file import read_whole
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError, LaterFormatError
 
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
@@ -15,13 +16,13 @@ def checkpoint_name(global_step: int) -> str:
     return f"step-{global_step:08d}.ckpt"
 
 
-def has_step(path: Path) -> bool:
+def is_checkpoint_name(path: Path) -> bool:
     """Return whether a file is called as a checkpoint of a run is."""
     return _CHECKPOINT.fullmatch(path.name) is not None
 
 
-def step_of(path: Path) -> int:
-    """Return how many updates are behind a checkpoint, of which `has_step` holds."""
+def global_step_of(path: Path) -> int:
+    """Return how many updates are behind a checkpoint, of which `is_checkpoint_name` holds."""
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -29,16 +30,21 @@ def step_of(path: Path) -> int:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, the newest first."""
-    numbered = {step_of(path): path for path in folder.iterdir() if has_step(path)}
+    numbered = {global_step_of(path): path for path in folder.iterdir() if is_checkpoint_name(path)}
     return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
-def newest_whole(folder: Path, tell: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
+def find_last_by_name(folder: Path) -> Path | None:
+    """Return the checkpoint of a run after the most steps, by its file name alone; None if there is none."""
+    return next(iter(find_checkpoints(folder)), None)
+
+
+def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
     """Return the newest checkpoint of which every byte is as it was written.
 
     Args:
         folder: Where they are.
-        tell: Told of each newer one that cannot.
+        on_damaged: Told of each newer one that cannot.
 
     Raises:
         CheckpointError: There is none.
@@ -55,5 +61,5 @@ def newest_whole(folder: Path, tell: Callable[[CheckpointError], None]) -> tuple
         except CheckpointError as error:
             if path == found[-1]:
                 raise
-            tell(error)
+            on_damaged(error)
     raise AssertionError("the last one is returned, or raised for")

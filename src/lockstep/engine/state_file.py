@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest
 from lockstep.checkpoint.manifest import decode_state, encode_state
-from lockstep.checkpoint.step_files import checkpoint_name, newest_whole
+from lockstep.checkpoint.step_files import checkpoint_name, find_newest_intact
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.engine.raise_on_all import gather_results
@@ -202,7 +202,7 @@ def read_together(world: World, path: Path) -> tuple[Path, Checkpoint]:
     """
 
     def find() -> str:
-        return newest_whole(path, _warn_of_broken)[0].name if path.is_dir() else ""
+        return find_newest_intact(path, _warn_of_broken)[0].name if path.is_dir() else ""
 
     name = world.from_first(find)
     file = path / name if name else path

@@ -20,7 +20,13 @@ from pathlib import Path
 
 from lockstep.checkpoint import Manifest, read_manifest, read_whole
 from lockstep.checkpoint.atomic_write import atomic_write
-from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, has_step, newest_whole, step_of
+from lockstep.checkpoint.step_files import (
+    checkpoint_name,
+    find_checkpoints,
+    find_newest_intact,
+    global_step_of,
+    is_checkpoint_name,
+)
 from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config
@@ -138,14 +144,14 @@ def _find_directory(wanted: Wanted) -> Path | None:
             "checkpoint of the run."
         )
     file = _without_link(path)
-    return file.parent if has_step(file) and (file.parent / CONFIG_NAME).is_file() else None
+    return file.parent if is_checkpoint_name(file) and (file.parent / CONFIG_NAME).is_file() else None
 
 
 def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
     if path.is_dir():
-        checkpoint, manifest = newest_whole(path, lambda error: warn(f"{error} Going on from the one before."))
+        checkpoint, manifest = find_newest_intact(path, lambda error: warn(f"{error} Going on from the one before."))
     else:
         checkpoint = _without_link(path)
         manifest = read_manifest(checkpoint)
@@ -154,7 +160,7 @@ def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
 
 def _check_newest(run_dir: Path, origin: Origin) -> None:
     """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
-    newer = [each for each in find_checkpoints(run_dir) if step_of(each) > step_of(origin.checkpoint)]
+    newer = [each for each in find_checkpoints(run_dir) if global_step_of(each) > global_step_of(origin.checkpoint)]
     whole = [each.name for each in newer if _is_whole(each)]
     if whole:
         raise RunDirectoryError(
@@ -181,7 +187,7 @@ def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
     the best, or among those that `keep` counts.
     """
     for path in find_checkpoints(run_dir):
-        if step_of(path) > step_of(origin.checkpoint):
+        if global_step_of(path) > global_step_of(origin.checkpoint):
             aside = path.with_name(f"{path.name}{BROKEN_SUFFIX}")
             try:
                 path.replace(aside)

@@ -7,7 +7,7 @@ from typing import Self, final
 
 from lockstep.checkpoint import Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
-from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, step_of
+from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError
@@ -66,7 +66,7 @@ class RunSaver:
         self._saver.__exit__(kind, error, trace)
 
     def _tell(self, path: Path) -> None:
-        self._recorder.record(CheckpointSaved(path=path, global_step=step_of(path)))
+        self._recorder.record(CheckpointSaved(path=path, global_step=global_step_of(path)))
 
     def _clear_up(self, written: Path) -> None:
         """Point to the best checkpoint, then remove what is too old; called when a new one is whole."""
@@ -75,7 +75,7 @@ class RunSaver:
             best = find_best(list(found))
             if best is not None:
                 point_to_best(self._run_dir, found[best])
-            for old in choose_removed(list(found), self._config.keep, step_of(written)):
+            for old in choose_removed(list(found), self._config.keep, global_step_of(written)):
                 found[old].unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"Old checkpoints in {self._run_dir} could not be removed: {error}.") from error
@@ -84,6 +84,6 @@ class RunSaver:
         try:
             manifest = read_manifest(path)
         except CheckpointError:
-            return Saved(global_step=step_of(path), is_whole=False, score=None)
+            return Saved(global_step=global_step_of(path), is_whole=False, score=None)
         score = score_of(manifest.metrics, self._config.keep_best)
-        return Saved(global_step=step_of(path), is_whole=True, score=score)
+        return Saved(global_step=global_step_of(path), is_whole=True, score=score)

@@ -1,7 +1,6 @@
 """Which files of a folder hold its weights: a run's newest checkpoint, or the shards of a Hugging Face model."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,17 +12,10 @@ INDEX_SUFFIX = ".index.json"
 METADATA_NAME = ".metadata"
 """The file that makes a folder one of torch.distributed.checkpoint."""
 
-_CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
 _NAMES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _SHOWN = 6
-
-
-def find_newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run directory, or None if it is none."""
-    numbered = {int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
-    return numbered[max(numbered)] if numbered else None
 
 
 def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:

@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.file import MANIFEST_KEY, load_checkpoint
-from lockstep.checkpoint.interop.folders import INDEX_SUFFIX, METADATA_NAME, find_newest, find_weight_files
+from lockstep.checkpoint.interop.folders import INDEX_SUFFIX, METADATA_NAME, find_weight_files
 from lockstep.checkpoint.interop.locate import find_weights, split_extra
 from lockstep.checkpoint.interop.pickled import LEGACY_MAGIC, is_tar, read_archive, read_legacy, refuse_pickle
 from lockstep.checkpoint.manifest import decode_state
+from lockstep.checkpoint.step_files import find_last_by_name
 from lockstep.errors import CheckpointError
 
 _HEAD = 512
@@ -131,10 +132,10 @@ def _describe_others(others: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _read_folder(path: Path) -> _Content:
-    newest = find_newest(path)
-    if newest is not None:
-        content = _read_file(newest)
-        return replace(content, form=f"{content.form}, {newest.name}, the newest in a run directory")
+    last = find_last_by_name(path)
+    if last is not None:
+        content = _read_file(last)
+        return replace(content, form=f"{content.form}, {last.name}, the newest in a run directory")
     name, places = find_weight_files(path)
     if places is None:
         content = _read_file(path / name)
