@@ -13,7 +13,7 @@ digest in the manifest is that of the parameters and buffers in the file. docs/c
 
 from lockstep.checkpoint.digest import state_digest
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_whole, save_checkpoint
-from lockstep.checkpoint.inspection import Contents, Findings, is_whole, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint.inspection import Contents, Findings, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.interop.fit import LoadedWeights
 from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
@@ -27,7 +27,6 @@ __all__ = [
     "Manifest",
     "OnError",
     "Saver",
-    "is_whole",
     "load_checkpoint",
     "load_weights",
     "read_manifest",

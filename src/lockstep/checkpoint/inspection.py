@@ -100,15 +100,6 @@ def show_checkpoint(path: Path) -> Contents:
     return Contents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
 
 
-def is_whole(path: Path) -> bool:
-    """Return whether a checkpoint's header is as it was written and the file as long as it says; reads no tensor."""
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
-
-
 def verify_checkpoint(path: Path) -> Findings:
     """Compare every byte of a checkpoint with its checksums and its digest; one tensor in memory at a time (local).
 
