@@ -12,8 +12,8 @@ digest in the manifest is that of the parameters and buffers in the file. docs/c
 """
 
 from lockstep.checkpoint.digest import state_digest
-from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_whole, save_checkpoint
-from lockstep.checkpoint.inspection import Contents, Findings, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_verified_manifest, save_checkpoint
+from lockstep.checkpoint.inspection import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.interop.fit import LoadedWeights
 from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
@@ -21,16 +21,16 @@ from lockstep.checkpoint.saver import OnError, Saver
 
 __all__ = [
     "Checkpoint",
-    "Contents",
-    "Findings",
+    "CheckpointContents",
     "LoadedWeights",
     "Manifest",
     "OnError",
     "Saver",
+    "VerificationResult",
     "load_checkpoint",
     "load_weights",
     "read_manifest",
-    "read_whole",
+    "read_verified_manifest",
     "save_checkpoint",
     "show_checkpoint",
     "state_digest",

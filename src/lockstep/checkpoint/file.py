@@ -125,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
     return _read_verified_header(path)[1]
 
 
-def read_whole(path: Path) -> Manifest:
+def read_verified_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint of which every byte is as it was written; a little in memory at a time (local).
 
     Raises:

@@ -42,7 +42,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class CheckpointContents:
     """What is in a checkpoint file."""
 
     path: Path
@@ -56,7 +56,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class VerificationResult:
     """Whether a checkpoint file is what was written."""
 
     path: Path
@@ -71,13 +71,13 @@ class Findings:
     """Whether there are checksums per tensor: there are from format 2 on."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems and not self.damaged
 
     def __str__(self) -> str:
         """Say it in one line."""
-        if self.is_whole:
+        if self.is_intact:
             held = f"{self.num_tensors} checksums and the digest" if self.has_checksums else "the digest"
             without = (
                 "" if self.has_checksums else " (format 1 has no checksums: the optimizer's tensors are unchecked)"
@@ -89,7 +89,7 @@ class Findings:
         return f"{self.path}: DAMAGED, {'; '.join(said)}"
 
 
-def show_checkpoint(path: Path) -> Contents:
+def show_checkpoint(path: Path) -> CheckpointContents:
     """Return what is in a checkpoint, without reading its tensors (local).
 
     Raises:
@@ -97,10 +97,10 @@ def show_checkpoint(path: Path) -> Contents:
     """
     manifest = read_manifest(path)
     header, num_bytes = read_header(path)
-    return Contents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
+    return CheckpointContents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
 
 
-def verify_checkpoint(path: Path) -> Findings:
+def verify_checkpoint(path: Path) -> VerificationResult:
     """Compare every byte of a checkpoint with its checksums and its digest; one tensor in memory at a time (local).
 
     Raises:
@@ -111,7 +111,7 @@ def verify_checkpoint(path: Path) -> Findings:
     except CheckpointError as error:
         if not path.is_file():
             raise
-        return _findings(path, (), (str(error),))
+        return _result(path, (), (str(error),))
     problems: list[str] = []
     if header.is_intact is False:
         problems.append("the header is not what was written")
@@ -122,18 +122,20 @@ def verify_checkpoint(path: Path) -> Findings:
     damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
         problems.append("the digest of parameters and buffers is another")
-    return _findings(path, header.tensors, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
+    return _result(path, header.tensors, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
 
 
-def _findings(
+def _result(
     path: Path,
     infos: Sequence[TensorInfo],
     problems: tuple[str, ...],
     damaged: tuple[str, ...] = (),
     *,
     has_checksums: bool = False,
-) -> Findings:
-    return Findings(path=path, problems=problems, damaged=damaged, num_tensors=len(infos), has_checksums=has_checksums)
+) -> VerificationResult:
+    return VerificationResult(
+        path=path, problems=problems, damaged=damaged, num_tensors=len(infos), has_checksums=has_checksums
+    )
 
 
 def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Manifest | None:

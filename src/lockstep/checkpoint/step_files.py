@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.file import read_whole
+from lockstep.checkpoint.file import read_verified_manifest
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError, LaterFormatError
 
@@ -55,7 +55,7 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
         raise CheckpointError(f"{folder} holds no checkpoint. Name a file, or a directory in which a run has saved.")
     for path in found:
         try:
-            return path, read_whole(path)
+            return path, read_verified_manifest(path)
         except LaterFormatError:
             raise
         except CheckpointError as error:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint import Contents, Findings, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.convert import convert
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
@@ -53,7 +53,7 @@ def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
     Exit code 0 if they hold, 1 if anything is damaged, 2 if a file is no checkpoint, or one of a later format.
     """
     with failures_shown(debug=debug):
-        found: list[Findings] = []
+        found: list[VerificationResult] = []
         unknown: list[CheckpointError] = []
         for each in _find(path):
             try:
@@ -61,12 +61,12 @@ def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
             except CheckpointError as error:  # the others are looked at all the same
                 unknown.append(error)
         if as_json and found:
-            typer.echo(json.dumps({"checkpoints": [_as_entry(findings) for findings in found]}, indent=2))
+            typer.echo(json.dumps({"checkpoints": [_as_entry(result) for result in found]}, indent=2))
         else:
             _list(found)
         if unknown:
             raise unknown[0]
-        if not all(findings.is_whole for findings in found):
+        if not all(result.is_intact for result in found):
             raise typer.Exit(FAILURE_EXIT)
 
 
@@ -80,7 +80,7 @@ def _find(path: Path) -> Sequence[Path]:
     return found
 
 
-def _as_document(contents: Contents) -> dict[str, Any]:
+def _as_document(contents: CheckpointContents) -> dict[str, Any]:
     values = asdict(contents.manifest)
     for key in ("optimizer", "scheduler", "scaler", "model_extra", "checksums"):  # of no use to who reads this
         del values[key]
@@ -88,18 +88,18 @@ def _as_document(contents: Contents) -> dict[str, Any]:
     return {"path": str(contents.path), "num_bytes": contents.num_bytes, **values, "groups": groups}
 
 
-def _as_entry(findings: Findings) -> dict[str, Any]:
-    return {**asdict(findings), "path": str(findings.path), "is_whole": findings.is_whole}
+def _as_entry(result: VerificationResult) -> dict[str, Any]:
+    return {**asdict(result), "path": str(result.path), "is_whole": result.is_intact}
 
 
-def _list(found: Sequence[Findings]) -> None:
-    for findings in found:
-        typer.echo(str(findings))
-        for name in findings.damaged:
+def _list(found: Sequence[VerificationResult]) -> None:
+    for result in found:
+        typer.echo(str(result))
+        for name in result.damaged:
             typer.echo(f"  damaged: {_printable(name)}")
 
 
-def _show(contents: Contents) -> None:
+def _show(contents: CheckpointContents) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_IN_FILES
@@ -120,7 +120,7 @@ def _show(contents: Contents) -> None:
     console.print(table)
 
 
-def _facts(contents: Contents) -> list[tuple[str, str]]:
+def _facts(contents: CheckpointContents) -> list[tuple[str, str]]:
     """Return the lines above the table; `docs/checkpoint-format.md` says what each key means."""
     manifest = contents.manifest
     fingerprint = manifest.fingerprint or {"shards": manifest.num_shards, "seed": manifest.seed}

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint import Manifest, read_manifest, read_whole
+from lockstep.checkpoint import Manifest, read_manifest, read_verified_manifest
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.step_files import (
     checkpoint_name,
@@ -161,7 +161,7 @@ def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
 def _check_newest(run_dir: Path, origin: Origin) -> None:
     """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
     newer = [each for each in find_checkpoints(run_dir) if global_step_of(each) > global_step_of(origin.checkpoint)]
-    whole = [each.name for each in newer if _is_whole(each)]
+    whole = [each.name for each in newer if _is_intact(each)]
     if whole:
         raise RunDirectoryError(
             f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(whole)} would be of another "
@@ -196,9 +196,9 @@ def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
             warn(f"{path} is called {aside.name} now.")
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
-        read_whole(path)
+        read_verified_manifest(path)
     except LaterFormatError:
         return True
     except CheckpointError:

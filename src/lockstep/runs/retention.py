@@ -17,7 +17,7 @@ class Saved:
 
     global_step: int
     """Updates behind it."""
-    is_whole: bool
+    is_intact: bool
     """Whether it can be gone on from."""
     score: float | None
     """How good it is, higher is better; None where that is not known."""
@@ -54,7 +54,7 @@ def check_wanted(wanted: str | None, measured: Mapping[str, float]) -> None:
 
 def find_best(saved: Sequence[Saved]) -> Saved | None:
     """Return the best whole checkpoint, the oldest of equals; None where no score is known."""
-    scored = [(each.score, -each.global_step, each) for each in saved if each.is_whole and each.score is not None]
+    scored = [(each.score, -each.global_step, each) for each in saved if each.is_intact and each.score is not None]
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
@@ -71,9 +71,9 @@ def choose_removed(saved: Sequence[Saved], keep: int, written: int) -> list[Save
     newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
     best = find_best(saved)
     removed: list[Saved] = []
-    num_whole = 0
+    num_intact = 0
     for each in newest_first:
-        if num_whole >= keep and each is not best:
+        if num_intact >= keep and each is not best:
             removed.append(each)
-        num_whole += each.is_whole
+        num_intact += each.is_intact
     return removed

@@ -84,6 +84,6 @@ class RunSaver:
         try:
             manifest = read_manifest(path)
         except CheckpointError:
-            return Saved(global_step=global_step_of(path), is_whole=False, score=None)
+            return Saved(global_step=global_step_of(path), is_intact=False, score=None)
         score = score_of(manifest.metrics, self._config.keep_best)
-        return Saved(global_step=global_step_of(path), is_whole=True, score=score)
+        return Saved(global_step=global_step_of(path), is_intact=True, score=score)

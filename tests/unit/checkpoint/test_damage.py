@@ -69,7 +69,7 @@ def test_every_format_is_read(version: int) -> None:
     assert len(read.optimizer) == 18
     assert bool(read.manifest.checksums) == (version > 1)
     assert read.manifest.classes.get("optimizer") == (None if version < 3 else "Adam")
-    assert verify_checkpoint(path).is_whole
+    assert verify_checkpoint(path).is_intact
 
 
 def test_the_lines_in_the_docs_read_the_weights(model: nn.Module) -> None:
@@ -93,13 +93,13 @@ def test_a_flipped_bit_anywhere_is_noticed_and_the_tensor_named(tmp_path: Path) 
         flip(path, data, byte, bit=byte % 8)
         with pytest.raises(CheckpointError, match=r"damaged|cannot be read") as refused:
             load_checkpoint(path)
-        findings = verify_checkpoint(path)
-        assert not findings.is_whole, byte
+        result = verify_checkpoint(path)
+        assert not result.is_intact, byte
         if byte >= header.num_bytes:
             at = byte - header.num_bytes
             [info] = [info for info in header.tensors if info.begin <= at < info.end]
             assert repr(info.name) in str(refused.value)
-            assert findings.damaged == (info.name,)
+            assert result.damaged == (info.name,)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -110,9 +110,9 @@ def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: 
         path.write_bytes(data[:kept])
         with pytest.raises(CheckpointError, match="cannot be read"):
             load_checkpoint(path)
-        assert not verify_checkpoint(path).is_whole
+        assert not verify_checkpoint(path).is_intact
     path.write_bytes(data + b"\0")
-    assert not verify_checkpoint(path).is_whole
+    assert not verify_checkpoint(path).is_intact
 
 
 def test_what_was_read_stays_when_the_file_goes(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_checks_can_be_left_out(tmp_path: Path) -> None:
 def test_a_header_that_promises_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:
     place = {"dtype": "U8", "shape": [1 << 50], "data_offsets": [4, 4 + (1 << 50)]}
     (tmp_path / "a.ckpt").write_bytes(sealed("{}", z=place))
-    findings = verify_checkpoint(tmp_path / "a.ckpt")
-    assert findings.damaged == ("z",)
+    result = verify_checkpoint(tmp_path / "a.ckpt")
+    assert result.damaged == ("z",)
 
 
 def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
     # As a program would leave it that writes tensors and their checksums, but not the digest.
-    findings = verify_checkpoint(write(tmp_path / "a.ckpt", digest="0" * 64))
-    assert "the digest of parameters and buffers is another" in findings.problems
+    result = verify_checkpoint(write(tmp_path / "a.ckpt", digest="0" * 64))
+    assert "the digest of parameters and buffers is another" in result.problems
 
 
 def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_every_dtype_is_read_by_safetensors(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model=tensors, optimizer={}, manifest=manifest))
     assert state_digest(load_file(tmp_path / "a.ckpt")) == manifest.digest
     assert state_digest(load_checkpoint(tmp_path / "a.ckpt").model) == manifest.digest
-    assert verify_checkpoint(tmp_path / "a.ckpt").is_whole
+    assert verify_checkpoint(tmp_path / "a.ckpt").is_intact
 
 
 def test_a_header_is_read_as_it_was_written() -> None:

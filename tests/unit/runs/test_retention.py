@@ -9,7 +9,7 @@ from lockstep.runs.retention import Saved, check_wanted, choose_removed, find_be
 
 def saved(*entries: tuple[int, float | None] | int, broken: tuple[int, ...] = ()) -> list[Saved]:
     pairs = [(entry, None) if isinstance(entry, int) else entry for entry in entries]
-    return [Saved(global_step=step, score=score, is_whole=step not in broken) for step, score in pairs]
+    return [Saved(global_step=step, score=score, is_intact=step not in broken) for step, score in pairs]
 
 
 def removed(found: list[Saved], keep: int, written: int = 4) -> list[int]:

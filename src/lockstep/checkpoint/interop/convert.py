@@ -158,8 +158,8 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             plain = plain.resolve_conj().resolve_neg()  # safetensors writes the memory, whatever a flag says of it
             place = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
             if place not in packed:
-                is_whole = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
-                packed[place] = plain if is_whole else plain.clone(memory_format=torch.contiguous_format)
+                is_intact = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
+                packed[place] = plain if is_intact else plain.clone(memory_format=torch.contiguous_format)
             plain = packed[place]
         result[name] = plain
     return result
