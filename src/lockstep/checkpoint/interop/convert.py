@@ -64,14 +64,14 @@ def convert_weights(
         CheckpointError: The source cannot be read, the target exists or cannot be written, or its form is not known.
     """
     form = _choose_form(target, form)
-    _check_free(target, form, force=force)
+    _check_target(target, form, force=force)
     weights = read_weights(source, key)
     renaming = plain_names([*weights.tensors, *weights.extra])
-    tensors = {renaming.names[name]: tensor for name, tensor in _packed(weights.tensors).items()}
+    tensors = {renaming.names[name]: tensor for name, tensor in _compact(weights.tensors).items()}
     extra = {renaming.names[name]: value for name, value in weights.extra.items()}
     versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
     try:
-        with _beside(target) as path:
+        with _atomic_replace(target) as path:
             _WRITERS[form](path, as_state_dict({**tensors, **extra}, versions))
     except KeyError as error:  # safetensors has no name for the dtype
         raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}.") from error
@@ -86,14 +86,14 @@ def convert_weights(
 
 
 def _choose_form(target: Path, form: Form | None) -> Form:
-    by_suffix = _SUFFIXES.get(target.suffix)
+    suffix_form = _SUFFIXES.get(target.suffix)
     if form is not None and form not in get_args(Form):
         raise CheckpointError(f"{form!r} is no form to write. Expected one of: {', '.join(get_args(Form))}.")
-    if form is not None and by_suffix not in {None, form}:
+    if form is not None and suffix_form not in {None, form}:
         raise CheckpointError(
-            f"{target} would be taken for {by_suffix} by its name, and {form} was asked for. Rename it."
+            f"{target} would be taken for {suffix_form} by its name, and {form} was asked for. Rename it."
         )
-    chosen = form or by_suffix
+    chosen = form or suffix_form
     if chosen is None:
         raise CheckpointError(
             f"What to write to {target} cannot be told from its name. Expected .pt, .safetensors or .dcp, or say it: "
@@ -102,7 +102,7 @@ def _choose_form(target: Path, form: Form | None) -> Form:
     return chosen
 
 
-def _check_free(target: Path, form: Form, *, force: bool) -> None:
+def _check_target(target: Path, form: Form, *, force: bool) -> None:
     if not target.parent.is_dir():
         raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Make it first.")
     if not os.path.lexists(target):
@@ -118,17 +118,17 @@ def _check_free(target: Path, form: Form, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Path]:
+def _atomic_replace(target: Path) -> Iterator[Path]:
     """Give a name beside `target` to write to, and put what was written there in its place when all went well."""
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     old = path.with_suffix(".old")
     try:
         yield path
-        _flush(path)
+        _fsync(path)
         if target.is_dir():  # no folder is renamed onto one that holds something
             target.rename(old)
         path.replace(target)
-        _flush(target.parent)
+        _fsync(target.parent)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -140,7 +140,7 @@ def _beside(target: Path) -> Iterator[Path]:
             leftover.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,7 +148,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with no more memory than their values need; what was one tensor under two names stays one."""
     packed: dict[tuple[Any, ...], Tensor] = {}
     result = {}
@@ -156,11 +156,11 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = tensor.detach()
         if plain.layout is torch.strided and not plain.is_quantized:
             plain = plain.resolve_conj().resolve_neg()  # safetensors writes the memory, whatever a flag says of it
-            place = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
-            if place not in packed:
-                is_intact = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
-                packed[place] = plain if is_intact else plain.clone(memory_format=torch.contiguous_format)
-            plain = packed[place]
+            memory = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
+            if memory not in packed:
+                fills_storage = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
+                packed[memory] = plain if fills_storage else plain.clone(memory_format=torch.contiguous_format)
+            plain = packed[memory]
         result[name] = plain
     return result
 

@@ -54,7 +54,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 """All that `.metadata` may name, beside torch's dtypes."""
 
 
-class ShardedFolder:
+class DistributedCheckpoint:
     """A folder of torch.distributed.checkpoint, of which parts are read.
 
     Args:
@@ -68,21 +68,21 @@ class ShardedFolder:
         self.path = path
         self._metadata = _read_metadata(path)
         try:
-            places = self._metadata.planner_data or {}
-            self._names = {tuple(places.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
-            self.skeleton = self._make_skeleton()
+            paths = self._metadata.planner_data or {}
+            self._names = {tuple(paths.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
+            self.structure = self._make_structure()
             """The content without values: nested dictionaries with meta tensors, and None for all else."""
         except UNREADABLE as error:
-            raise self._damaged(error) from error
+            raise self._damage_error(error) from error
 
-    def _make_skeleton(self) -> dict[Any, Any]:
+    def _make_structure(self) -> dict[Any, Any]:
         content: dict[Any, Any] = {}
-        for place, name in self._names.items():
+        for path_keys, name in self._names.items():
             entry = self._metadata.state_dict_metadata[name]
             value = None
             if isinstance(entry, TensorStorageMetadata):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            _put(content, place, value)
+            _set_nested(content, path_keys, value)
         return content
 
     def read(self, path: tuple[str, ...], names: Collection[str]) -> dict[str, Any]:
@@ -92,39 +92,39 @@ class ShardedFolder:
             CheckpointError: A file is missing or damaged, or a value needs pickle.
         """
         heads = {(*path, name) for name in names}
-        stored = {place: name for place, name in self._names.items() if place[: len(path) + 1] in heads}
+        stored = {path_keys: name for path_keys, name in self._names.items() if path_keys[: len(path) + 1] in heads}
         try:
-            values: dict[str, Any] = {name: self._empty(name) for name in stored.values()}
+            values: dict[str, Any] = {name: self._empty_tensor(name) for name in stored.values()}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank reads
                 load(values, storage_reader=_Reader(self.path, self._metadata), planner=_Planner(), no_dist=True)
         except CheckpointError:
             raise
         except UNREADABLE as error:
-            raise self._damaged(error) from error
+            raise self._damage_error(error) from error
         except CheckpointException as error:  # no Exception; it wraps what this process raised while reading
             cause = error.failures[0][0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            raise self._damaged(cause) from error
+            raise self._damage_error(cause) from error
         content: dict[Any, Any] = {}
-        for place, name in stored.items():
-            _put(content, place[len(path) :], values[name])
+        for path_keys, name in stored.items():
+            _set_nested(content, path_keys[len(path) :], values[name])
         return {name: _with_lists(value) for name, value in content.items()}
 
-    def _damaged(self, cause: BaseException) -> CheckpointError:
+    def _damage_error(self, cause: BaseException) -> CheckpointError:
         reason = str(cause).strip().split("\n")[0] or type(cause).__name__
         return CheckpointError(
             f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy it again, with "
             "every *.distcp file."
         )
 
-    def _empty(self, name: str) -> Any:
+    def _empty_tensor(self, name: str) -> Any:
         entry = self._metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             return None
         # What no piece covers would keep whatever the memory held.
-        _check_pieces(name, entry)
+        _check_chunks(name, entry)
         covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         if covered != math.prod(entry.size):
             raise CheckpointError(
@@ -183,10 +183,10 @@ class _MetadataUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in C leav
         return found
 
 
-def _put(content: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
-    for key in place[:-1]:
+def _set_nested(content: dict[Any, Any], path_keys: tuple[Any, ...], value: Any) -> None:
+    for key in path_keys[:-1]:
         content = content.setdefault(key, {})
-    content[place[-1]] = value
+    content[path_keys[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
@@ -201,7 +201,7 @@ def _read_metadata(path: Path) -> Metadata:
     file_path = path / METADATA_NAME
     try:
         with file_path.open("rb") as file:
-            metadata = _checked(_MetadataUnpickler(file).load())
+            metadata = _check_kinds(_MetadataUnpickler(file).load())
     except pickle.UnpicklingError as error:
         if "." in str(error) and " " not in str(error):
             raise CheckpointError(
@@ -217,7 +217,7 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _check_pieces(name: str, entry: TensorStorageMetadata) -> None:
+def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
     """Check that a tensor's pieces lie within it and not over each other, so that as many numbers as it has fill it.
 
     Raises:
@@ -243,7 +243,7 @@ def _check_pieces(name: str, entry: TensorStorageMetadata) -> None:
                 raise ValueError(f"two pieces of {name} lie over each other")
 
 
-def _checked(metadata: Any) -> Metadata:
+def _check_kinds(metadata: Any) -> Metadata:
     """Check that unpickled metadata is of the right kinds and stays in its folder."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it holds a {type(metadata).__name__}")

@@ -32,7 +32,9 @@ class LoadedWeights:
         return not (self.missing or self.unexpected or self.misshaped or self.clashing)
 
 
-def find_misshaped(found: Mapping[str, Shape], expected: Mapping[str, Shape | None]) -> dict[str, tuple[Shape, Shape]]:
+def find_shape_mismatches(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape | None]
+) -> dict[str, tuple[Shape, Shape]]:
     """Return the names whose shapes differ.
 
     Args:
@@ -42,7 +44,7 @@ def find_misshaped(found: Mapping[str, Shape], expected: Mapping[str, Shape | No
     return {
         name: (shape, wanted)
         for name, shape in found.items()
-        if (wanted := expected.get(name)) is not None and not _same_shape(shape, wanted)
+        if (wanted := expected.get(name)) is not None and not _is_same_shape(shape, wanted)
     }
 
 
@@ -59,7 +61,7 @@ def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_r
     if loaded.missing:
         lines.append(f"{len(loaded.missing)} missing in the file: {_listed(loaded.missing)}")
     if loaded.unexpected:
-        near = [_with_near(name, loaded.missing) for name in loaded.unexpected[:_SHOWN]]
+        near = [_with_similar_name(name, loaded.missing) for name in loaded.unexpected[:_SHOWN]]
         lines.append(f"{len(loaded.unexpected)} not in the model: {_listed(near, len(loaded.unexpected))}")
     if loaded.misshaped:
         shapes = [
@@ -75,12 +77,12 @@ def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_r
     return "\n  ".join([*lines, f"{hint} {advice}".strip()])
 
 
-def _same_shape(found: Shape, wanted: Shape) -> bool:
+def _is_same_shape(found: Shape, wanted: Shape) -> bool:
     """Compare shapes as torch does: a scalar may have been written as a vector of one (before torch 0.4)."""
     return found == wanted or (found == (1,) and wanted == ())
 
 
-def _with_near(name: str, candidates: Sequence[str]) -> str:
+def _with_similar_name(name: str, candidates: Sequence[str]) -> str:
     near = [other for other in candidates if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")][:1]
     if not near and len(candidates) <= _COMPARED:
         near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)

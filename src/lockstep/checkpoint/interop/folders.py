@@ -13,7 +13,7 @@ METADATA_NAME = ".metadata"
 """The file that makes a folder one of torch.distributed.checkpoint."""
 
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
-_NAMES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)
+_USUAL_FILES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _SHOWN = 6
 
@@ -27,7 +27,7 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
         CheckpointError: There is none, or there are several.
     """
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    for name in _NAMES:
+    for name in _USUAL_FILES:
         if f"{name}{INDEX_SUFFIX}" in files:
             return f"{name}{INDEX_SUFFIX}", _read_index(folder / f"{name}{INDEX_SUFFIX}")
         if name in files:
@@ -49,14 +49,14 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
-        places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of shards: {error!r}. Download it again.") from error
-    if not places:
+    if not weight_map:
         raise CheckpointError(f"{path} is an index without shards. Download it again.")
-    for file in {str(file) for file in places.values()}:
+    for file in {str(file) for file in weight_map.values()}:
         if Path(file).name != file or file in {"", ".", ".."}:
             raise CheckpointError(f"{path} points to {file!r}, outside its folder, so nothing was read.")
         if not (path.parent / file).is_file():
             raise CheckpointError(f"{path} names the shard {file}, which is not there. Download the missing shards.")
-    return {str(name): str(file) for name, file in places.items()}
+    return {str(name): str(file) for name, file in weight_map.items()}

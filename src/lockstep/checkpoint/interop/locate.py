@@ -17,14 +17,14 @@ USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "modu
 """Under which key a file usually keeps its weights, beside other dictionaries of tensors."""
 EXTRA_STATE = "_extra_state"
 """The last component of what a module's `get_extra_state` returned, which need not be a tensor."""
-_NOT_WEIGHTS = ("optim", "sched", "scaler")
+_NOT_WEIGHTS_PREFIXES = ("optim", "sched", "scaler")
 _SHOWN = 8
-_DEPTH = 5
+_MAX_DEPTH = 5
 """How deep weights are looked for; a dictionary may hold itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LocatedWeights:
     """The weights in a file's content."""
 
     path: tuple[str, ...]
@@ -37,7 +37,7 @@ class Found:
     """Keys of other weights beside them, e.g. an average; numbers such as a best loss do not count."""
 
 
-def find_weights(content: Any, source: str, key: str | None = None) -> Found:
+def find_weights(content: Any, source: str, key: str | None = None) -> LocatedWeights:
     """Find the weights in what a file holds.
 
     Args:
@@ -50,7 +50,7 @@ def find_weights(content: Any, source: str, key: str | None = None) -> Found:
     """
     if key is None:
         return _search(content, (), source)
-    inner, path, rest = _follow(content, key)
+    inner, path, rest = _follow_key(content, key)
     found = _search(inner, path, source)
     if not rest:
         return found
@@ -61,10 +61,10 @@ def find_weights(content: Any, source: str, key: str | None = None) -> Found:
         raise CheckpointError(
             f"{source} has nothing under the key {key!r}. Expected one of: {_listed(places) or 'no key at all'}."
         )
-    return Found(path=found.path, prefix=f"{rest}.", state=taken, others=())
+    return LocatedWeights(path=found.path, prefix=f"{rest}.", state=taken, others=())
 
 
-def is_weights(value: Any, depth: int = _DEPTH) -> bool:
+def is_weights(value: Any, depth: int = _MAX_DEPTH) -> bool:
     """Say whether `value` is a state_dict: names to tensors, and no other state_dict inside (down to `depth`)."""
     if not depth or not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
@@ -81,7 +81,7 @@ def split_extra(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, extra, tuple(name for name in state if name not in tensors and name not in extra)
 
 
-def _follow(content: Any, key: str) -> tuple[Any, tuple[str, ...], str]:
+def _follow_key(content: Any, key: str) -> tuple[Any, tuple[str, ...], str]:
     """Walk down `content` along the dotted key; return where it ends, the path there and what is left of the key."""
     path: tuple[str, ...] = ()
     while key and isinstance(content, Mapping):
@@ -94,13 +94,13 @@ def _follow(content: Any, key: str) -> tuple[Any, tuple[str, ...], str]:
     return content, path, key
 
 
-def _search(content: Any, path: tuple[str, ...], source: str) -> Found:
+def _search(content: Any, path: tuple[str, ...], source: str) -> LocatedWeights:
     if is_weights(content):
-        return Found(path=path, prefix="", state=content, others=())
-    entries = dict(content) if isinstance(content, Mapping) and len(path) < _DEPTH else {}
+        return LocatedWeights(path=path, prefix="", state=content, others=())
+    entries = dict(content) if isinstance(content, Mapping) and len(path) < _MAX_DEPTH else {}
     holders = [name for name in entries if isinstance(name, str) and _holds_weights(entries[name])]
     usual = [name for name in holders if name in USUAL_KEYS]
-    choice = usual or [name for name in holders if not name.lower().startswith(_NOT_WEIGHTS)]
+    choice = usual or [name for name in holders if not name.lower().startswith(_NOT_WEIGHTS_PREFIXES)]
     if len(choice) > 1:
         raise CheckpointError(
             f"{source} holds several sets of weights: {_listed(choice)}. Say which to take with the key "
@@ -114,10 +114,12 @@ def _search(content: Any, path: tuple[str, ...], source: str) -> Found:
     found = _search(entries[choice[0]], (*path, choice[0]), source)
     single = [name for name, value in entries.items() if isinstance(value, Tensor) and value.numel() > 1]
     beside = [name for name in holders if name != choice[0] and is_weights(entries[name])]
-    return Found(path=found.path, prefix="", state=found.state, others=(*beside, *map(str, single), *found.others))
+    return LocatedWeights(
+        path=found.path, prefix="", state=found.state, others=(*beside, *map(str, single), *found.others)
+    )
 
 
-def _holds_weights(value: Any, depth: int = _DEPTH) -> bool:
+def _holds_weights(value: Any, depth: int = _MAX_DEPTH) -> bool:
     if not depth or is_weights(value, depth):
         return bool(depth)
     return isinstance(value, Mapping) and any(

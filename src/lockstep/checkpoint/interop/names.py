@@ -41,7 +41,7 @@ class Renaming:
 
 def plain_names(names: Collection[str]) -> Renaming:
     """Drop what wrappers put into names, where no model says what they should be."""
-    return _renamed(names, _leading(_by_plain_name(names), WRAPPER), "", {})
+    return _renamed(names, _common_prefix(_by_uncompiled_name(names), WRAPPER), "", {})
 
 
 def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
@@ -54,21 +54,21 @@ def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
         names: Names in the file.
         expected: Names in the model, which may itself be wrapped.
     """
-    plain, wanted = _by_plain_name(names), _by_plain_name(expected)
-    dropped, added = _leading(plain), _leading(wanted, WRAPPER)
-    fronts = [
+    plain, wanted = _by_uncompiled_name(names), _by_uncompiled_name(expected)
+    dropped, added = _common_prefix(plain), _common_prefix(wanted, WRAPPER)
+    candidates = [
         (".".join([*dropped[:count], ""]), ".".join([*added[:put], ""]))
         for count in range(len(dropped) + 1)
         for put in range(len(added) + 1)
     ]
-    fronts.sort(key=lambda pair: pair[0].count(".") + pair[1].count("."))
-    for fits in (set.__eq__, _is_part):
-        for old, new in fronts:
+    candidates.sort(key=lambda pair: pair[0].count(".") + pair[1].count("."))
+    for fits in (set.__eq__, _is_subset_either_way):
+        for old, new in candidates:
             if fits({new + name.removeprefix(old) for name in plain}, set(wanted)):
                 return _renamed(names, old.split(".")[:-1], new, wanted)
     inner = {name.removeprefix(".".join([*added, ""])) for name in wanted}
     has_child = any(name.split(".", 1)[0] == WRAPPER for name in inner)
-    return _renamed(names, [] if has_child else _leading(plain, WRAPPER), ".".join([*added, ""]), wanted)
+    return _renamed(names, [] if has_child else _common_prefix(plain, WRAPPER), ".".join([*added, ""]), wanted)
 
 
 def first_components(names: Iterable[str]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def first_components(names: Iterable[str]) -> dict[str, int]:
 
 def _renamed(names: Collection[str], dropped: Collection[str], added: str, wanted: Mapping[str, str]) -> Renaming:
     old = ".".join([*dropped, ""])
-    plain = _by_plain_name(names)
+    plain = _by_uncompiled_name(names)
     compiled = sum(short != name for short, name in plain.items())
     notes = []
     if compiled and all(COMPILED not in name.split(".") for name in wanted.values()):
@@ -101,13 +101,13 @@ def _renamed(names: Collection[str], dropped: Collection[str], added: str, wante
     )
 
 
-def _by_plain_name(names: Collection[str]) -> dict[str, str]:
+def _by_uncompiled_name(names: Collection[str]) -> dict[str, str]:
     """Return the names keyed by themselves without torch.compile's component, unless two would become one."""
     plain = {".".join(part for part in name.split(".") if part != COMPILED): name for name in names}
     return plain if len(plain) == len(names) else {name: name for name in names}
 
 
-def _leading(names: Collection[str], only: str | None = None) -> list[str]:
+def _common_prefix(names: Collection[str], only: str | None = None) -> list[str]:
     """Return the path components that all names begin with, but for the last one; those equal to `only`, if given."""
     split = [name.split(".") for name in names]
     leading: list[str] = []
@@ -118,7 +118,7 @@ def _leading(names: Collection[str], only: str | None = None) -> list[str]:
     return leading
 
 
-def _is_part(found: set[str], wanted: set[str]) -> bool:
+def _is_subset_either_way(found: set[str], wanted: set[str]) -> bool:
     return bool(found) and (found <= wanted or wanted <= found) and bool(found & wanted)
 
 

@@ -31,20 +31,20 @@ UNREADABLE = (
 
 _LEGACY_PARTS = 5
 _SHOWN = 6
-_MOST_UNPACKED = 1 << 30
-_MOST_UNPACKED_PICKLE = 1 << 24
-_MOST_SHRUNK = 20
-_FOR_TENSORS = re.compile(
+_MAX_UNPACKED_BYTES = 1 << 30
+_MAX_UNPACKED_PICKLE_BYTES = 1 << 24
+_MAX_COMPRESSION_RATIO = 20
+_HARMLESS_GLOBALS = re.compile(
     r"torch\.\w+|torch\._utils\._rebuild\w+|torch\._tensor\._rebuild\w+|torch\.storage\.\w+|torch\.serialization\._get_layout"
     r"|torch\.nn\.parameter\.\w+|collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(set|bytearray|complex)"
 )
-_DANGEROUS = re.compile(
+_DANGEROUS_GLOBALS = re.compile(
     r"(os|posix|nt|sys|subprocess|shutil|socket|importlib|runpy|ctypes|pty|code|webbrowser|types|pickle|operator)\..*"
     r"|builtins\.(eval|exec|compile|open|getattr|__import__|apply)"
 )
-_ON_DEVICE = re.compile(r"torch\.(?!sparse\.)\w+\.(sparse\.)?\w+Tensor")
+_DEVICE_TENSOR_CLASSES = re.compile(r"torch\.(?!sparse\.)\w+\.(sparse\.)?\w+Tensor")
 """Tensor classes of one kind of device. Called, they take memory there, whatever `map_location` says."""
-_SHARDED = re.compile(r"torch\.distributed\.(tensor|_tensor|_shard|device_mesh)\b.*")
+_SHARDED_TENSOR_CLASSES = re.compile(r"torch\.distributed\.(tensor|_tensor|_shard|device_mesh)\b.*")
 
 
 def read_archive(path: Path) -> Any:
@@ -69,8 +69,8 @@ def read_archive(path: Path) -> Any:
             f"{path} is a TorchScript program, which is code, and was not run. Its owner can write the weights alone: "
             "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')."
         )
-    _check_unpacked(path, [entry for entry in entries if entry.filename.endswith(".pkl")], _MOST_UNPACKED_PICKLE)
-    _check_unpacked(path, entries, _MOST_UNPACKED)
+    _check_unpacked(path, [entry for entry in entries if entry.filename.endswith(".pkl")], _MAX_UNPACKED_PICKLE_BYTES)
+    _check_unpacked(path, entries, _MAX_UNPACKED_BYTES)
     # Mapped, a tensor is the bytes in the file, which are not its values where the archive was compressed again.
     return _load(path, mmap=all(entry.compress_type == zipfile.ZIP_STORED for entry in entries))
 
@@ -86,7 +86,7 @@ def read_legacy(path: Path) -> Any:
 
 def refuse_pickle(path: Path, form: str) -> CheckpointError:
     """Return the error for a pickle that torch.save did not write, or not in a form that can be read safely."""
-    return CheckpointError(_explain(path, form, named_globals(path)))
+    return CheckpointError(_describe_refusal(path, form, named_globals(path)))
 
 
 def named_globals(path: Path) -> set[str]:
@@ -96,7 +96,7 @@ def named_globals(path: Path) -> set[str]:
     with contextlib.suppress(*UNREADABLE, tarfile.TarError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for stream in _pickles(path):
-            _scan(stream, found)
+            _collect_globals(stream, found)
     return found
 
 
@@ -108,27 +108,27 @@ def is_tar(head: bytes) -> bool:
 def _check_unpacked(path: Path, entries: Collection[zipfile.ZipInfo], limit: int) -> None:
     """Refuse what is made to fill the memory: more than `limit` bytes, and many times what the file holds of it."""
     packed, unpacked = sum(each.compress_size for each in entries), sum(each.file_size for each in entries)
-    if unpacked > max(limit, _MOST_SHRUNK * packed):
+    if unpacked > max(limit, _MAX_COMPRESSION_RATIO * packed):
         raise CheckpointError(
             f"{path} would take {unpacked:,} bytes when unpacked, from {packed:,}, so it was not read. If its owner "
             "can be trusted, unpack it and zip it again without compression (zip -0)."
         )
 
 
-def _head(path: Path) -> bytes:
+def _first_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(512)
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
     names = named_globals(path)
-    if any(_SHARDED.fullmatch(name) for name in names):
+    if any(_SHARDED_TENSOR_CLASSES.fullmatch(name) for name in names):
         raise CheckpointError(
             f"{path} holds one rank's pieces of sharded tensors (FSDP, DTensor), not the whole weights. Write them "
             "with torch.distributed.checkpoint, or gather them first: get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
         )
-    on_device = sorted(name for name in names if _ON_DEVICE.fullmatch(name))
+    on_device = sorted(name for name in names if _DEVICE_TENSOR_CLASSES.fullmatch(name))
     if on_device:
         raise CheckpointError(
             f"{path} makes a {on_device[0]} while it is read, on a device that may be another worker's, so it was not "
@@ -139,8 +139,8 @@ def _load(path: Path, *, mmap: bool) -> Any:
             warnings.filterwarnings("ignore", "Detected pickle protocol")  # it is read, or refused with our message
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except UNREADABLE as error:
-        if any(not _FOR_TENSORS.fullmatch(name) for name in names):
-            raise CheckpointError(_explain(path, "a file of torch.save", names)) from error
+        if any(not _HARMLESS_GLOBALS.fullmatch(name) for name in names):
+            raise CheckpointError(_describe_refusal(path, "a file of torch.save", names)) from error
         if isinstance(error, pickle.UnpicklingError):  # torch's text tells how to run whatever it is
             reason = "what it holds is no pickle of tensors"
         else:
@@ -148,9 +148,9 @@ def _load(path: Path, *, mmap: bool) -> Any:
         raise CheckpointError(f"{path} is damaged or truncated ({reason}). Copy or download it again.") from error
 
 
-def _explain(path: Path, form: str, names: Iterable[str]) -> str:
-    needed = sorted(name for name in names if not _FOR_TENSORS.fullmatch(name))
-    dangerous = [name for name in needed if _DANGEROUS.fullmatch(name)]
+def _describe_refusal(path: Path, form: str, names: Iterable[str]) -> str:
+    needed = sorted(name for name in names if not _HARMLESS_GLOBALS.fullmatch(name))
+    dangerous = [name for name in needed if _DANGEROUS_GLOBALS.fullmatch(name)]
     shown = [*dangerous, *(name for name in needed if name not in dangerous)]
     listed = ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
     holds = f"with {listed}" if shown else "in a form that only pickle reads"
@@ -176,7 +176,7 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
                 if name.endswith(".pkl"):
                     with archive.open(name) as member:
                         yield member
-    elif is_tar(_head(path)):
+    elif is_tar(_first_bytes(path)):
         with tarfile.open(path, "r:") as tar:
             inner = tar.extractfile("pickle")
             if inner is not None:
@@ -187,7 +187,7 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
                 yield file
 
 
-def _scan(stream: IO[bytes], found: set[str]) -> None:
+def _collect_globals(stream: IO[bytes], found: set[str]) -> None:
     """Add to `found` what one pickle names."""
     texts: list[str] = []
     memo: dict[int, str | None] = {}

@@ -20,10 +20,10 @@ from lockstep.checkpoint.manifest import decode_state
 from lockstep.checkpoint.step_files import find_last_by_name
 from lockstep.errors import CheckpointError
 
-_HEAD = 512
+_SIGNATURE_BYTES = 512
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _LIGHTNING_KEY = "pytorch-lightning_version"
-_ELSEWHERE = (
+_OTHER_FORMATS = (
     (b"version https://git-lfs", "a git-lfs pointer: fetch the file itself with git lfs pull"),
     (b"\x1f\x8b", "compressed with gzip: unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it"),
@@ -69,7 +69,7 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
     """
     try:
         if (path / METADATA_NAME).is_file():
-            return _read_sharded(path, key)
+            return _read_distributed(path, key)
         content = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -81,11 +81,11 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
     return _weights(found.state, content, found.path, found.prefix, notes)
 
 
-def _read_sharded(path: Path, key: str | None) -> ForeignWeights:
-    from lockstep.checkpoint.interop.distributed import ShardedFolder  # it imports much, for a few
+def _read_distributed(path: Path, key: str | None) -> ForeignWeights:
+    from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # it imports much, for a few
 
-    folder = ShardedFolder(path)
-    found = find_weights(folder.skeleton, str(path), key)
+    folder = DistributedCheckpoint(path)
+    found = find_weights(folder.structure, str(path), key)
     state = folder.read(found.path, [f"{found.prefix}{name}" for name in found.state])
     state = {name.removeprefix(found.prefix): value for name, value in state.items()}
     content = _Content(value=None, form="a folder of torch.distributed.checkpoint")
@@ -136,19 +136,19 @@ def _read_folder(path: Path) -> _Content:
     if last is not None:
         content = _read_file(last)
         return replace(content, form=f"{content.form}, {last.name}, the newest in a run directory")
-    name, places = find_weight_files(path)
-    if places is None:
+    name, weight_map = find_weight_files(path)
+    if weight_map is None:
         content = _read_file(path / name)
         return replace(content, form=f"{content.form}, {name} in a folder")
     merged: dict[str, Any] = {}
-    shards = sorted(set(places.values()))
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         state = find_weights(_read_file(path / shard).value, str(path / shard)).state
         twice = sorted(merged.keys() & state.keys())
         if twice:
             raise CheckpointError(f"{path} holds {twice[0]} in {shard} and in another shard. Keep one set of shards.")
         merged.update(state)
-    absent = [tensor for tensor in places if tensor not in merged]
+    absent = [tensor for tensor in weight_map if tensor not in merged]
     if absent:
         raise CheckpointError(
             f"{path / name} names {len(absent)} tensors that are not in its shards, {absent[0]} for one. Download the "
@@ -163,7 +163,7 @@ def _read_file(path: Path) -> _Content:
         raise CheckpointError(f"{path} {what}. Expected a checkpoint: a file, or a folder that holds one.")
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(_SIGNATURE_BYTES)
     if not head:
         raise CheckpointError(f"{path} is empty. Copy or download it again.")
     if head.startswith(b"PK"):
@@ -176,7 +176,7 @@ def _read_file(path: Path) -> _Content:
         raise refuse_pickle(path, "a tar archive as torch wrote before 0.1.10, or of other files,")
     if head[:1] == b"\x80":
         raise refuse_pickle(path, "a plain pickle")
-    raise CheckpointError(_explain_unknown(path, head))
+    raise CheckpointError(_describe_unknown(path, head))
 
 
 def _name_torch(value: Any) -> _Content:
@@ -195,7 +195,7 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             if MANIFEST_KEY in metadata:
-                return _read_own(path)
+                return _read_lockstep(path)
             if _SHARDING_KEY in metadata:
                 raise CheckpointError(
                     f"{path} holds one rank's pieces of sharded tensors. Put the pieces together with torch's "
@@ -209,7 +209,7 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
     return _Content(value={**tensors, **aliases}, form="a safetensors file")
 
 
-def _read_own(path: Path) -> _Content:
+def _read_lockstep(path: Path) -> _Content:
     checkpoint = load_checkpoint(path)
     extra = decode_state(checkpoint.manifest.model_extra or {}, checkpoint.optimizer)
     if not isinstance(extra, dict):
@@ -218,8 +218,8 @@ def _read_own(path: Path) -> _Content:
     return _Content(value={**checkpoint.model, **extra}, form=form)
 
 
-def _explain_unknown(path: Path, head: bytes) -> str:
-    for magic, words in _ELSEWHERE:
+def _describe_unknown(path: Path, head: bytes) -> str:
+    for magic, words in _OTHER_FORMATS:
         if head.startswith(magic):
             return f"{path} is {words}."
     text = head.lstrip().lower()

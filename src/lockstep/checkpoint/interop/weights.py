@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_misshaped
+from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_shape_mismatches
 from lockstep.checkpoint.interop.locate import EXTRA_STATE
 from lockstep.checkpoint.interop.names import Renaming, first_components, fit_names
 from lockstep.checkpoint.interop.pickled import UNREADABLE
@@ -70,7 +70,7 @@ def describe_weights(weights: ForeignWeights, renaming: Renaming) -> str:
     return "; ".join([form, *renaming.notes, *weights.notes])
 
 
-class _NoCopies(TorchDispatchMode):
+class _SkipCopies(TorchDispatchMode):
     """Leaves every tensor as it is: a load_state_dict inside shows what it would load."""
 
     def __torch_dispatch__(
@@ -90,15 +90,15 @@ def _compare(
 ) -> LoadedWeights:
     """Find what does not fit, as torch would: modules may rename what their earlier versions wrote."""
     found = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-    misshaped = find_misshaped(found, {name: _shape(value) for name, value in targets.items()})
+    misshaped = find_shape_mismatches(found, {name: _shape(value) for name, value in targets.items()})
     # Setting extra state is an effect, so that is compared by name.
     plain = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
-    with _NoCopies():  # type: ignore[no-untyped-call]
+    with _SkipCopies():  # type: ignore[no-untyped-call]
         missing, unexpected = model.load_state_dict(as_state_dict(plain, versions, misshaped), strict=False)
     extra = {name for name in targets if name.rpartition(".")[2] == EXTRA_STATE}
     missing = [name for name in missing if name not in extra and name not in misshaped]
     held = set(state) - set(unexpected)
-    groups = _shared(targets)
+    groups = _shared_names(targets)
     given = {name for group in groups if held.intersection(group) for name in group}
     return LoadedWeights(
         recognised=recognised,
@@ -109,12 +109,12 @@ def _compare(
             (first, second)
             for group in groups
             for first, second in itertools.pairwise(name for name in group if name in found)
-            if _differ(state[first], state[second])
+            if _bits_differ(state[first], state[second])
         ),
     )
 
 
-def _differ(first: Tensor, second: Tensor) -> bool:
+def _bits_differ(first: Tensor, second: Tensor) -> bool:
     if first.dtype != second.dtype or first.shape != second.shape:
         return True
     if torch.equal(first, second):
@@ -122,7 +122,7 @@ def _differ(first: Tensor, second: Tensor) -> bool:
     return first.layout is not torch.strided or raw_bytes(first) != raw_bytes(second)  # a NaN does not equal itself
 
 
-def _shared(targets: Mapping[str, Any]) -> list[list[str]]:
+def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
     """Return the names that are one tensor in the model, together."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in targets.items():
