@@ -144,8 +144,8 @@ def test_no_memory_for_the_copy_is_explained(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_save_is_slow_until_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lockstep.checkpoint.throttle._PIECE_SECONDS", 0)
-    monkeypatch.setattr("lockstep.checkpoint.throttle._RESTS_PER_WORK", 1e9)  # half a second for each megabyte
+    monkeypatch.setattr("lockstep.checkpoint.throttle._MIN_WORK_SECONDS", 0)
+    monkeypatch.setattr("lockstep.checkpoint.throttle._PAUSE_PER_CPU_SECOND", 1e9)  # half a second for each megabyte
     began = time.monotonic()
     with Saver() as saver:
         saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(8 << 20)))

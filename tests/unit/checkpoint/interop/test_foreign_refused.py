@@ -161,7 +161,7 @@ def write_entries(path: Path, content: bytes, **others: bytes) -> None:
 def test_a_small_archive_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_entries(tmp_path / "a.pt", b"\x80\x02" + b"N0" * (1 << 23) + b"}.")  # minutes of looking through it
     refuse(tmp_path / "a.pt", "would take 16,777,220 bytes when unpacked")
-    monkeypatch.setattr("lockstep.checkpoint.interop.pickled._MOST_UNPACKED", 100_000)
+    monkeypatch.setattr("lockstep.checkpoint.interop.pickled._MAX_UNPACKED_BYTES", 100_000)
     write_entries(tmp_path / "a.pt", b"\x80\x02}.", data=bytes(200_000))
     refuse(tmp_path / "a.pt", "bytes when unpacked")
 
