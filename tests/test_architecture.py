@@ -41,7 +41,7 @@ PURE = (
     "lockstep.devices.visible",
     "lockstep.comm.bootstrap.identity",
     "lockstep.comm.bootstrap.node_list",
-    "lockstep.comm.slices",
+    "lockstep.comm.segments",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
     "lockstep.shards.tree",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.file_layout import Layout
 from lockstep.shards import add_in_tree_order
 
 WORLDS = (2, 3, 4)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
 
 from lockstep.comm.shm import rendezvous
-from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.file_layout import Layout
 from lockstep.errors import GroupError, PeerLostError
 
 # -- At the end of a script --------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
-from lockstep.comm.shm import layout, rendezvous
+from lockstep.comm.shm import file_layout, rendezvous
 from lockstep.comm.shm.host import host_identity
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.errors import GroupError
@@ -163,8 +163,8 @@ def test_tensors_of_a_group_give_their_memory_back_and_outlive_it(tmp_path: Path
 
 
 def test_a_heap_that_is_full_is_an_error_and_lengths_that_recur_do_not_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_HEAP_SPAN", 4 * MEGABYTE)
-    plan = layout.Layout(1)
+    monkeypatch.setattr(file_layout, "_HEAP_SPAN", 4 * MEGABYTE)
+    plan = file_layout.Layout(1)
     memory = Memory(create_file(plan), plan, 0)
     try:
         for _ in range(10):

@@ -16,7 +16,7 @@ from tests.process.ranks import Rank, Ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.file_layout import Layout
 
 SIZE = 3
 ODD = 1

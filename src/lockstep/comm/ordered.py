@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import check_summable, joined_world, write_back
-from lockstep.comm.ordered_stream import FlatReduction, Layout, OrderedStream, flatten_reduction
+from lockstep.comm.ordered_messages import FlatReduction, Layout, OrderedStream, flatten_reduction
 from lockstep.comm.ring import resolved
 from lockstep.comm.same_call import describe_use, require_same_call
+from lockstep.comm.segments import Holding, check_holdings, check_layout
 from lockstep.comm.shm import ShmProcessGroup
-from lockstep.comm.slices import Holding, check_holdings, check_layout
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node
 

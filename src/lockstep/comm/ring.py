@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
 from lockstep.comm.same_call import describe_use, require_same_call
-from lockstep.comm.slices import Transfer, plan_ring, ring_transfers
+from lockstep.comm.segments import Transfer, plan_ring, ring_transfers
 from lockstep.comm.world import World
 
 _CHUNK_BYTES = 2 << 20

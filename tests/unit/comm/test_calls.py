@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
-from lockstep.comm.shm.layout import PAGE
+from lockstep.comm.shm.file_layout import PAGE
 from lockstep.errors import CollectiveMismatchError
 
 ONE = ((torch.float32, torch.Size([2, 3])),)

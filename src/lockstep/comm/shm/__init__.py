@@ -12,7 +12,7 @@ Invariants:
 - Whatever is reduced is added in the order of the tree over ranks. [Note: one order]
 """
 
-from lockstep.comm.shm.agreement import SharedAgreement, meet_on_host
+from lockstep.comm.shm.call_comparer import SharedAgreement, meet_on_host
 from lockstep.comm.shm.group import ShmProcessGroup, meet_as_group
 from lockstep.comm.shm.rendezvous import Apart, Members
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.comm.calls import LONGEST_CALL
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.arguments import copy_into
-from lockstep.comm.shm.layout import FREE, FULL, MAIL, PAGE
+from lockstep.comm.shm.file_layout import FREE, FULL, MAIL, PAGE
 from lockstep.comm.shm.memory import Mapping, Memory
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError

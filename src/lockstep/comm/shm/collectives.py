@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.shm import pipeline
 from lockstep.comm.shm.arithmetic import Reduction, reduce_into, schedule
-from lockstep.comm.shm.exchange import NOWHERE, Exchange
+from lockstep.comm.shm.phases import NOWHERE, Exchange
 from lockstep.comm.shm.pipeline import room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 

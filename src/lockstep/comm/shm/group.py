@@ -41,15 +41,15 @@ from lockstep.comm.shm.arguments import (
     write_back,
 )
 from lockstep.comm.shm.arithmetic import Reduction, reduction, schedule_nodes
-from lockstep.comm.shm.exchange import Exchange
-from lockstep.comm.shm.inner import InnerGroups
-from lockstep.comm.shm.lane import Lane
-from lockstep.comm.shm.layout import Layout
-from lockstep.comm.shm.mailbox import Mailbox
+from lockstep.comm.shm.file_layout import Layout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.phases import Exchange
 from lockstep.comm.shm.pipeline import PartialReduction
+from lockstep.comm.shm.point_to_point import Mailbox
 from lockstep.comm.shm.rendezvous import Apart, Meeting, Members, meet
+from lockstep.comm.shm.torch_backends import InnerGroups
+from lockstep.comm.shm.work_queue import Lane
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.shards.tree import Node

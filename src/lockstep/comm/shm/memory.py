@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, Layout
 from lockstep.errors import GroupError
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>

@@ -18,7 +18,7 @@ from traceback import format_exception
 from typing import Final, final
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.layout import PAGE, ROUND
+from lockstep.comm.shm.file_layout import PAGE, ROUND
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.rendezvous import Meeting
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError

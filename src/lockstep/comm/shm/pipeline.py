@@ -22,7 +22,7 @@ from typing import Final
 from torch import Tensor
 
 from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, schedule
-from lockstep.comm.shm.exchange import Exchange
+from lockstep.comm.shm.phases import Exchange
 
 _ALIGNMENT: Final = 64
 

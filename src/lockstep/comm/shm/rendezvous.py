@@ -33,8 +33,8 @@ from functools import partial
 from torch.distributed import DistNetworkError, Store
 
 from lockstep.comm.shm import memory
+from lockstep.comm.shm.file_layout import Layout
 from lockstep.comm.shm.host import host_identity
-from lockstep.comm.shm.layout import Layout
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")

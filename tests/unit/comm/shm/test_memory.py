@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, Layout
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.errors import GroupError
 

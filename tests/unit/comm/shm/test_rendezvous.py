@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.comm.shm import Members, rendezvous
-from lockstep.comm.shm.layout import Layout
+from lockstep.comm.shm.file_layout import Layout
 from lockstep.errors import GroupError, PeerLostError
 
 LONG = timedelta(seconds=30)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.layout import SEMAPHORE_BYTES
+from lockstep.comm.shm.file_layout import SEMAPHORE_BYTES
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.messages import flatten, post_messages, wait_all, write_back
-from lockstep.comm.slices import Bounds, plan_rounds
+from lockstep.comm.segments import Bounds, plan_rounds
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node, add_in_tree_order
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.slices import (
+from lockstep.comm.segments import (
     Bounds,
     Holding,
     Transfer,

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.comm.shm.channels import Receipt, Receiver, Sender
-from lockstep.comm.shm.lane import Call, Lane
-from lockstep.comm.shm.layout import MAIL
+from lockstep.comm.shm.file_layout import MAIL
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.work_queue import Call, Lane
 from lockstep.errors import GroupError
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from lockstep.comm.shm.lane import Call, Done, Lane
+from lockstep.comm.shm.work_queue import Call, Done, Lane
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 10

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from lockstep.comm.shm.layout import NUM_KINDS, PAGE, SEMAPHORE_BYTES, Layout
+from lockstep.comm.shm.file_layout import NUM_KINDS, PAGE, SEMAPHORE_BYTES, Layout
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
 CACHE_LINE = 64

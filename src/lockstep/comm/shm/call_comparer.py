@@ -7,10 +7,10 @@ from typing import final
 
 from torch.distributed import Store
 
-from lockstep.comm.shm.exchange import Exchange
-from lockstep.comm.shm.layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, Layout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.phases import Exchange
 from lockstep.comm.shm.rendezvous import Apart, Members, meet
 from lockstep.errors import GroupError, PeerLostError
 
