@@ -239,7 +239,7 @@ def test_a_worker_that_exits_is_a_failure() -> None:
 def test_what_cannot_be_sent_is_explained() -> None:
     with pytest.raises(WorkerFailedError, match="returned a lock that cannot be sent"):
         ls.launch(lambda _run: threading.Lock(), devices="cpu")
-    with pytest.raises(TypeError, match="made inside the function"):
+    with pytest.raises(TypeError, match=r"`args\[0\]` is of type _thread.lock.* Create it inside the function"):
         ls.launch(lambda _run, _lock: None, threading.Lock(), devices="cpu")
 
 
@@ -279,6 +279,39 @@ def start_script(tmp_path: Path, argument: str, devices: str) -> subprocess.Pope
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     out, err = start_script(tmp_path, "40", "cpu").communicate(timeout=50)
     assert out.strip() == "[40]", err
+
+
+BACKENDS = """
+import functools, torch
+import torch.backends.cudnn as cudnn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+import lockstep as ls
+
+@functools.lru_cache
+def offset():
+    return 40
+
+def main(run):
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.mkldnn.deterministic = True
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch._dynamo.config.suppress_errors = True
+    with sdpa_kernel(SDPBackend.MATH), cudnn.flags(enabled=False):
+        total = torch.ops.aten.add.Tensor(torch.ones(()), torch.backends.mps.is_available() + offset())
+    return int(total), torch.backends.cudnn.deterministic
+
+print(ls.launch(main, devices="cpu"))
+"""
+
+
+def test_a_function_of_a_script_may_use_torchs_backends(tmp_path: Path) -> None:
+    # They are instances of subclasses of ModuleType, which cloudpickle does not take: "cannot pickle 'CudnnModule'".
+    (tmp_path / "script.py").write_text(BACKENDS)
+    command = [sys.executable, "script.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert found.stdout.strip() == "[(41, True)]", found.stderr
 
 
 @pytest.mark.parametrize(
@@ -366,9 +399,11 @@ def test_an_interrupt_while_a_worker_starts_leaves_none(
 NOTEBOOK = """
 import code
 cell = '''
+import torch
 import lockstep as ls
 offset = 5
 def work(run):
+    torch.backends.cudnn.benchmark = False
     return run.rank + offset
 print(ls.launch(work, devices="cpu"))
 '''

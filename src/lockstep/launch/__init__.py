@@ -7,7 +7,7 @@ runs where is the file:
     launcher    launcher.py              scripts.py, sessions.py, output.py, signals.py, store.py
     worker      worker.py                script_entry.py, then the script
     guardian                             guardian.py
-    crosses     messages.py              environment.py
+    crosses     messages.py, pickling.py environment.py
 
 Invariants: no worker outlives the launcher, however the launcher ends; two launches never clash, because the kernel
 picks the port and the launcher holds it; the first failure in time is the one that is reported.

@@ -154,13 +154,7 @@ def call_on_workers(
     """Do what `launch` does where no other launcher has started workers; raise what it raises."""
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), _NUM_DESCRIPTORS)
-    try:
-        call = pack_call(function, args, kwargs)
-    except Exception as error:
-        raise TypeError(
-            f"{function!r} cannot be sent to workers ({error}). Open files, locks, generators and the like must be "
-            "made inside the function."
-        ) from error
+    call = pack_call(function, args, kwargs)
     with ExitStack() as stack:
         handing_on = stack.enter_context(HandingOn())
         store = open_store()

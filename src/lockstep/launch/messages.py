@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import cloudpickle
 import torch
+
+from lockstep.launch.pickling import pack
+from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_result, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +77,39 @@ class Report:
 
 
 def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call; a function of a script or a notebook cell is taken by value."""
-    packed: bytes = cloudpickle.dumps((function, args, dict(kwargs)))
-    return packed
+    """Pickle a call; a function of a script or a notebook cell is sent by value.
+
+    Raises:
+        TypeError: Something in it cannot be pickled.
+    """
+    try:
+        return pack((function, args, dict(kwargs)))
+    except Exception as error:
+        found = find_in_call(function, args, kwargs)
+        raise TypeError(
+            f"`{name_of(function)}` cannot be sent to the workers. {_say_where(found, error)} "
+            "Create it inside the function, or in another module that the function imports."
+        ) from error
+
+
+def pack_result(result: object) -> bytes:
+    """Pickle what a function has returned.
+
+    Raises:
+        TypeError: Something in it cannot be pickled.
+    """
+    try:
+        return pack(result)
+    except Exception as error:
+        raise TypeError(
+            f"The function returned a {type(result).__name__} that cannot be sent to the launcher. "
+            f"{_say_where(find_in_result(result), error)} Return numbers, text, containers or CPU tensors."
+        ) from error
+
+
+def _say_where(found: Unpicklable | None, error: Exception) -> str:
+    text = f"It cannot be pickled: {error}" if found is None else found.describe()
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def write_down(stream: BinaryIO, search_path: list[str], assignment: Assignment) -> None:

@@ -10,13 +10,13 @@ import time
 import traceback
 from typing import BinaryIO
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import destroy_process_group, init_process_group, say_goodbye, tell_peers
 from lockstep.comm.bootstrap.process_group import choose_backend
-from lockstep.launch.messages import Assignment, Report, Run, write_up
+from lockstep.launch.messages import Assignment, Report, Run, pack_result, write_up
+from lockstep.launch.pickling import pack
 from lockstep.processes.lifetime import die_with_parent, keep_freed_memory
 from lockstep.processes.reproducibility import seed_generators
 
@@ -86,9 +86,9 @@ def _watch_launcher(lifeline_descriptor: int, released: threading.Event) -> None
 def _run(assignment: Assignment) -> Report:
     try:
         run = _set_up(assignment)
-        function, args, kwargs = cloudpickle.loads(assignment.call)
+        function, args, kwargs = pickle.loads(assignment.call)  # noqa: S301 - from our parent, as above
         result = function(run, *args, **kwargs)
-        packed = _pack_result(result)
+        packed = pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         failed_at = time.monotonic()  # first of all, for it says who was the cause
         report = _failure(assignment.rank, error, failed_at)
@@ -115,21 +115,10 @@ def _set_up(assignment: Assignment) -> Run:
     return Run(rank=assignment.rank, world_size=assignment.world_size, local_rank=assignment.rank, device=device)
 
 
-def _pack_result(result: object) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        raise TypeError(
-            f"The function returned a {type(result).__name__} that cannot be sent to the launcher ({error}). "
-            "Return numbers, text, containers or CPU tensors."
-        ) from error
-    return packed
-
-
 def _failure(rank: int, error: BaseException, failed_at: float) -> Report:
     try:
-        packed = cloudpickle.dumps(error)
-        cloudpickle.loads(packed)
+        packed = pack(error)
+        pickle.loads(packed)  # noqa: S301 - our own
     except Exception:  # noqa: BLE001 - whatever a user's exception does when pickled, its text is still sent
         packed = None
     # The first frame is this module's; a reader wants their own.

@@ -1,0 +1,122 @@
+"""Pickling what is sent between the launcher and its workers: cloudpickle, and what it cannot pickle by itself.
+
+cloudpickle sends functions and classes of a script or a notebook cell by value, with the global variables that they
+use. Among those are often objects that belong to an imported module and cannot be pickled, or only as copies. They are
+sent as a reference, the name of the module and of the attribute, like functions that are imported:
+
+    modules that are instances of a subclass of ModuleType         torch.backends.cudnn, torch._dynamo.config
+    modules that cannot be imported under their own name           torch.ops.aten
+    operators                                                      torch.ops.aten.add, torch.ops.aten.add.Tensor
+    classes that have another name in their module                 torch.nn.attention.SDPBackend
+    torch's default generators                                     torch.default_generator
+"""
+
+import functools
+import importlib
+import io
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol, final
+
+import cloudpickle
+import torch
+
+_MAIN = frozenset({"__main__", "__mp_main__"})
+"""The started script, which is another one in a worker."""
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+_CACHED_FUNCTION = type(functools.cache(len))
+
+
+class Writable(Protocol):
+    """What a pickle is written to."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take the next bytes."""
+
+
+def pack(value: object) -> bytes:
+    """Pickle a value for another process of the launch."""
+    stream = io.BytesIO()
+    pack_into(stream, value)
+    return stream.getvalue()
+
+
+def pack_into(stream: Writable, value: object) -> None:
+    """Pickle a value into a stream."""
+    _Pickler(stream).dump(value)
+
+
+@final
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, which asks this before its own rules."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce(obj)
+        return super().reducer_override(obj) if reduced is None else reduced
+
+
+def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Return the function that makes `obj` in the other process, and its arguments; None if cloudpickle knows."""
+    if isinstance(obj, ModuleType):
+        is_ordinary = type(obj) is ModuleType and sys.modules.get(obj.__name__) is obj
+        return None if is_ordinary else _refer_to(obj)
+    if isinstance(obj, type):
+        return None if _is_found_by_name(obj) else _refer_to(obj)
+    if isinstance(obj, _OPERATORS):
+        return _resolve, ("torch.ops", str(obj))
+    if obj is torch.default_generator:
+        return _resolve, ("torch", "default_generator")
+    if isinstance(obj, functools.cached_property):  # it holds a lock before Python 3.12
+        return _make_cached_property, (obj.func, obj.attrname)
+    # pickle sends its name alone, which is not found in the worker.
+    if isinstance(obj, _CACHED_FUNCTION) and (obj.__module__ in _MAIN or "<locals>" in obj.__qualname__):
+        return _make_lru_cache, (obj.__wrapped__, obj.cache_parameters())
+    return None
+
+
+def _is_found_by_name(cls: type) -> bool:
+    """Whether a class is in its module under its name, or is one that cloudpickle sends by value."""
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__ in _MAIN or "<locals>" in cls.__qualname__:
+        return True
+    found: Any = module
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is cls
+
+
+def _refer_to(obj: object) -> tuple[Callable[..., Any], tuple[str, str]] | None:
+    """Return the module that is `obj`, or that has it as an attribute; None if there is none."""
+    modules = {name: module for name, module in sys.modules.copy().items() if name not in _MAIN}
+    for name, module in modules.items():
+        if module is obj:
+            return _resolve, (name, "")
+    # The module that it names comes first: others may have imported it from there.
+    own = getattr(obj, "__module__", None) or getattr(obj, "__name__", "").rpartition(".")[0]
+    for name in (own, *modules) if own in modules else modules:
+        for attribute, value in list(getattr(modules[name], "__dict__", {}).items()):
+            if value is obj:
+                return _resolve, (name, attribute)
+    return None
+
+
+def _resolve(module: str, path: str) -> object:
+    """Return a module, or what has this dotted path in it."""
+    importlib.import_module(module)
+    found: Any = sys.modules[module]  # a module may have put another object in its place
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def _make_lru_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function with an empty cache."""
+    cached: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return cached
+
+
+def _make_cached_property(function: Callable[[Any], Any], name: str) -> "functools.cached_property[Any]":
+    found = functools.cached_property(function)
+    found.__set_name__(object, name)
+    return found

@@ -1,0 +1,205 @@
+"""What is sent to a worker by name, and the message about what cannot be sent at all."""
+
+import colorsys
+import functools
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from lockstep.launch.messages import pack_call, pack_result
+from lockstep.launch.pickling import pack
+
+STATE = types.SimpleNamespace(name="a", tools=[1, {"lock": threading.Lock()}])
+
+
+WALK = """
+import contextlib, importlib, pickle, pkgutil, sys, types, warnings
+import torch
+from lockstep.launch.pickling import pack
+warnings.simplefilter("ignore")
+def load(package):
+    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if found.name.rpartition(".")[2].startswith("_") or "testing" in found.name:
+            continue
+        with contextlib.suppress(Exception):  # it needs something that is not installed here
+            module = importlib.import_module(found.name)
+            if found.ispkg:
+                load(module)
+load(torch)
+modules = {name: module for name, module in sys.modules.items() if name.startswith("torch")}
+wrong = [name for name, module in modules.items() if pickle.loads(pack(module)) is not module]
+odd = [name for name, module in modules.items() if type(module) is not types.ModuleType]
+print(len(modules), len(odd), wrong)
+"""
+
+
+def test_every_module_of_torch_is_sent_by_name() -> None:
+    found = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True, check=True).stdout
+    num_modules, num_odd, wrong = found.splitlines()[-1].split(maxsplit=2)  # some modules print
+    assert int(num_modules) > 1000
+    assert int(num_odd) > 10
+    assert wrong == "[]"
+
+
+REFERENCES = {
+    "aten": torch.ops.aten,
+    "packet": torch.ops.aten.add,
+    "overload": torch.ops.aten.add.Tensor,
+    "default overload": torch.ops.aten.relu.default,
+    "classes": torch.classes,
+    "namespace of classes": torch.classes.quantized,
+    "cudnn": torch.backends.cudnn,
+    "module behind cudnn": vars(torch.backends.cudnn)["m"],
+    "rnn": torch.backends.cudnn.rnn,
+    "config": torch.compiler.config,
+    "method of a config": getattr(torch.compiler.config, "patch"),  # noqa: B009 - it is made at run time
+    "class of another name": SDPBackend,
+    "member of it": SDPBackend.MATH,
+    "built-in submodule": torch._C._functions,
+    "default generator": torch.default_generator,
+    "dtype": torch.float32,
+    "function": torch.nn.functional.gelu,
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_what_belongs_to_torch_is_the_same_object_after_it_was_sent(name: str) -> None:
+    assert pickle.loads(pack(REFERENCES[name])) == REFERENCES[name]
+
+
+def test_a_fresh_process_finds_what_was_sent_by_name() -> None:
+    program = "import pickle, sys; print(*map(type, pickle.load(sys.stdin.buffer).values()), sep='\\n')"
+    names = ("aten", "packet", "overload", "namespace of classes", "rnn", "config", "class of another name")
+    packed = pack({name: REFERENCES[name] for name in names})
+    found = subprocess.run([sys.executable, "-c", program], input=packed, capture_output=True, check=True).stdout
+    assert found.decode().splitlines() == [str(type(REFERENCES[name])) for name in names]
+
+
+def test_a_module_that_no_name_leads_to_is_sent_by_value() -> None:
+    made = types.ModuleType("made_at_run_time")
+    made.number = 3  # type: ignore[attr-defined]
+    assert pickle.loads(pack(made)).number == 3
+
+
+def test_a_module_that_is_registered_to_go_by_value_does() -> None:
+    cloudpickle.register_pickle_by_value(colorsys)
+    try:
+        assert pickle.loads(pack(colorsys)) is not colorsys
+    finally:
+        cloudpickle.unregister_pickle_by_value(colorsys)
+
+
+def test_a_cached_function_of_a_script_arrives_with_an_empty_cache(tmp_path: Path) -> None:
+    # It was sent as a name in the script, which the worker does not have.
+    (tmp_path / "script.py").write_text(
+        "import functools, sys\n"
+        "from lockstep.launch.pickling import pack\n"
+        "@functools.lru_cache(maxsize=7)\n"
+        "def square(x): return x * x\n"
+        "class Holder:\n"
+        "    @functools.cached_property\n"
+        "    def nine(self): return square(3)\n"
+        "square(2)\n"
+        "sys.stdout.buffer.write(pack((square, Holder())))\n"
+    )
+    packed = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, check=True).stdout
+    square, holder = pickle.loads(packed)
+    assert square.cache_info() == (0, 0, 7, 0)
+    assert holder.nine == holder.nine == 9
+    assert square.cache_info().misses == 1
+
+
+def test_a_cached_function_of_a_module_is_sent_by_name() -> None:
+    assert pickle.loads(pack(cached)) is cached
+
+
+@functools.cache
+def cached(x: int) -> int:
+    return x
+
+
+def helper() -> object:
+    return STATE
+
+
+def calls_helper(run: object) -> object:
+    return local(helper)() if run else None
+
+
+def local(function: Any) -> Any:
+    return function
+
+
+def as_script(function: Any) -> Any:
+    """The function as a script's own, which is sent by value."""
+    names = ("STATE", "helper", "calls_helper", "local")
+    space: dict[str, Any] = {"__name__": "__main__", "STATE": STATE}
+    for name in names[1:]:
+        space[name] = types.FunctionType(globals()[name].__code__, space, name)
+        space[name].__module__ = "__main__"
+    return space[function.__name__]
+
+
+def message(function: Any, *args: object, **kwargs: object) -> str:
+    with pytest.raises(TypeError) as caught:
+        pack_call(function, args, kwargs)
+    return str(caught.value)
+
+
+def test_a_message_names_the_global_variable_and_the_function_that_uses_it() -> None:
+    said = message(as_script(calls_helper))
+    assert said.startswith(
+        "`calls_helper` cannot be sent to the workers. The global variable `STATE.tools[1]['lock']` that `helper` uses "
+        "is of type _thread.lock: cannot pickle '_thread.lock' object. "
+    )
+    assert "inside the function" in said
+
+
+def test_a_message_names_the_argument() -> None:
+    assert "The positional argument `args[1]` is of type _thread.lock" in message(calls_helper, 0, threading.Lock())
+    assert "The argument `guard` is of type _thread.lock" in message(calls_helper, guard=threading.Lock())
+
+
+def test_a_message_names_a_variable_around_the_function_a_default_and_an_attribute() -> None:
+    lock = threading.Lock()
+    queue = multiprocessing.get_context("spawn").Queue()
+
+    def closure(run: object) -> object:
+        return lock
+
+    def default(run: object, guard: object = lock) -> object:
+        return guard
+
+    class Holder:
+        shared = queue
+
+        def __call__(self, run: object) -> None: ...
+
+    assert "The variable `lock` around `closure` that it uses is of type _thread.lock" in message(closure)
+    assert "A default value of an argument of `default`" in message(default)
+    assert "The attribute `Holder.shared` is of type multiprocessing.queues.Queue" in message(Holder())
+    queue.close()
+
+
+def test_a_message_does_not_go_into_the_variables_of_a_library() -> None:
+    compiled = torch.compile(lambda x: x, backend="eager")
+
+    def uses_compiled(run: object) -> object:
+        return compiled
+
+    assert "The variable `compiled` around `uses_compiled`" in message(uses_compiled)
+
+
+def test_a_message_names_the_part_of_a_result() -> None:
+    with pytest.raises(TypeError, match=r"a dict that cannot be sent .*\. The `result\['x'\]` is of type _thread.lock"):
+        pack_result({"x": threading.Lock()})
