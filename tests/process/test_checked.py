@@ -212,8 +212,8 @@ def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
 def test_agreement_does_not_use_the_default_device() -> None:
     # Gloo has no tensors on "meta", and that was taken for the loss of a rank.
     with torch.device("meta"):
-        agreement = checked.GlooAgreement(dist.HashStore(), 0, timedelta(seconds=5), [0])
-        agreement.agree(b"barrier()")
+        agreement = checked.GlooComparer(dist.HashStore(), 0, timedelta(seconds=5), [0])
+        agreement.compare_calls(b"barrier()")
         agreement.close()
 
 

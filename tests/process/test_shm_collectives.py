@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from lockstep.comm.shm.file_layout import Layout
+from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.shards import add_in_tree_order
 
 WORLDS = (2, 3, 4)
@@ -92,7 +92,7 @@ def operations_of(dtype: torch.dtype) -> list[Any]:
 def lengths_near_a_switch(size: int) -> list[int]:
     """Lengths in float32 elements, on both sides of every power of two at which the path may change."""
     near = [(1 << power) // 4 + step for power in range(14, 22) for step in (-1, 0, 1)]
-    chunk = Layout(size).outbox_bytes // 4
+    chunk = FileLayout(size).send_buffer_bytes // 4
     return [0, 1, 2, 3, 5, 63, 64, 65, 1000, *near, chunk - 1, chunk + 1, 2 * chunk + size + 1]
 
 
@@ -432,7 +432,7 @@ def broadcast_gives_the_roots_values(rank: int, size: int, group: Any) -> Claims
         tensor = whole(rank, 33).to(dtype)
         dist.broadcast(tensor, size - 1, group)
         yield f"{dtype}", tensor, whole(size - 1, 33).to(dtype)
-    outbox = Layout(size).outbox_bytes
+    outbox = FileLayout(size).send_buffer_bytes
     for length in (0, 1, outbox - 1, outbox, 2 * outbox + 1):
         for root in range(size):
             tensor = whole(rank, min(length, 1000), torch.uint8).repeat(-(-length // 1000))[:length]
@@ -445,7 +445,7 @@ def broadcast_gives_the_roots_values(rank: int, size: int, group: Any) -> Claims
 
 
 def reduce_gives_the_root_the_reduction(rank: int, size: int, group: Any) -> Claims:
-    for length in (0, 5, 2 * Layout(size).outbox_bytes // 4 + 1):
+    for length in (0, 5, 2 * FileLayout(size).send_buffer_bytes // 4 + 1):
         values = [wild(other, length) for other in range(size)]
         for root in range(size):
             tensor = values[rank].clone()
@@ -471,7 +471,7 @@ def all_gather_collects_every_rank(rank: int, size: int, group: Any) -> Claims:
             output = torch.zeros(shape, dtype=dtype)
             dist.all_gather_into_tensor(output, values[rank], group)
             yield f"tensor {shape} of {dtype}", output.view(-1), torch.stack(values).view(-1)
-    for length in (0, 1, Layout(size).outbox_bytes + 1):
+    for length in (0, 1, FileLayout(size).send_buffer_bytes + 1):
         values = [wild(other, -(-length // 8), torch.float64) for other in range(size)]
         outputs = [torch.zeros_like(value) for value in values]
         dist.all_gather(outputs, values[rank], group)
@@ -511,7 +511,7 @@ def gathers_of_several_tensors(rank: int, size: int, group: Any) -> Claims:
 
 
 def reduce_scatter_gives_every_rank_its_piece(rank: int, size: int, group: Any) -> Claims:
-    for length in (0, 1, 5, 1000, Layout(size).outbox_bytes // 4 + 1):
+    for length in (0, 1, 5, 1000, FileLayout(size).send_buffer_bytes // 4 + 1):
         values = [wild(other, size * length) for other in range(size)]
         expected = tree_sum(values).view(size, length)[rank]
         output = torch.zeros(length)
@@ -538,7 +538,7 @@ def all_to_all_exchanges_pieces(rank: int, size: int, group: Any) -> Claims:
     def piece(source: int, target: int, scale: int = 1) -> Tensor:
         return wild(10 * source + target, scale * ((source + 2 * target) % 4))
 
-    for scale in (1, Layout(size).outbox_bytes // 8):
+    for scale in (1, FileLayout(size).send_buffer_bytes // 8):
         inputs = [piece(rank, other, scale) for other in range(size)]
         expected = [piece(other, rank, scale) for other in range(size)]
         outputs = [torch.zeros_like(value) for value in expected]
@@ -569,7 +569,7 @@ def all_to_all_exchanges_pieces(rank: int, size: int, group: Any) -> Claims:
 
 
 def gather_and_scatter_have_a_root(rank: int, size: int, group: Any) -> Claims:
-    for length in (0, 1, 7, Layout(size).outbox_bytes // 4 + 3):
+    for length in (0, 1, 7, FileLayout(size).send_buffer_bytes // 4 + 3):
         values = [wild(other, length) for other in range(size)]
         for root in {0, size - 1}:
             outputs = [torch.zeros(length) for _ in range(size)] if rank == root else None
@@ -676,7 +676,7 @@ def messages_find_the_receive_with_their_tag(rank: int, size: int, group: Any) -
 
 
 def messages_of_every_kind(rank: int, size: int, group: Any) -> Claims:
-    slot = Layout(size).slot_bytes
+    slot = FileLayout(size).slot_bytes
     kinds = [whole(1, 33).to(dtype) for dtype in (*FLOATS, *INTEGERS, *COMPLEX, *ONLY_MOVED)]
     kinds += [torch.zeros(0), torch.ones(2, 0), torch.tensor(3), whole(2, (4, 6)).T]
     kinds += [whole(3, length, torch.uint8) for length in (slot - 1, slot, slot + 1, 2 * slot, 2 * slot + 1, 5 * slot)]
@@ -834,7 +834,7 @@ def a_callback_may_communicate(rank: int, size: int, group: Any) -> Claims:
         dist.all_reduce(tensor, group=group)
         return tensor
 
-    def settle(future: Any, what: str) -> Tensor:
+    def complete(future: Any, what: str) -> Tensor:
         deadline = time.monotonic() + WAIT_SECONDS
         while not future.done() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -843,10 +843,10 @@ def a_callback_may_communicate(rank: int, size: int, group: Any) -> Claims:
         return value
 
     for callback in (waits_for_a_future, waits_for_a_call):
-        value = settle(start().then(callback), callback.__name__)
+        value = complete(start().then(callback), callback.__name__)
         yield callback.__name__, value, torch.full((3,), float(size**2))
     first, second = start(), start()
-    value = settle(first.then(lambda _: second.wait()[0]), "a callback that waits for the next call")
+    value = complete(first.then(lambda _: second.wait()[0]), "a callback that waits for the next call")
     yield "waits for the next call", value, torch.full((3,), float(size))
 
 

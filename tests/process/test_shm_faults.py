@@ -18,11 +18,11 @@ import torch.distributed as dist
 from tests.process.ranks import CPU, Posts, Rank, Ranks, mixed_calls
 from torch.utils.data import DataLoader
 
-from lockstep.comm import tell_peers
+from lockstep.comm import report_failure
 from lockstep.comm.shm import semaphores
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 
-Call = Callable[[], Any]
+QueuedWork = Callable[[], Any]
 MANY = (5 << 20) // 4
 """float32 elements of 5 MB: more than an outbox, so several rounds; and several chunks of a message."""
 NOTICED_WITHIN = 1.0
@@ -34,22 +34,22 @@ AT_ONCE = 0.25
 # -- A peer is killed --------------------------------------------------------------------------------------------------
 
 
-def all_reduce(rank: Rank, victim: int, group: Any) -> Call:
+def all_reduce(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(4)
     return lambda: dist.all_reduce(tensor)
 
 
-def all_reduce_of_many(rank: Rank, victim: int, group: Any) -> Call:
+def all_reduce_of_many(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     return lambda: dist.all_reduce(tensor)
 
 
-def all_reduce_in_place(rank: Rank, victim: int, group: Any) -> Call:
+def all_reduce_in_place(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = group.allocate_tensor(MANY, dtype=torch.float32, device=CPU)
     return lambda: dist.all_reduce(tensor)
 
 
-def all_reduce_async(rank: Rank, victim: int, group: Any) -> Call:
+def all_reduce_async(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
 
     def call() -> None:
@@ -59,68 +59,68 @@ def all_reduce_async(rank: Rank, victim: int, group: Any) -> Call:
     return call
 
 
-def broadcast(rank: Rank, victim: int, group: Any) -> Call:
+def broadcast(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     return lambda: dist.broadcast(tensor, victim)
 
 
-def reduce(rank: Rank, victim: int, group: Any) -> Call:
+def reduce(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     return lambda: dist.reduce(tensor, (victim + 1) % rank.size)
 
 
-def all_gather(rank: Rank, victim: int, group: Any) -> Call:
+def all_gather(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     outputs = [torch.empty(MANY) for _ in range(rank.size)]
     return lambda: dist.all_gather(outputs, tensor)
 
 
-def reduce_scatter(rank: Rank, victim: int, group: Any) -> Call:
+def reduce_scatter(rank: Rank, victim: int, group: Any) -> QueuedWork:
     output, whole = torch.empty(MANY), torch.ones(rank.size * MANY)
     return lambda: dist.reduce_scatter_single(output, whole)
 
 
-def all_to_all(rank: Rank, victim: int, group: Any) -> Call:
+def all_to_all(rank: Rank, victim: int, group: Any) -> QueuedWork:
     output, whole = torch.empty(rank.size * MANY), torch.ones(rank.size * MANY)
     return lambda: dist.all_to_all_single(output, whole)
 
 
-def gather(rank: Rank, victim: int, group: Any) -> Call:
+def gather(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor, root = torch.ones(MANY), (victim + 1) % rank.size
     outputs = [torch.empty(MANY) for _ in range(rank.size)] if rank.number == root else None
     return lambda: dist.gather(tensor, outputs, root)
 
 
-def scatter(rank: Rank, victim: int, group: Any) -> Call:
+def scatter(rank: Rank, victim: int, group: Any) -> QueuedWork:
     output = torch.empty(MANY)
     inputs = [torch.ones(MANY) for _ in range(rank.size)] if rank.number == victim else None
     return lambda: dist.scatter(output, inputs, victim)
 
 
-def barrier(rank: Rank, victim: int, group: Any) -> Call:
+def barrier(rank: Rank, victim: int, group: Any) -> QueuedWork:
     return dist.barrier
 
 
-def objects(rank: Rank, victim: int, group: Any) -> Call:
+def objects(rank: Rank, victim: int, group: Any) -> QueuedWork:
     found: list[Any] = [None] * rank.size
     return lambda: dist.all_gather_object(found, {"rank": rank.number})
 
 
-def send(rank: Rank, victim: int, group: Any) -> Call:
+def send(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     if rank.number == victim:
         return lambda: [dist.recv(tensor, peer) for peer in range(rank.size) if peer != victim]
     return lambda: dist.send(tensor, victim)
 
 
-def recv(rank: Rank, victim: int, group: Any) -> Call:
+def recv(rank: Rank, victim: int, group: Any) -> QueuedWork:
     tensor = torch.ones(MANY)
     if rank.number == victim:
         return lambda: [dist.send(tensor, peer) for peer in range(rank.size) if peer != victim]
     return lambda: dist.recv(tensor, victim)
 
 
-def recv_from_any(rank: Rank, victim: int, group: Any) -> Call:
+def recv_from_any(rank: Rank, victim: int, group: Any) -> QueuedWork:
     if rank.number == victim:
         return recv(rank, victim, group)
     tensor = torch.ones(MANY)
@@ -145,7 +145,7 @@ class Loss:
     """The text."""
 
 
-def lose(call: Call, attempts: int = 3) -> Loss:
+def lose(call: QueuedWork, attempts: int = 3) -> Loss:
     """Make a call until a rank is lost: a survivor that the victim had told its part completes the first."""
     for _ in range(attempts):
         try:
@@ -156,7 +156,7 @@ def lose(call: Call, attempts: int = 3) -> Loss:
 
 
 def call_until_lost(
-    rank: Rank, prepare: Callable[[Rank, int, Any], Call], victim: int, when: str
+    rank: Rank, prepare: Callable[[Rank, int, Any], QueuedWork], victim: int, when: str
 ) -> tuple[Loss, float, Loss]:
     """Make a call once, and then with a victim that never makes it, or stops before the last word of its part."""
     call = prepare(rank, victim, rank.join())
@@ -179,7 +179,7 @@ def call_until_lost(
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("prepare", CALLS, ids=lambda call: call.__name__)
 def test_every_survivor_learns_in_time_which_rank_was_killed(
-    prepare: Callable[[Rank, int, Any], Call], size: int, tmp_path: Path
+    prepare: Callable[[Rank, int, Any], QueuedWork], size: int, tmp_path: Path
 ) -> None:
     for when, victim in (("before the call", 0), ("within the call", size - 1)):
         with Ranks(tmp_path, size, call_until_lost, prepare, victim, when) as ranks:
@@ -337,7 +337,7 @@ def test_a_message_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> Non
 # -- A peer is interrupted ---------------------------------------------------------------------------------------------
 
 
-def be_interrupted(rank: Rank, prepare: Callable[[Rank, int, Any], Call]) -> Any:
+def be_interrupted(rank: Rank, prepare: Callable[[Rank, int, Any], QueuedWork]) -> Any:
     """Make a call that rank 1 makes only when rank 0 was interrupted in it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     call = prepare(rank, 1, rank.join())
@@ -359,7 +359,7 @@ def be_interrupted(rank: Rank, prepare: Callable[[Rank, int, Any], Call]) -> Any
     ids=lambda call: call.__name__,
 )
 def test_a_rank_that_is_interrupted_stops_at_once_and_the_others_get_an_error(
-    prepare: Callable[[Rank, int, Any], Call], tmp_path: Path
+    prepare: Callable[[Rank, int, Any], QueuedWork], tmp_path: Path
 ) -> None:
     with Ranks(tmp_path, 2, be_interrupted, prepare) as ranks:
         ranks.hear(0)
@@ -423,7 +423,7 @@ def have_children(rank: Rank) -> None:
             dist.all_reduce(torch.ones(1))
 
     def fail() -> None:
-        tell_peers(ValueError("of a child"))
+        report_failure(ValueError("of a child"))
 
     def write() -> None:
         # What a child wrote once was in its parent's tensor, and what it was given was its parent's to give.

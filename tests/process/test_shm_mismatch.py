@@ -16,7 +16,7 @@ from tests.process.ranks import Rank, Ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.comm.shm.file_layout import Layout
+from lockstep.comm.shm.file_layout import FileLayout
 
 SIZE = 3
 ODD = 1
@@ -214,7 +214,7 @@ SPLITS: dict[Mistake, str] = {
     all_to_all_with_another_split: "rank 1 sends 8 bytes to rank 2, which expects 4",
     all_to_all_of_another_length: "rank 1 sends 16 bytes to rank 2, which expects 12",
 }
-SLOT = Layout(SIZE).slot_bytes
+SLOT = FileLayout(SIZE).slot_bytes
 
 
 def other_dtype_in_a_message(rank: int, group: Any) -> Any:

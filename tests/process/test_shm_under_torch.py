@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.shm import ShmProcessGroup
+from lockstep.comm.shm.group import ShmProcessGroup
 
 SMALL_BUCKETS_MB = 0.001
 NUM_STEPS = 4

@@ -12,7 +12,7 @@ from lockstep.comm.bootstrap.process_group import destroy_process_group, init_pr
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
 from lockstep.comm.calls import calls_for
-from lockstep.comm.exit_notice import say_goodbye, tell_peers
+from lockstep.comm.exit_notice import report_failure, send_exit_notices
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
 from lockstep.comm.world import World, current_world, group_store
@@ -33,10 +33,10 @@ __all__ = [
     "launched_world",
     "ordered_all_reduce",
     "ordered_hook",
+    "report_failure",
     "ring_all_reduce",
     "ring_hook",
     "runs_in_callers_thread",
-    "say_goodbye",
+    "send_exit_notices",
     "start_broadcast",
-    "tell_peers",
 ]

@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm.checked import CheckedProcessGroup, check_group
-from lockstep.comm.exit_notice import tell_peers_of_uncaught
-from lockstep.comm.shm import Apart, Members, ShmProcessGroup, meet_as_group
+from lockstep.comm.exit_notice import report_uncaught_exceptions
+from lockstep.comm.shm.group import ShmProcessGroup, make_shm_group
+from lockstep.comm.shm.rendezvous import GroupMembers, NotShared
 from lockstep.errors import PeerLostError
 
 
@@ -24,10 +25,10 @@ def register_backends() -> None:
 
 def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGroup:
     """Make the group that torch asks for (collective over its ranks)."""
-    tell_peers_of_uncaught()
+    report_uncaught_exceptions()
     members = _read_members(options)
-    found = meet_as_group(options.store, options.group_rank, options.group_size, options.timeout, members)
-    if not isinstance(found, Apart):
+    found = make_shm_group(options.store, options.group_rank, options.group_size, options.timeout, members)
+    if not isinstance(found, NotShared):
         return found
     if options.group_rank == 0:
         warnings.warn(
@@ -43,14 +44,14 @@ def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> Ch
     `backends` is what `init_process_group` gave as options: a backend for each device. A subgroup gets none, for
     `new_group` hands on the name of the default group's backend but not its options.
     """
-    tell_peers_of_uncaught()
+    report_uncaught_exceptions()
     if backends is None:
         default: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
         backends = default.backend_names
     return check_group(options.store, options.group_rank, options.timeout, backends, _read_members(options))
 
 
-def _read_members(options: Any) -> Members:
+def _read_members(options: Any) -> GroupMembers:
     """Return who the ranks of the group are that torch asks for (local)."""
     names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
 
@@ -58,4 +59,4 @@ def _read_members(options: Any) -> Members:
         default: object = dist.GroupMember.WORLD
         return default.find_lost(names) if isinstance(default, ShmProcessGroup | CheckedProcessGroup) else None
 
-    return Members(names=names, find_lost=find_lost)
+    return GroupMembers(names=names, find_lost=find_lost)

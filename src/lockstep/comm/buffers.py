@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.shm import ShmProcessGroup
+from lockstep.comm.shm.group import ShmProcessGroup
 
 
 def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:

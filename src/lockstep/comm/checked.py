@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import LONGEST_CALL, TORCH_NAMES, describe_call, explain_mismatch
-from lockstep.comm.shm import Members, meet_on_host
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.arithmetic import split_operation
+from lockstep.comm.shm.call_comparer import make_shared_memory_comparer
+from lockstep.comm.shm.rendezvous import GroupMembers
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError, PeerLostError
 
@@ -30,10 +31,10 @@ Result = TypeVar("Result")
 _BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
-class Agreement(Protocol):
+class CallComparer(Protocol):
     """How ranks tell each other what they call."""
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective).
 
         Raises:
@@ -55,7 +56,7 @@ class Agreement(Protocol):
 
 
 @final
-class GlooAgreement:
+class GlooComparer:
     """Agreement of ranks on several hosts."""
 
     def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class GlooAgreement:
         size = len(names)
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("agreement", store), rank, size, timeout)
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective)."""
         mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
         mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
@@ -119,18 +120,18 @@ class CheckedProcessGroup(ProcessGroup):
 
     Args:
         inner: The group that makes the calls.
-        agreement: How ranks agree on a call.
+        comparer: How ranks agree on a call.
         backends: Names of the backends by device, for `backend_names`.
         names: What messages call each rank: its rank in the default group.
     """
 
     def __init__(
-        self, inner: ProcessGroup, agreement: Agreement, backends: Mapping[str, str], names: Sequence[int]
+        self, inner: ProcessGroup, comparer: CallComparer, backends: Mapping[str, str], names: Sequence[int]
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
         self._names = names
-        self._agreement = agreement
+        self._comparer = comparer
         self._broken: GroupError | None = None
         self.backend_names = dict(backends)
         """Backend of each device."""
@@ -139,7 +140,7 @@ class CheckedProcessGroup(ProcessGroup):
             backend = inner._get_backend(place)  # noqa: SLF001 - torch has no public name for it
             self._register_backend(place, _BACKEND_TYPES[name], backend)
         self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
-        self._close = weakref.finalize(self, _close, os.getpid(), agreement, inner)
+        self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner)
 
     def allreduce(self, *arguments: Any) -> Work:
         """Agree, then all-reduce."""
@@ -212,7 +213,7 @@ class CheckedProcessGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
         self._agree_then(call, lambda: None)
 
@@ -240,16 +241,16 @@ class CheckedProcessGroup(ProcessGroup):
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error` (local)."""
-        self._agreement.fail(error)
+        self._comparer.fail(error)
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no call any more, if that is known (local)."""
-        return self._agreement.find_lost(peers) if self._close.alive else None
+        return self._comparer.find_lost(peers) if self._close.alive else None
 
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local)."""
         if self._close.alive:
-            self._agreement.leave()
+            self._comparer.leave()
         self._close()
         self._inner = None
 
@@ -261,12 +262,12 @@ class CheckedProcessGroup(ProcessGroup):
     def _agree_then(self, call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
         try:
-            self._agreement.agree(call)
+            self._comparer.compare_calls(call)
             return action()
         except (KeyboardInterrupt, SystemExit) as error:
             # The others may be in a call that this rank has not made: its next one would meet that.
             self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
-            self._agreement.fail(error)
+            self._comparer.fail(error)
             raise
 
     def _root(self, direction: str, arguments: Sequence[Any]) -> str:
@@ -289,7 +290,7 @@ class CheckedProcessGroup(ProcessGroup):
 
 
 def check_group(
-    store: Store, rank: int, timeout: timedelta, backends: Mapping[str, str], members: Members
+    store: Store, rank: int, timeout: timedelta, backends: Mapping[str, str], members: GroupMembers
 ) -> CheckedProcessGroup:
     """Make a checked group (collective over its ranks).
 
@@ -317,9 +318,9 @@ def check_group(
             made[name] = makers[name](PrefixStore(f"inner/{name}", store))
         inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
     inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
-    shared = meet_on_host(PrefixStore("agreement/shm", store), rank, size, timeout, members)
-    agreement: Agreement = shared if shared is not None else GlooAgreement(store, rank, timeout, members.names)
-    return CheckedProcessGroup(inner, agreement, backends, members.names)
+    shared = make_shared_memory_comparer(PrefixStore("agreement/shm", store), rank, size, timeout, members)
+    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
+    return CheckedProcessGroup(inner, comparer, backends, members.names)
 
 
 def _nccl_options(timeout: timedelta) -> Any:
@@ -328,9 +329,9 @@ def _nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-def _close(pid: int, agreement: Agreement, inner: ProcessGroup) -> None:
+def _close(pid: int, comparer: CallComparer, inner: ProcessGroup) -> None:
     if os.getpid() == pid:  # a forked child has copies of these, but is no member
-        agreement.close()
+        comparer.close()
         inner.shutdown()
 
 

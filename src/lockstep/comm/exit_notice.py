@@ -26,7 +26,7 @@ class Leaves(Protocol):
         """Tell them that this rank makes no more calls."""
 
 
-def say_goodbye() -> None:
+def send_exit_notices() -> None:
     """Tell the other ranks of every group of this process that it makes no more calls (local).
 
     Whoever still calls for it has an error at once, and not when the timeout is up. Groups of torch's own backends say
@@ -38,7 +38,7 @@ def say_goodbye() -> None:
                 group.leave()
 
 
-def tell_peers(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Tell the other ranks of every group of this process that it ends because of `error` (local).
 
     What the first call says stays. Groups of torch's own backends, unless made with `check=True`, say nothing.
@@ -49,7 +49,7 @@ def tell_peers(error: BaseException) -> None:
                 group.fail(error)
 
 
-def tell_peers_of_uncaught() -> None:
+def report_uncaught_exceptions() -> None:
     """Have an exception that ends this process told to its peers; calling it again changes nothing (local)."""
     if not isinstance(sys.excepthook, _TellThenShow):
         sys.excepthook = _TellThenShow(sys.excepthook)
@@ -63,5 +63,5 @@ class _TellThenShow:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        tell_peers(error)
+        report_failure(error)
         self._previous(kind, error, traceback)

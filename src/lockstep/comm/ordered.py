@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import check_summable, joined_world, write_back
-from lockstep.comm.ordered_messages import FlatReduction, Layout, OrderedStream, flatten_reduction
+from lockstep.comm.ordered_messages import FlatReduction, OrderedMessages, PartialLayout, flatten_reduction
 from lockstep.comm.ring import resolved
 from lockstep.comm.same_call import describe_use, require_same_call
-from lockstep.comm.segments import Holding, check_holdings, check_layout
-from lockstep.comm.shm import ShmProcessGroup
+from lockstep.comm.segments import HeldPartials, check_held_partials, check_layout
+from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node
 
@@ -44,7 +44,7 @@ def ordered_all_reduce(
     *,
     num_shards: int | None = None,
     out: Tensor | None = None,
-    layout: Layout | None = None,
+    layout: PartialLayout | None = None,
 ) -> Tensor:
     """Sum over the ranks of `group` in the order of the tree over shards (collective: every rank of the group calls).
 
@@ -93,7 +93,7 @@ def ordered_all_reduce(
         return inputs.out
     require_same_call(call, inputs.out.device, world)
     if inputs.out.numel() > 0:
-        stream = OrderedStream(world, inputs.num_shards)
+        stream = OrderedMessages(world, inputs.num_shards)
         stream.start(inputs.partials, inputs.out, layout)
         stream.finish()
     return inputs.out
@@ -132,10 +132,10 @@ class OrderedReductions:
         self._world = world
         self._num_shards = num_shards
         self._one_each = [[(rank, rank + 1)] for rank in range(world.world_size)]
-        self._stream = OrderedStream(world, num_shards)
+        self._stream = OrderedMessages(world, num_shards)
 
     def start(
-        self, partials: Mapping[Node, Tensor], out: Tensor, layout: Layout, *, waits: bool
+        self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout, *, waits: bool
     ) -> Callable[[], object]:
         """Start one (collective: every rank of the group calls); return what waits until it is in its place.
 
@@ -165,7 +165,7 @@ class OrderedReductions:
         return finish
 
 
-def _is_one_addition(out: Tensor, layout: Layout) -> bool:
+def _is_one_addition(out: Tensor, layout: PartialLayout) -> bool:
     """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
     return [len(nodes) for nodes in layout] == [1, 1] and out.dtype in {torch.float32, torch.float64}
 
@@ -224,7 +224,7 @@ def _check_inputs(
     return _Inputs(partials=partials, num_shards=num_shards, out=out, is_one_tensor=is_one_tensor)
 
 
-def _agree_on_layout(inputs: _Inputs, world: World, layout: Layout | None) -> Layout:
+def _agree_on_layout(inputs: _Inputs, world: World, layout: PartialLayout | None) -> PartialLayout:
     """Return who holds what (collective if there are partials and `layout` is None)."""
     if layout is not None:
         if len(layout) != world.world_size:
@@ -235,18 +235,18 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: Layout | None) -> La
     if inputs.is_one_tensor:
         return [[(rank, rank + 1)] for rank in range(world.world_size)]
     require_same_call(b"ordered_all_reduce(partials, without a layout)", inputs.out.device, world)
-    holding = Holding(
+    holding = HeldPartials(
         nodes=tuple(inputs.partials),
         num_shards=inputs.num_shards,
         shape=tuple(inputs.out.shape),
         dtype=str(inputs.out.dtype),
     )
-    holdings: list[Holding] = world.gather_objects(holding)
-    check_holdings(holdings)
+    holdings: list[HeldPartials] = world.gather_objects(holding)
+    check_held_partials(holdings)
     return [holding.nodes for holding in holdings]
 
 
-def _describe_call(inputs: _Inputs, layout: Layout) -> bytes:
+def _describe_call(inputs: _Inputs, layout: PartialLayout) -> bytes:
     nodes = [sorted(nodes) for nodes in layout]
     is_one_each = nodes == [[(rank, rank + 1)] for rank in range(len(nodes))]
     return describe_use("ordered_all_reduce", inputs.out, "" if is_one_each else f"layout {nodes}")

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.messages import flatten, post_messages, wait_all, write_back
-from lockstep.comm.segments import Bounds, plan_rounds
+from lockstep.comm.segments import Bounds, plan_chunks
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node, add_in_tree_order
 
-_ROUND_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 """Most that a rank receives in the exchange of one round."""
 _MAX_IN_FLIGHT = 2
 _ALIGNMENT_BYTES = 64
 
-Layout = Sequence[Sequence[Node]]
+PartialLayout = Sequence[Sequence[Node]]
 """The nodes that each rank holds, in rank order."""
 
 
@@ -46,12 +46,12 @@ class FlatReduction:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
+class _ChunkInFlight:
     """A round whose exchange is on its way."""
 
     reduction: FlatReduction
     """Of which it is one."""
-    slices: list[Bounds]
+    segments: list[Bounds]
     """The slice of every rank."""
     received: dict[Node, Tensor]
     """Other ranks' partials of this rank's slice, once the messages are through."""
@@ -60,7 +60,7 @@ class _Round:
 
 
 @final
-class OrderedStream:
+class OrderedMessages:
     """Ordered all-reduces by messages, one after the other: the next is exchanged while one is added and gathered.
 
     Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
@@ -74,15 +74,15 @@ class OrderedStream:
     def __init__(self, world: World, num_shards: int) -> None:
         self._world = world
         self._num_shards = num_shards
-        self._in_flight: deque[_Round] = deque()
+        self._in_flight: deque[_ChunkInFlight] = deque()
         self._gathers: list[dist.Work] = []
         self._started: list[tuple[FlatReduction, Tensor]] = []
         self._landing_places: list[Tensor] = []
-        self._num_rounds = 0
+        self._num_chunks = 0
         self._side: torch.Stream | None = None
 
     @torch.no_grad()
-    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: Layout) -> None:
+    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> None:
         """Start a reduction (collective: every rank of the group calls).
 
         Args:
@@ -94,11 +94,11 @@ class OrderedStream:
             reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
             self._started.append((reduction, out))
             num_partials = sum(len(nodes) for nodes in reduction.layout)
-            slice_elements = max(2, _ROUND_BYTES // (num_partials * reduction.out.element_size()))
-            for slices in plan_rounds(reduction.out.numel(), self._world.world_size, slice_elements):
+            segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
+            for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
                 if len(self._in_flight) == _MAX_IN_FLIGHT:
                     self._gathers += _add_and_gather(self._in_flight.popleft())
-                self._in_flight.append(_exchange(reduction, slices, self._make_landings(reduction, slices)))
+                self._in_flight.append(_exchange(reduction, segments, self._make_landings(reduction, segments)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -118,9 +118,9 @@ class OrderedStream:
         # Only now: memory that is let go of while a stream reads it would be given to the next tensor.
         self._started = []
 
-    def _make_landings(self, reduction: FlatReduction, slices: list[Bounds]) -> dict[Node, Tensor]:
+    def _make_landings(self, reduction: FlatReduction, segments: list[Bounds]) -> dict[Node, Tensor]:
         """Return room for what other ranks hold of this rank's slice: that of the round before the last one."""
-        start, stop = slices[self._world.rank]
+        start, stop = segments[self._world.rank]
         foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
         num_bytes = (stop - start) * reduction.out.element_size()
         room = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -132,7 +132,7 @@ class OrderedStream:
 
     def _landing_place(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return memory that no round in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
-        number, self._num_rounds = self._num_rounds % _MAX_IN_FLIGHT, self._num_rounds + 1
+        number, self._num_chunks = self._num_chunks % _MAX_IN_FLIGHT, self._num_chunks + 1
         if len(self._landing_places) <= number:
             self._landing_places.append(torch.empty(0, dtype=torch.uint8, device=device))
         place = self._landing_places[number]
@@ -155,7 +155,7 @@ class OrderedStream:
 
 
 def flatten_reduction(
-    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: Layout, world: World
+    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: PartialLayout, world: World
 ) -> FlatReduction:
     """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
     return FlatReduction(
@@ -167,24 +167,24 @@ def flatten_reduction(
     )
 
 
-def _exchange(reduction: FlatReduction, slices: list[Bounds], landings: dict[Node, Tensor]) -> _Round:
+def _exchange(reduction: FlatReduction, segments: list[Bounds], landings: dict[Node, Tensor]) -> _ChunkInFlight:
     """Start sending the owners of slices this rank's partials, and receiving those of its own slice."""
     world = reduction.world
-    start, stop = slices[world.rank]
+    start, stop = segments[world.rank]
     received = {node: landing[: stop - start] for node, landing in landings.items()}
     works = post_messages(
         sends=[
-            (peer, reduction.partials[node][slice(*slices[peer])])
+            (peer, reduction.partials[node][slice(*segments[peer])])
             for peer in _peers(world)
             for node in reduction.layout[world.rank]
         ],
         receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
         world=world,
     )
-    return _Round(reduction=reduction, slices=slices, received=received, works=works)
+    return _ChunkInFlight(reduction=reduction, segments=segments, received=received, works=works)
 
 
-def _add_and_gather(finished: _Round) -> list[dist.Work]:
+def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
     """Wait for the exchange of a round, add this rank's slice, and start gathering the sums into the result.
 
     Only now may the result be written: it may be a partial that was being sent.
@@ -192,7 +192,7 @@ def _add_and_gather(finished: _Round) -> list[dist.Work]:
     wait_all(finished.works)
     reduction = finished.reduction
     world, out = reduction.world, reduction.out
-    own = slice(*finished.slices[world.rank])
+    own = slice(*finished.segments[world.rank])
     partials = {node: (landing, True) for node, landing in finished.received.items()}
     in_out = [node for node, partial in reduction.partials.items() if partial.data_ptr() == out.data_ptr()]
     for node, partial in reduction.partials.items():
@@ -203,7 +203,7 @@ def _add_and_gather(finished: _Round) -> list[dist.Work]:
         out[own].copy_(total)
     return post_messages(
         sends=[(peer, out[own]) for peer in _peers(world)],
-        receives=[(peer, out[slice(*finished.slices[peer])]) for peer in _peers(world)],
+        receives=[(peer, out[slice(*finished.segments[peer])]) for peer in _peers(world)],
         world=world,
     )
 

@@ -94,7 +94,7 @@ def resolved(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
+class _TransferInFlight:
     """A transfer on its way."""
 
     transfer: Transfer
@@ -112,7 +112,7 @@ def _reduce(flat: Tensor, world: World) -> None:
     max_in_flight = min(_MAX_IN_FLIGHT, len(chunks[0]))
     longest = max(stop - start for start, stop in chunks[0])
     landings = [flat.new_empty(longest) for _ in range(max_in_flight)]
-    in_flight: deque[_Turn] = deque()
+    in_flight: deque[_TransferInFlight] = deque()
     for number, transfer in enumerate(ring_transfers(world.rank, chunks)):
         if len(in_flight) == max_in_flight:
             _finish(flat, in_flight.popleft())
@@ -121,7 +121,7 @@ def _reduce(flat: Tensor, world: World) -> None:
         _finish(flat, in_flight.popleft())
 
 
-def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _Turn:
+def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _TransferInFlight:
     (sent_start, sent_stop), (start, stop) = transfer.sent, transfer.received
     landing = landing[: stop - start] if transfer.is_added else flat[start:stop]
     works = post_messages(
@@ -129,10 +129,10 @@ def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _
         receives=[((world.rank - 1) % world.world_size, landing)],
         world=world,
     )
-    return _Turn(transfer=transfer, landing=landing, works=works)
+    return _TransferInFlight(transfer=transfer, landing=landing, works=works)
 
 
-def _finish(flat: Tensor, turn: _Turn) -> None:
+def _finish(flat: Tensor, turn: _TransferInFlight) -> None:
     wait_all(turn.works)
     if turn.transfer.is_added:
         start, stop = turn.transfer.received

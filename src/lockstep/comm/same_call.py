@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 class Compares(Protocol):
     """A process group that can compare what its ranks call."""
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective)."""
 
 
@@ -45,7 +45,7 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
     if world.group is None or world.world_size == 1:
         return
     if isinstance(world.group, Compares):
-        world.group.agree(call)
+        world.group.compare_calls(call)
         return
     # On the CPU where the group has a backend for it: then nobody waits for a GPU, or sends where nobody receives.
     has_cpu = any(known.type == "cpu" for known in world.group._device_types)  # noqa: SLF001 - no public name

@@ -35,7 +35,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class HeldPartials:
     """What one rank brings to an ordered reduction."""
 
     nodes: tuple[Node, ...]
@@ -85,19 +85,19 @@ def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Tr
             yield Transfer(sent=sent, received=received, is_added=step < world_size - 1)
 
 
-def plan_rounds(num_elements: int, world_size: int, slice_elements: int) -> list[list[Bounds]]:
+def plan_chunks(num_elements: int, world_size: int, segment_elements: int) -> list[list[Bounds]]:
     """Cut `range(num_elements)` into rounds, and every round into one slice per rank.
 
     Args:
         num_elements: At least `world_size`, so that no slice is empty.
         world_size: Number of ranks.
-        slice_elements: Most elements of a slice, 2 or more.
+        segment_elements: Most elements of a slice, 2 or more.
     """
-    num_rounds = -(-num_elements // (world_size * slice_elements))
+    num_rounds = -(-num_elements // (world_size * segment_elements))
     return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_rounds)]
 
 
-def check_holdings(holdings: Sequence[Holding]) -> None:
+def check_held_partials(holdings: Sequence[HeldPartials]) -> None:
     """Check that what the ranks bring, in rank order, is alike and adds up to the whole tree.
 
     Raises:

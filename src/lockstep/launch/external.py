@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import World, join_world, launched_world, tell_peers
+from lockstep.comm import World, join_world, launched_world, report_failure
 from lockstep.devices import DeviceRequest, Placement, parse_request
 from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError
@@ -58,7 +58,7 @@ def run_here(
             )
         )
     except BaseException as error:
-        tell_peers(error)
+        report_failure(error)
         raise
     return world.gather_objects(result)
 

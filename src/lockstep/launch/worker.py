@@ -13,7 +13,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import destroy_process_group, init_process_group, say_goodbye, tell_peers
+from lockstep.comm import destroy_process_group, init_process_group, report_failure, send_exit_notices
 from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.launch.messages import Assignment, Report, Run, pack_result, write_up
 from lockstep.launch.pickling import pack
@@ -54,7 +54,7 @@ def main(downward: BinaryIO, report_descriptor: int, lifeline_descriptor: int) -
     if report.result is not None:
         # Leave together: a worker that tears down while another still communicates would look like a lost one.
         if not released.wait(_LINGER_SECONDS):
-            say_goodbye()  # or who still calls for this one, as in an evaluation on rank 0 alone, would wait
+            send_exit_notices()  # or who still calls for this one, as in an evaluation on rank 0 alone, would wait
             released.wait()
         destroy_process_group()
 
@@ -92,7 +92,7 @@ def _run(assignment: Assignment) -> Report:
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         failed_at = time.monotonic()  # first of all, for it says who was the cause
         report = _failure(assignment.rank, error, failed_at)
-        tell_peers(error)
+        report_failure(error)
         return report
     return Report(rank=assignment.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
 

@@ -9,12 +9,12 @@ import pytest
 
 from lockstep.comm.segments import (
     Bounds,
-    Holding,
+    HeldPartials,
     Transfer,
-    check_holdings,
+    check_held_partials,
     check_layout,
+    plan_chunks,
     plan_ring,
-    plan_rounds,
     ring_transfers,
 )
 from lockstep.shards import partial_nodes, shard_range
@@ -71,11 +71,11 @@ def test_a_turn_too_early_gives_another_sum() -> None:
 
 
 @TABLES
-@pytest.mark.parametrize("slice_elements", [2, 3, 100])
-def test_rounds_cover_a_tensor_without_an_empty_slice(world_size: int, length: int, slice_elements: int) -> None:
-    rounds = plan_rounds(length, world_size, slice_elements)
+@pytest.mark.parametrize("segment_elements", [2, 3, 100])
+def test_rounds_cover_a_tensor_without_an_empty_slice(world_size: int, length: int, segment_elements: int) -> None:
+    rounds = plan_chunks(length, world_size, segment_elements)
     assert {len(slices) for slices in rounds} == {world_size}
-    assert_covers(list(chain.from_iterable(rounds)), length, slice_elements)
+    assert_covers(list(chain.from_iterable(rounds)), length, segment_elements)
     assert max(stop - start for slices in rounds for start, stop in slices) == rounds[0][0][1]
 
 
@@ -116,8 +116,10 @@ def test_no_shards_are_an_error() -> None:
         check_layout([[]], 0)
 
 
-def holding(node: Node = (0, 1), num_shards: int = 2, shape: tuple[int, ...] = (3,), dtype: str = "float32") -> Holding:
-    return Holding(nodes=(node,), num_shards=num_shards, shape=shape, dtype=dtype)
+def holding(
+    node: Node = (0, 1), num_shards: int = 2, shape: tuple[int, ...] = (3,), dtype: str = "float32"
+) -> HeldPartials:
+    return HeldPartials(nodes=(node,), num_shards=num_shards, shape=shape, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def holding(node: Node = (0, 1), num_shards: int = 2, shape: tuple[int, ...] = (
     ],
 )
 def test_ranks_that_bring_different_things_are_an_error(change: dict[str, Any], said: str) -> None:
-    other: Callable[..., Holding] = holding
-    check_holdings([holding(), other(node=(1, 2))])
+    other: Callable[..., HeldPartials] = holding
+    check_held_partials([holding(), other(node=(1, 2))])
     with pytest.raises(ValueError, match=said):
-        check_holdings([holding(), other(**{"node": (1, 2), **change})])
+        check_held_partials([holding(), other(**{"node": (1, 2), **change})])

@@ -38,10 +38,10 @@ from torch.distributed import PrefixStore, Store
 
 from lockstep.errors import GroupError
 
-PATIENCE_SECONDS = 5.0
+RESPONSE_SECONDS = 5.0
 """How long a living worker may take to answer, and how long those who know of a mistake wait for the late."""
 
-WORD_SECONDS = 20.0
+WARNING_SECONDS = 20.0
 """After how long a wait for other workers somebody says who is missing."""
 _CLAIM_SECONDS = 2.0
 """How long a worker that serves the store may take to come to the roll call."""
@@ -50,7 +50,7 @@ _ABSENT = ""
 _SHORTEST_SECONDS = 0.01
 """The shortest wait: to a store, zero means for ever."""
 _NAMED_RANKS = 8
-_SETTLED = "lockstep/settled"
+_DECIDED = "lockstep/settled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +83,23 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
+class _Decision:
     outcome: Outcome
     message: str = ""
     """What to raise, after a failure."""
-    audience: int = 0
+    num_readers: int = 0
     """How many workers should hear it before the first leaves."""
 
 
-def call_roll(
+def run_handshake(
     store: Store,
     me: Announcement,
     *,
     timeout: timedelta,
     hosted_at: str = "",
     problem: str = "",
-    patience_seconds: float = PATIENCE_SECONDS,
-    word_seconds: float = WORD_SECONDS,
+    response_seconds: float = RESPONSE_SECONDS,
+    warning_seconds: float = WARNING_SECONDS,
 ) -> int | None:
     """Wait until every rank is there and agrees (collective); return the number of the generation.
 
@@ -112,8 +112,8 @@ def call_roll(
         timeout: How long to wait for the others.
         hosted_at: Address of the store, if it lives in rank 0's process; empty if it outlives workers.
         problem: Why this worker cannot take part, if it cannot: then all fail with it.
-        patience_seconds: How long a living worker may take to answer.
-        word_seconds: After how long one of those who wait warns of who is missing.
+        response_seconds: How long a living worker may take to answer.
+        warning_seconds: After how long one of those who wait warns of who is missing.
 
     Returns:
         The generation; None if this was still the store of the group before, and rank 0 has torn it down: open the
@@ -125,22 +125,24 @@ def call_roll(
     """
     start = time.monotonic()
     generation = 0
-    roll: _Roll | None = None
+    handshake: _Handshake | None = None
     try:
-        generation = _latest_settled(store)
-        while not (roll := _Roll(store, generation, me, start, patience_seconds, word_seconds)).meet(timeout, problem):
+        generation = _latest_decided(store)
+        while not (handshake := _Handshake(store, generation, me, start, response_seconds, warning_seconds)).meet(
+            timeout, problem
+        ):
             generation += 1
-            others = roll.first_of_others() if hosted_at else None
-            if others is not None and not _Roll(store, generation, me, start, patience_seconds).has_begun():
+            others = handshake.first_member_of_other_world() if hosted_at else None
+            if others is not None and not _Handshake(store, generation, me, start, response_seconds).has_begun():
                 raise GroupError(_explain_closed_world(hosted_at, me, others))
     except dist.DistNetworkError as error:
-        if hosted_at and me.rank != 0 and (generation > 0 or roll is None or not roll.has_place):
+        if hosted_at and me.rank != 0 and (generation > 0 or handshake is None or not handshake.has_place):
             return None
         raise GroupError(_explain_lost(hosted_at, me)) from error
     return generation
 
 
-def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PATIENCE_SECONDS) -> str:
+def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: float = RESPONSE_SECONDS) -> str:
     """Object to the worker that has this worker's rank and serves `store`, if both belong to one world.
 
     Called by a second rank 0, which could not open a store of its own.
@@ -151,22 +153,22 @@ def contest_rank(store: Store, me: Announcement, *, patience_seconds: float = PA
     Raises:
         GroupError: They belong to one world; the other workers of it raise the same.
     """
-    for generation in itertools.count(_latest_settled(store)):
-        roll = _Roll(store, generation, me, time.monotonic(), patience_seconds)
-        verdict = roll.verdict()
-        if verdict is None or verdict.outcome is Outcome.COMPLETE:
+    for generation in itertools.count(_latest_decided(store)):
+        handshake = _Handshake(store, generation, me, time.monotonic(), response_seconds)
+        decision = handshake.decision()
+        if decision is None or decision.outcome is Outcome.COMPLETE:
             break
-    other = roll.await_holder()
-    if other is not None and verdict is None and _find_mistake(other, me) is None:
-        verdict = roll.object_to(other, _explain_twice(other, me))
-        if verdict.outcome is Outcome.FAILED:
-            roll.leave(verdict)
-            raise GroupError(verdict.message)
+    other = handshake.wait_for_rank_holder()
+    if other is not None and decision is None and _find_mistake(other, me) is None:
+        decision = handshake.report_mistake(other, _explain_twice(other, me))
+        if decision.outcome is Outcome.FAILED:
+            handshake.leave(decision)
+            raise GroupError(decision.message)
     return "" if other is None else other.process
 
 
 @final
-class _Roll:
+class _Handshake:
     """The roll call of one generation, as one worker takes part in it."""
 
     def __init__(
@@ -175,37 +177,37 @@ class _Roll:
         generation: int,
         me: Announcement,
         start: float,
-        patience_seconds: float,
-        word_seconds: float = WORD_SECONDS,
+        response_seconds: float,
+        warning_seconds: float = WARNING_SECONDS,
     ) -> None:
         self._root = store
         self._generation = generation
         self._store = PrefixStore(f"lockstep/{generation}/roll_call", store)
         self._me = me
         self._start = start
-        self._patience = patience_seconds
-        self._word = word_seconds
+        self._response_seconds = response_seconds
+        self._warning_seconds = warning_seconds
         self.has_place = False
 
     def meet(self, timeout: timedelta, problem: str) -> bool:
         """Take part, unless it is over; return whether the world is complete, and now, and with this worker in it."""
-        verdict = self.verdict()
-        takes_part = verdict is None
-        if verdict is None:
-            verdict = self.take_part(timeout, problem)
-        if verdict.outcome is Outcome.FAILED and (takes_part or not self._store.check(["closed"])):
-            self.leave(verdict)
-            raise GroupError(verdict.message)
-        return takes_part and verdict.outcome is Outcome.COMPLETE and self._is_member()
+        decision = self.decision()
+        takes_part = decision is None
+        if decision is None:
+            decision = self.join(timeout, problem)
+        if decision.outcome is Outcome.FAILED and (takes_part or not self._store.check(["closed"])):
+            self.leave(decision)
+            raise GroupError(decision.message)
+        return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
-    def verdict(self) -> _Verdict | None:
+    def decision(self) -> _Decision | None:
         """Return the verdict, or None as long as there is none."""
-        if not self._store.check(["verdict"]):
+        if not self._store.check(["decision"]):
             return None
-        found = json.loads(self._store.get("verdict"))
-        return _Verdict(**{**found, "outcome": Outcome(found["outcome"])})
+        found = json.loads(self._store.get("decision"))
+        return _Decision(**{**found, "outcome": Outcome(found["outcome"])})
 
-    def await_holder(self) -> Announcement | None:
+    def wait_for_rank_holder(self) -> Announcement | None:
         """Return who has the place of this worker's rank; give it a moment to come."""
         key = f"place/{self._me.rank}"
         return Announcement(**json.loads(self._store.get(key))) if self._wait([key], _CLAIM_SECONDS) else None
@@ -214,93 +216,93 @@ class _Roll:
         """Return whether anybody came."""
         return self._store.check(["first"])
 
-    def first_of_others(self) -> Announcement | None:
+    def first_member_of_other_world(self) -> Announcement | None:
         """Return the first worker of a world that is complete without this process; None if there is no such world."""
-        verdict = self.verdict()
-        is_complete = verdict is not None and verdict.outcome is Outcome.COMPLETE
+        decision = self.decision()
+        is_complete = decision is not None and decision.outcome is Outcome.COMPLETE
         return self._claim("first") if is_complete and not self._is_member() else None
 
-    def take_part(self, timeout: timedelta, problem: str) -> _Verdict:
+    def join(self, timeout: timedelta, problem: str) -> _Decision:
         """Take this worker's place and wait for the verdict."""
         first = self._claim("first")
         mistake = _find_mistake(first, self._me)
         if mistake is not None:
-            return self.object_to(first, mistake)
+            return self.report_mistake(first, mistake)
         holder = self._claim(f"place/{self._me.rank}")
         if holder.token != self._me.token:
-            return self.object_to(holder, _explain_twice(holder, self._me))
+            return self.report_mistake(holder, _explain_twice(holder, self._me))
         self.has_place = True
         self._store.set(f"member/{self._me.token}", "yes")
         if self._store.add("taken", 1) == self._me.world_size:
-            self._stir("all are here")
-        patience = min(self._patience, timeout.total_seconds())
+            self._wake_all("all are here")
+        patience = min(self._response_seconds, timeout.total_seconds())
         left = self._start + timeout.total_seconds() - time.monotonic()
         # Some patience is always left: the living may be on their way from an abandoned generation.
-        if not self._await_stir(patience if problem else max(left, patience)):
-            return self._settle_without(problem)
-        return self._show_life(problem)
+        if not self._wait_for_wake(patience if problem else max(left, patience)):
+            return self._decide_at_timeout(problem)
+        return self._show_alive(problem)
 
-    def _await_stir(self, seconds: float) -> bool:
+    def _wait_for_wake(self, seconds: float) -> bool:
         """Wait until something happens; if that takes long, say once who is missing."""
-        if seconds <= self._word:
-            return self._wait(["stir"], seconds)
-        if self._wait(["stir"], self._word):
+        if seconds <= self._warning_seconds:
+            return self._wait(["wake"], seconds)
+        if self._wait(["wake"], self._warning_seconds):
             return True
         present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
             warnings.warn(
-                f"{_name_ranks(missing)} of {self._me.world_size} did not come in {self._word:.3g} s; "
-                f"{_name_ranks(present).lower()} will wait {seconds - self._word:.0f} s more.",
+                f"{_name_ranks(missing)} of {self._me.world_size} did not come in {self._warning_seconds:.3g} s; "
+                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more.",
                 stacklevel=2,
             )
-        return self._wait(["stir"], seconds - self._word)
+        return self._wait(["wake"], seconds - self._warning_seconds)
 
-    def object_to(self, other: Announcement, mistake: str) -> _Verdict:
+    def report_mistake(self, other: Announcement, mistake: str) -> _Decision:
         """Tell all of a mistake that involves `other`, if that is alive (see [Note: proof of life])."""
-        self._stir("a mistake")
-        if not self._wait([f"alive/{other.rank}"], self._patience):
-            return self._settle(Outcome.ABANDONED)
-        return self._settle(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
+        self._wake_all("a mistake")
+        if not self._wait([f"alive/{other.rank}"], self._response_seconds):
+            return self._decide(Outcome.ABANDONED)
+        return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
-    def leave(self, verdict: _Verdict) -> None:
+    def leave(self, decision: _Decision) -> None:
         """Return when the others have heard the verdict, or had time to (see [Note: leave together])."""
         with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left, and its store with it
-            if self._store.add("heard", 1) < verdict.audience:
-                self._wait(["closed"], self._patience)
+            if self._store.add("heard", 1) < decision.num_readers:
+                self._wait(["closed"], self._response_seconds)
             self._store.set("closed", "yes")
 
-    def _show_life(self, problem: str) -> _Verdict:
+    def _show_alive(self, problem: str) -> _Decision:
         self._store.set(f"alive/{self._me.rank}", "yes")
-        if self._store.get("stir") == b"all are here":
+        if self._store.get("wake") == b"all are here":
             if problem:
-                return self._settle(Outcome.FAILED, problem, self._me.world_size)
+                return self._decide(Outcome.FAILED, problem, self._me.world_size)
             if self._store.add("living", 1) == self._me.world_size:
-                return self._settle(Outcome.COMPLETE)
+                return self._decide(Outcome.COMPLETE)
         # Whoever stirred us looks for life with one patience; it is to settle this, not we.
-        self._wait(["verdict"], 2 * self._patience)
-        return self._settle(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
+        self._wait(["decision"], 2 * self._response_seconds)
+        return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
-    def _settle_without(self, problem: str) -> _Verdict:
+    def _decide_at_timeout(self, problem: str) -> _Decision:
         """Settle a generation that did not fill in time."""
-        self._stir("time is up")
+        self._wake_all("time is up")
         self._store.set(f"alive/{self._me.rank}", "yes")
         ranks = range(self._me.world_size)
-        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], self._patience)
+        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], self._response_seconds)
         living = [rank for rank in ranks if self._store.check([f"alive/{rank}"])]
         missing = sorted(set(ranks) - set(living))
         if not (missing or problem):
-            return self._settle(Outcome.COMPLETE)
+            return self._decide(Outcome.COMPLETE)
         waited = time.monotonic() - self._start
-        return self._settle(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
+        return self._decide(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
 
-    def _settle(self, outcome: Outcome, message: str = "", audience: int = 0) -> _Verdict:
+    def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _Decision:
         """Settle the generation, unless it is settled; return the verdict that counts."""
-        verdict = _Verdict(outcome=outcome, message=message, audience=audience)
-        self._store.compare_set("verdict", _ABSENT, json.dumps(asdict(verdict)))
-        self._root.set(_SETTLED, str(self._generation))
-        self._stir("it is settled")
-        settled = self.verdict()
+        decision = _Decision(outcome=outcome, message=message, num_readers=num_readers)
+        self._store.compare_set("decision", _ABSENT, json.dumps(asdict(decision)))
+        self._root.set(_DECIDED, str(self._generation))
+        self._wake_all("it is settled")
+        settled = self.decision()
         assert settled is not None
         return settled
 
@@ -311,8 +313,8 @@ class _Roll:
         """Put this worker under `key`, unless another is there; return who is."""
         return Announcement(**json.loads(self._store.compare_set(key, _ABSENT, json.dumps(asdict(self._me)))))
 
-    def _stir(self, why: str) -> None:
-        self._store.compare_set("stir", _ABSENT, why)
+    def _wake_all(self, why: str) -> None:
+        self._store.compare_set("wake", _ABSENT, why)
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return whether all `keys` were set within `seconds`."""
@@ -325,9 +327,9 @@ class _Roll:
         return True
 
 
-def _latest_settled(store: Store) -> int:
+def _latest_decided(store: Store) -> int:
     """Return about the last generation that has a verdict: earlier ones concern nobody any more."""
-    return int(store.get(_SETTLED)) if store.check([_SETTLED]) else 0
+    return int(store.get(_DECIDED)) if store.check([_DECIDED]) else 0
 
 
 def _find_mistake(first: Announcement, me: Announcement) -> str | None:

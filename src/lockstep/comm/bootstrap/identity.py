@@ -34,7 +34,7 @@ _REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _LauncherReport:
     """What a launcher other than torchrun says; values as text."""
 
     launcher: str
@@ -51,22 +51,22 @@ def find_world(variables: Variables) -> WorldVariables:
     Raises:
         GroupError: They contradict each other, or the step of Slurm has its nodes for tasks.
     """
-    told = told_directly(variables)
+    direct = read_torch_variables(variables)
     if "TORCHELASTIC_RUN_ID" in variables:
-        return told
-    place = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
-    if place is None:
-        _check_size_is_told(variables, told)
-        return replace(told, remedy=_explain_unstarted(variables) or _REMEDY)
-    if _starts_launchers(place, told):
-        return told
-    _compare(variables, place, told)
-    if place.launcher == "Slurm" and told.rank is None:
-        _check_tasks(variables, place)
-    return _merge(told, place)
+        return direct
+    report = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
+    if report is None:
+        _check_size_is_told(variables, direct)
+        return replace(direct, remedy=_explain_unstarted(variables) or _REMEDY)
+    if _starts_launchers(report, direct):
+        return direct
+    _compare(variables, report, direct)
+    if report.launcher == "Slurm" and direct.rank is None:
+        _check_tasks(variables, report)
+    return _merge(direct, report)
 
 
-def told_directly(variables: Variables) -> WorldVariables:
+def read_torch_variables(variables: Variables) -> WorldVariables:
     """Return what torch.distributed's own variables say, and nobody else's."""
     return WorldVariables(
         rank=variables.get("RANK"),
@@ -93,18 +93,18 @@ def is_announced(world: WorldVariables) -> bool:
     return world.world_size not in {None, "1"}
 
 
-def _merge(told: WorldVariables, place: _Place) -> WorldVariables:
+def _merge(direct: WorldVariables, report: _LauncherReport) -> WorldVariables:
     """Return what was told, completed by what the launcher says."""
-    mine = place.world
+    mine = report.world
     return WorldVariables(
-        rank=told.rank or mine.rank,
-        world_size=told.world_size or mine.world_size,
-        local_rank=told.local_rank or mine.local_rank,
-        local_world_size=told.local_world_size or mine.local_world_size,
-        master_addr=told.master_addr or mine.master_addr,
-        master_port=told.master_port or mine.master_port,
-        agent_store=told.agent_store,
-        launcher=place.launcher,
+        rank=direct.rank or mine.rank,
+        world_size=direct.world_size or mine.world_size,
+        local_rank=direct.local_rank or mine.local_rank,
+        local_world_size=direct.local_world_size or mine.local_world_size,
+        master_addr=direct.master_addr or mine.master_addr,
+        master_port=direct.master_port or mine.master_port,
+        agent_store=direct.agent_store,
+        launcher=report.launcher,
         remedy=mine.remedy,
     )
 
@@ -112,7 +112,7 @@ def _merge(told: WorldVariables, place: _Place) -> WorldVariables:
 # -- Open MPI, and others that speak PMI -------------------------------------------------------------------------------
 
 
-def _from_open_mpi(variables: Variables) -> _Place | None:
+def _from_open_mpi(variables: Variables) -> _LauncherReport | None:
     return _from_mpi(
         variables,
         "Open MPI",
@@ -125,7 +125,7 @@ def _from_open_mpi(variables: Variables) -> _Place | None:
     )
 
 
-def _from_pmi(variables: Variables) -> _Place | None:
+def _from_pmi(variables: Variables) -> _LauncherReport | None:
     if "SLURM_STEP_ID" in variables and variables.get("PMI_RANK") == variables.get("SLURM_PROCID"):
         return None  # srun speaks PMI too, and says more in its own words
     return _from_mpi(
@@ -142,12 +142,12 @@ def _from_pmi(variables: Variables) -> _Place | None:
 
 def _from_mpi(
     variables: Variables, launcher: str, names: tuple[str, str, str, str], *, job: str | None, remedy: str
-) -> _Place | None:
+) -> _LauncherReport | None:
     rank, world_size, local_rank, local_world_size = map(variables.get, names)
     if rank is None or world_size is None:
         return None
     is_one_host = local_world_size == world_size
-    return _Place(
+    return _LauncherReport(
         launcher=launcher,
         names={"RANK": names[0], "WORLD_SIZE": names[1]},
         world=WorldVariables(
@@ -167,7 +167,7 @@ def _from_mpi(
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
-def _from_slurm(variables: Variables) -> _Place | None:
+def _from_slurm(variables: Variables) -> _LauncherReport | None:
     """Return the place of a task of a step; a batch script has Slurm's variables too, and is none."""
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
@@ -180,7 +180,7 @@ def _from_slurm(variables: Variables) -> _Place | None:
         )
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
-    return _Place(
+    return _LauncherReport(
         launcher="Slurm",
         names={"RANK": "SLURM_PROCID", "WORLD_SIZE": size_name},
         world=WorldVariables(
@@ -213,12 +213,12 @@ def _tasks_here(variables: Variables) -> str | None:
         return None
 
 
-def _check_tasks(variables: Variables, place: _Place) -> None:
+def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
     """Refuse one task for each of several nodes that have several GPUs, unless it was asked for in so many words."""
     gpus = variables.get("SLURM_GPUS_ON_NODE", "")
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     is_meant = {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE"} & set(variables)
-    if gpus.isdecimal() and int(gpus) > 1 and place.world.world_size == num_nodes != "1" and not is_meant:
+    if gpus.isdecimal() and int(gpus) > 1 and report.world.world_size == num_nodes != "1" and not is_meant:
         raise GroupError(
             f"Slurm started {num_nodes} tasks, one on each of {num_nodes} nodes, and each node has {gpus} GPUs "
             f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: say "
@@ -230,48 +230,48 @@ def _check_tasks(variables: Variables, place: _Place) -> None:
 # -- Contradictions ----------------------------------------------------------------------------------------------------
 
 
-def _starts_launchers(place: _Place, told: WorldVariables) -> bool:
+def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
     """Return whether each task seems to be a launcher that has started several workers and told them who they are."""
-    if place.world.world_size == "1" and told.rank is not None and told.world_size is not None:
+    if report.world.world_size == "1" and direct.rank is not None and direct.world_size is not None:
         return True  # a shell on a node, or a script that starts its workers itself
-    sizes = (told.world_size, told.local_world_size, place.world.world_size)
-    if told.rank is None or not all(size is not None and size.isdecimal() for size in sizes):
+    sizes = (direct.world_size, direct.local_world_size, report.world.world_size)
+    if direct.rank is None or not all(size is not None and size.isdecimal() for size in sizes):
         return False
     world_size, local_world_size, num_tasks = (int(size or 0) for size in sizes)
     return local_world_size > 1 and world_size == num_tasks * local_world_size
 
 
-def _compare(variables: Variables, place: _Place, told: WorldVariables) -> None:
+def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> None:
     """Check that what is told agrees with the launcher.
 
     Raises:
         GroupError: It does not; names both variables.
     """
-    differences = list(_differences(place, told))
+    differences = list(_differences(report, direct))
     if not differences:
         return
     names = " and ".join(name for name, _ in differences)
     raise GroupError(
         f"The environment contradicts itself: {'; '.join(text for _, text in differences)}."
-        f"{_explain_nodes(variables, place, told)} Unset {names} to be the worker that {place.launcher} started; or, "
-        f"if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {place.launcher}."
+        f"{_explain_nodes(variables, report, direct)} Unset {names} to be the worker that {report.launcher} started; "
+        f"or, if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {report.launcher}."
     )
 
 
-def _differences(place: _Place, told: WorldVariables) -> Iterator[tuple[str, str]]:
-    pairs = (("RANK", told.rank, place.world.rank), ("WORLD_SIZE", told.world_size, place.world.world_size))
+def _differences(report: _LauncherReport, direct: WorldVariables) -> Iterator[tuple[str, str]]:
+    pairs = (("RANK", direct.rank, report.world.rank), ("WORLD_SIZE", direct.world_size, report.world.world_size))
     for name, mine, its in pairs:
         if mine is not None and its is not None and mine != its:
-            yield name, f"{name} is {mine} and {place.names[name]}, set by {place.launcher}, is {its}"
+            yield name, f"{name} is {mine} and {report.names[name]}, set by {report.launcher}, is {its}"
 
 
-def _explain_nodes(variables: Variables, place: _Place, told: WorldVariables) -> str:
+def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> str:
     """Say so if the numbers are those of nodes, in place of tasks."""
-    if place.launcher != "Slurm":
+    if report.launcher != "Slurm":
         return ""
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
-    counts_nodes = told.world_size == num_nodes != place.world.world_size
-    is_node = told.rank == variables.get("SLURM_NODEID") != place.world.rank
+    counts_nodes = direct.world_size == num_nodes != report.world.world_size
+    is_node = direct.rank == variables.get("SLURM_NODEID") != report.world.rank
     if not (counts_nodes or (is_node and num_nodes != "1")):
         return ""
     return (
@@ -280,13 +280,13 @@ def _explain_nodes(variables: Variables, place: _Place, told: WorldVariables) ->
     )
 
 
-def _check_size_is_told(variables: Variables, told: WorldVariables) -> None:
+def _check_size_is_told(variables: Variables, direct: WorldVariables) -> None:
     """Refuse a rank of PMIx that comes without a size: each process would train by itself.
 
     Raises:
         GroupError: It does, and WORLD_SIZE does not say it either.
     """
-    if "PMIX_RANK" in variables and told.world_size is None:
+    if "PMIX_RANK" in variables and direct.world_size is None:
         raise GroupError(
             f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but how many is not told. "
             "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each."

@@ -25,7 +25,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.bootstrap.store import Meeting
+from lockstep.comm.bootstrap.store import StoreLocation
 from lockstep.comm.shm.host import host_identity
 from lockstep.errors import GroupError
 from lockstep.settings import read_gloo_interface, set_gloo_interface
@@ -64,23 +64,23 @@ def explain_wrong_interface() -> str:
     )
 
 
-def choose_interface(store: Store, rank: int, world_size: int, meeting: Meeting, timeout: timedelta) -> None:
+def choose_interface(store: Store, rank: int, world_size: int, location: StoreLocation, timeout: timedelta) -> None:
     """Set GLOO_SOCKET_IFNAME for this process, unless the user has (collective).
 
     Args:
         store: Shared by the workers, and for this group alone.
         rank: Number of this worker.
         world_size: How many there are.
-        meeting: Where rank 0 is.
+        location: Where rank 0 is.
         timeout: How long to wait for the others' ways.
 
     Raises:
         GroupError: Some worker is told to use loopback, but not all workers are on one host; on all ranks.
     """
-    if world_size == 1 or not meeting.host:
+    if world_size == 1 or not location.host:
         return
     shared = PrefixStore("way", store)
-    ways = _exchange(shared, rank, world_size, _find_way(meeting), timeout)
+    ways = _exchange(shared, rank, world_size, _find_way(location), timeout)
     problem = _explain_loopback(ways)
     if problem:
         _leave_together(shared, world_size)
@@ -105,13 +105,13 @@ def _exchange(store: Store, rank: int, world_size: int, mine: _Way, timeout: tim
     return [_Way(**json.loads(text)) for text in store.multi_get(keys)]
 
 
-def _find_way(meeting: Meeting) -> _Way:
+def _find_way(location: StoreLocation) -> _Way:
     given = read_gloo_interface()
     identity, name = host_identity(), socket.gethostname()
     return _Way(
         host=f"{identity} {name}" if identity.startswith("alone") else identity,
         name=name,
-        source=_source_towards(meeting.host),
+        source=_source_towards(location.host),
         given=given,
         is_given_loopback=bool(given) and all(map(_is_loopback, _addresses_of(given.split(",")[0].lstrip("=")))),
     )

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from lockstep.comm.bootstrap.handshake import Announcement, call_roll, contest_rank
-from lockstep.comm.bootstrap.identity import find_world, is_announced, told_directly
+from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
+from lockstep.comm.bootstrap.identity import find_world, is_announced, read_torch_variables
 from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces, explain_wrong_interface
 from lockstep.comm.bootstrap.store import (
-    Meeting,
-    Place,
+    OpenedStore,
+    StoreLocation,
     connect_to_other,
     explain_port_in_use,
-    find_meeting,
+    find_store_location,
     open_store,
 )
 from lockstep.comm.world import World, current_world
@@ -43,7 +43,7 @@ _HIGHEST_PORT = 65535
 _TELLING = datetime.timedelta(seconds=20)
 """How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
 and more where no name server answers."""
-_CONTEST = datetime.timedelta(seconds=7)
+_DUPLICATE_TIMEOUT = datetime.timedelta(seconds=7)
 """How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
 up the name of its address, and that alone takes 5 s where the name server is silent."""
 _LEAST_SECONDS = 1.0
@@ -112,20 +112,20 @@ def init_process_group(  # the parameters are torch's, in torch's order
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
-    variables = find_world(read_launchers()) if is_env else told_directly(read_launchers())
+    variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
     problem = _explain_lacking(backend) or _explain_unusable(backend, variables, device_id)
     is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
-    with _blaming(problem):
+    with _raising_first(problem):
         rank, world_size = _find_place(variables, init_method, rank, world_size, has_store=store is not None)
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
-        told = _Told(rank=rank, world_size=world_size, backend=asked, problem=problem)
-        meeting = find_meeting(init_method or "env://", store, variables)
+        settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
+        location = find_store_location(init_method or "env://", store, variables)
         limit = _TELLING if problem else timeout or _default_timeout(backend)
-        place = _gather(told, meeting, limit)
+        opened = _open_and_handshake(settings, location, limit)
         if _uses_gloo(backend):
-            choose_interface(place.store, place.rank, place.world_size, meeting, limit)
-        init_method, store, rank, world_size = None, place.store, place.rank, place.world_size
+            choose_interface(opened.store, opened.rank, opened.world_size, location, limit)
+        init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
     if is_checked:
@@ -144,14 +144,14 @@ def launched_world() -> WorldVariables | None:
     """
     variables = read_launchers()
     if not dist.is_initialized():
-        told = find_world(variables)
-        return told if is_announced(told) else None
+        settings = find_world(variables)
+        return settings if is_announced(settings) else None
     if dist.get_world_size() == 1:
         return None
     try:
         return find_world(variables)
     except GroupError:  # the group is there all the same: Ray Train makes it in processes that Slurm's step started
-        return told_directly(variables)
+        return read_torch_variables(variables)
 
 
 def join_world(device: torch.device | None = None) -> World:
@@ -186,7 +186,7 @@ def choose_backend(device_id: torch.device | int | None = None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Settings:
     """What this worker was told."""
 
     rank: int
@@ -196,45 +196,53 @@ class _Told:
     """Why it cannot take part; empty if it can."""
 
 
-def _gather(told: _Told, meeting: Meeting, limit: datetime.timedelta) -> Place:
+def _open_and_handshake(settings: _Settings, location: StoreLocation, limit: datetime.timedelta) -> OpenedStore:
     """Meet the other workers (collective); return this one's place, with a store for this group alone."""
     end = time.monotonic() + limit.total_seconds()
     while True:
-        with _blaming(told.problem):
-            place = open_store(meeting, told.rank, told.world_size, _until(end))
-            if place is None:
-                raise GroupError(explain_port_in_use(meeting, _contest(told, meeting, min(_until(end), _CONTEST))))
-        if meeting.store is None:
-            place.store.set_timeout(limit)
-        generation = call_roll(
-            place.store,
-            _announce(told, place.rank, place.world_size),
+        with _raising_first(settings.problem):
+            opened = open_store(location, settings.rank, settings.world_size, _until(end))
+            if opened is None:
+                raise GroupError(
+                    explain_port_in_use(
+                        location, _report_duplicate(settings, location, min(_until(end), _DUPLICATE_TIMEOUT))
+                    )
+                )
+        if location.store is None:
+            opened.store.set_timeout(limit)
+        generation = run_handshake(
+            opened.store,
+            _announce(settings, opened.rank, opened.world_size),
             timeout=_until(end),
-            hosted_at=meeting.address if meeting.is_hosted else "",
-            problem=f"{told.problem} Rank {place.rank} found this first." if told.problem else "",
+            hosted_at=location.address if location.is_hosted else "",
+            problem=f"{settings.problem} Rank {opened.rank} found this first." if settings.problem else "",
         )
         if generation is not None:
-            own = PrefixStore(f"lockstep/{generation}/group", place.store)
-            return Place(store=own, rank=place.rank, world_size=place.world_size)
+            own = PrefixStore(f"lockstep/{generation}/group", opened.store)
+            return OpenedStore(store=own, rank=opened.rank, world_size=opened.world_size)
 
 
 def _until(end: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
 
 
-def _contest(told: _Told, meeting: Meeting, timeout: datetime.timedelta) -> str:
+def _report_duplicate(settings: _Settings, location: StoreLocation, timeout: datetime.timedelta) -> str:
     """Object to whoever serves this rank's port, if that is a worker of this world; return who it is, in words."""
-    other = connect_to_other(meeting, timeout)
+    other = connect_to_other(location, timeout)
     with contextlib.suppress(dist.DistNetworkError):  # it has just ended
-        return "" if other is None else contest_rank(other, _announce(told, told.rank, told.world_size))
+        return (
+            ""
+            if other is None
+            else report_duplicate_rank(other, _announce(settings, settings.rank, settings.world_size))
+        )
     return ""
 
 
-def _announce(told: _Told, rank: int, world_size: int) -> Announcement:
+def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
     return Announcement(
         rank=rank,
         world_size=world_size,
-        backend=told.backend,
+        backend=settings.backend,
         process=f"process {os.getpid()} on host {socket.gethostname()}",
         token=f"{_TOKEN}-{os.getpid()}",  # a fork has its parent's half
     )
@@ -262,7 +270,7 @@ def _network_explained(rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _blaming(problem: str) -> Iterator[None]:
+def _raising_first(problem: str) -> Iterator[None]:
     """Raise `problem`, if there is one, in place of an error that comes after it."""
     try:
         yield

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import Store, rendezvous
 
-from lockstep.comm.bootstrap.handshake import WORD_SECONDS
+from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables
 
@@ -42,7 +42,7 @@ interpreter ends aborts the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class StoreLocation:
     """Where the workers of a world meet."""
 
     url: str
@@ -73,7 +73,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class OpenedStore:
     """What a worker was told of its place, and the store it got with that."""
 
     store: Store
@@ -84,7 +84,7 @@ class Place:
     """How many there are."""
 
 
-def find_meeting(init_method: str, store: Store | None, variables: WorldVariables) -> Meeting:
+def find_store_location(init_method: str, store: Store | None, variables: WorldVariables) -> StoreLocation:
     """Return where to meet.
 
     Args:
@@ -110,16 +110,16 @@ def find_meeting(init_method: str, store: Store | None, variables: WorldVariable
             raise ValueError(
                 f"init_method is {init_method!r}, expected a host and a port, as in 'tcp://127.0.0.1:29500'."
             )
-    return Meeting(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
+    return StoreLocation(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
 
 
 def open_store(
-    meeting: Meeting, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
-) -> Place | None:
+    location: StoreLocation, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
+) -> OpenedStore | None:
     """Open the store, which rank 0 may be the one to serve; each rank does.
 
     Args:
-        meeting: Where.
+        location: Where.
         rank: Number of this worker.
         world_size: How many there are.
         timeout: How long to try.
@@ -131,95 +131,95 @@ def open_store(
     Raises:
         GroupError: The store cannot be reached, or is none.
     """
-    found = meeting.store
-    if found is None and meeting.host:
-        found = _connect(meeting, rank, timeout, answer_seconds)
+    found = location.store
+    if found is None and location.host:
+        found = _connect(location, rank, timeout, answer_seconds)
         if found is None:
             return None
     elif found is None:
-        if meeting.scheme == "file" and not (directory := Path(meeting.address).parent).is_dir():
+        if location.scheme == "file" and not (directory := Path(location.address).parent).is_dir():
             # FileStore would wait for it without an end, and hold the interpreter's lock meanwhile.
-            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: there is no directory {directory}.")
+            raise GroupError(f"The rendezvous {location.url} cannot be opened: there is no directory {directory}.")
         try:
-            found, rank, world_size = next(iter(rendezvous(meeting.url, rank, world_size, timeout=timeout)))
+            found, rank, world_size = next(iter(rendezvous(location.url, rank, world_size, timeout=timeout)))
         except dist.DistError as error:
-            raise GroupError(f"The rendezvous {meeting.url} cannot be opened: {_first_line(error)}.") from error
-    return Place(store=found, rank=rank, world_size=world_size)
+            raise GroupError(f"The rendezvous {location.url} cannot be opened: {_first_line(error)}.") from error
+    return OpenedStore(store=found, rank=rank, world_size=world_size)
 
 
-def connect_to_other(meeting: Meeting, timeout: timedelta) -> Store | None:
+def connect_to_other(location: StoreLocation, timeout: timedelta) -> Store | None:
     """Return the store that somebody else serves at this address; None if what is there is no store."""
-    attempt = _Attempt(lambda: dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout))
+    attempt = _Attempt(lambda: dist.TCPStore(location.host, location.port, is_master=False, timeout=timeout))
     try:
         return attempt.result(timeout.total_seconds())
     except dist.DistError:
         return None
 
 
-def explain_port_in_use(meeting: Meeting, process: str) -> str:
+def explain_port_in_use(location: StoreLocation, process: str) -> str:
     """Say that rank 0 cannot serve its port, because `process` does, or, if that is empty, some other program."""
     remedy = (
         "Set MASTER_PORT to a free one, or use ls.launch, which picks one by itself."
-        if meeting.scheme == "env"
+        if location.scheme == "env"
         else "Put a free one into init_method."
     )
     if process:
         return (
-            f"Port {meeting.port} is in use by another training, on whose behalf {process} serves it; or that is "
+            f"Port {location.port} is in use by another training, on whose behalf {process} serves it; or that is "
             f"this training, and two of its workers have rank 0. {remedy}"
         )
     return (
-        f"Port {meeting.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
+        f"Port {location.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
         f"there. {remedy}"
     )
 
 
-def _connect(meeting: Meeting, rank: int, timeout: timedelta, answer_seconds: float) -> Store | None:
+def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seconds: float) -> Store | None:
     start = time.monotonic()
     end = start + timeout.total_seconds()
-    serves = rank == 0 and meeting.is_hosted
+    serves = rank == 0 and location.is_hosted
     while True:
-        refusal = _await_name(meeting, end) if serves else _await_listener(meeting, end)
+        refusal = _await_name(location, end) if serves else _await_listener(location, end)
         cause: dist.DistError | None = None
         if refusal is None:
             # No longer than an answer may take: nothing waits for that thread, and when it comes back while the
             # interpreter ends, the process aborts.
             seconds = max(min(end - time.monotonic(), answer_seconds), _LEAST_SECONDS)
             try:
-                store = _have_torch_open(meeting, rank, seconds, math.inf if serves else answer_seconds)
+                store = _have_torch_open(location, rank, seconds, math.inf if serves else answer_seconds)
             except dist.DistError as error:
                 if "EADDRINUSE" in str(error):
                     return None
                 if "failed to listen" in str(error):
-                    raise GroupError(f"Rank 0 cannot serve port {meeting.port}: {_first_line(error)}.") from error
+                    raise GroupError(f"Rank 0 cannot serve port {location.port}: {_first_line(error)}.") from error
                 store, cause = None, error
             if store is not None:
                 store.set_timeout(timeout)
                 return store
-            refusal = _look(meeting)
+            refusal = _look(location)
         # With time left, it is a store that ended under us, if not a silent one: rank 0 has left the group before.
         is_silent = cause is None and refusal is None
         if is_silent or time.monotonic() >= end:
-            raise GroupError(_explain_unreachable(meeting, rank, time.monotonic() - start, refusal)) from cause
+            raise GroupError(_explain_unreachable(location, rank, time.monotonic() - start, refusal)) from cause
         time.sleep(_LAST_PAUSE_SECONDS)
 
 
-def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds: float) -> Store | None:
+def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_seconds: float) -> Store | None:
     """Return the store; None if it has not opened within `seconds`, or something listens there and stays silent."""
 
     def open_with_torch() -> Store:
-        if meeting.scheme == "tcp" and meeting.is_hosted:  # torch would take an agent's store to be at any address
+        if location.scheme == "tcp" and location.is_hosted:  # torch would take an agent's store to be at any address
             return dist.TCPStore(
-                meeting.host,
-                meeting.port,
+                location.host,
+                location.port,
                 world_size=1,
                 is_master=rank == 0,
                 timeout=timedelta(seconds=seconds),
                 multi_tenant=True,
-                use_libuv="use_libuv=0" not in meeting.url,
+                use_libuv="use_libuv=0" not in location.url,
             )
         # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
-        store: Store = next(iter(rendezvous(meeting.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
+        store: Store = next(iter(rendezvous(location.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
         return store
 
     attempt = _Attempt(open_with_torch)
@@ -227,74 +227,76 @@ def _have_torch_open(meeting: Meeting, rank: int, seconds: float, answer_seconds
     while True:
         left = end - time.monotonic()
         store = attempt.result(min(left, answer_seconds))
-        if store is not None or left <= answer_seconds or _look(meeting) is None:
+        if store is not None or left <= answer_seconds or _look(location) is None:
             return store
 
 
-def _await_listener(meeting: Meeting, end: float) -> OSError | None:
+def _await_listener(location: StoreLocation, end: float) -> OSError | None:
     """Wait until somebody listens; return why nobody does at the `end`."""
     pause = _FIRST_PAUSE_SECONDS
-    word = _Word(meeting, end)
-    while (refusal := _look(meeting)) is not None and time.monotonic() < end:
-        word.say_when_due(refusal)
+    word = _WaitWarning(location, end)
+    while (refusal := _look(location)) is not None and time.monotonic() < end:
+        word.warn_when_due(refusal)
         time.sleep(min(pause, max(end - time.monotonic(), 0)))
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
     return refusal
 
 
-def _await_name(meeting: Meeting, end: float) -> OSError | None:
+def _await_name(location: StoreLocation, end: float) -> OSError | None:
     """Wait until the host has an address; return why it has none at the `end`."""
-    word = _Word(meeting, end)
+    word = _WaitWarning(location, end)
     while True:
         try:
-            socket.getaddrinfo(meeting.host, meeting.port)
+            socket.getaddrinfo(location.host, location.port)
         except OSError as error:
             if time.monotonic() >= end:
                 return error
-            word.say_when_due(error)
+            word.warn_when_due(error)
         else:
             return None
         time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
 
 
 @final
-class _Word:
+class _WaitWarning:
     """What a worker says, once, when it has waited for the rendezvous for a while."""
 
-    def __init__(self, meeting: Meeting, end: float) -> None:
-        self._meeting = meeting
+    def __init__(self, location: StoreLocation, end: float) -> None:
+        self._location = location
         self._end = end
-        self._due = time.monotonic() + WORD_SECONDS
+        self._due = time.monotonic() + WARNING_SECONDS
 
-    def say_when_due(self, refusal: OSError) -> None:
+    def warn_when_due(self, refusal: OSError) -> None:
         """Warn, if it is time, that there is nobody yet, and why."""
         if time.monotonic() < self._due:
             return
         self._due = math.inf
         why = str(refusal)
         if isinstance(refusal, socket.gaierror):
-            setting = "MASTER_ADDR" if self._meeting.scheme == "env" else "the host in init_method"
-            why = f"the name {self._meeting.host!r} cannot be resolved; set {setting} to an address if it never will be"
+            setting = "MASTER_ADDR" if self._location.scheme == "env" else "the host in init_method"
+            why = (
+                f"the name {self._location.host!r} cannot be resolved; set {setting} to an address if it never will be"
+            )
         warnings.warn(
-            f"No rendezvous at {self._meeting.address} for {WORD_SECONDS:.0f} s now: {why}. This worker will try for "
-            f"{self._end - time.monotonic():.0f} s more.",
+            f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s now: {why}. This worker will try "
+            f"for {self._end - time.monotonic():.0f} s more.",
             stacklevel=2,
         )
 
 
-def _look(meeting: Meeting) -> OSError | None:
+def _look(location: StoreLocation) -> OSError | None:
     """Return why nobody can connect to the store's address; None if one can."""
     try:
-        socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
+        socket.create_connection((location.host, location.port), _CONNECT_SECONDS).close()
     except OSError as error:
         return error
     return None
 
 
-def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OSError | None) -> str:
-    is_env = meeting.scheme == "env"
+def _explain_unreachable(location: StoreLocation, rank: int, waited: float, refusal: OSError | None) -> str:
+    is_env = location.scheme == "env"
     host, port = ("MASTER_ADDR", "MASTER_PORT") if is_env else ("the host in init_method", "the port in init_method")
-    found_none = f"Rank {rank} found no rendezvous at {meeting.address} in {waited:.3g} s:"
+    found_none = f"Rank {rank} found no rendezvous at {location.address} in {waited:.3g} s:"
     if refusal is None:
         return (
             f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to one "
@@ -302,19 +304,19 @@ def _explain_unreachable(meeting: Meeting, rank: int, waited: float, refusal: OS
         )
     if isinstance(refusal, socket.gaierror):
         return (
-            f"{found_none} the name {meeting.host!r} cannot be resolved ({refusal.strerror}). Set {host} to the name "
+            f"{found_none} the name {location.host!r} cannot be resolved ({refusal.strerror}). Set {host} to the name "
             "or the address of the host of rank 0."
         )
     if not isinstance(refusal, ConnectionRefusedError):
         return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
-    if not meeting.is_hosted:
+    if not location.is_hosted:
         return f"{found_none} nobody listens there. Look at the log of torchrun on the first host."
     if rank == 0:
         return (
             f"{found_none} rank 0 itself is to serve it, from {socket.gethostname()!r}, so that must be the host "
             f"there. Set {host} to it, or start rank 0 elsewhere."
         )
-    own = f" {meeting.host} is each host's own name for itself." if meeting.host in _LOOPBACK_NAMES else ""
+    own = f" {location.host} is each host's own name for itself." if location.host in _LOOPBACK_NAMES else ""
     return (
         f"{found_none} rank 0, which is to serve it, did not come. Look at its log; if it waits too, {host} or {port} "
         f"differs between the workers.{own}"

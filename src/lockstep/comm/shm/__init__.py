@@ -11,9 +11,3 @@ Invariants:
 - A rank that waits looks, at least every 50 ms, whether the one it waits for still lives.
 - Whatever is reduced is added in the order of the tree over ranks. [Note: one order]
 """
-
-from lockstep.comm.shm.call_comparer import SharedAgreement, meet_on_host
-from lockstep.comm.shm.group import ShmProcessGroup, meet_as_group
-from lockstep.comm.shm.rendezvous import Apart, Members
-
-__all__ = ["Apart", "Members", "SharedAgreement", "ShmProcessGroup", "meet_as_group", "meet_on_host"]

@@ -7,25 +7,25 @@ from typing import final
 
 from torch.distributed import Store
 
-from lockstep.comm.shm.file_layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
-from lockstep.comm.shm.phases import Exchange
-from lockstep.comm.shm.rendezvous import Apart, Members, meet
+from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.comm.shm.rendezvous import GroupMembers, NotShared, connect_ranks
 from lockstep.errors import GroupError, PeerLostError
 
 
 @final
-class SharedAgreement:
+class SharedMemoryComparer:
     """Agreement of ranks on one host."""
 
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self._memory = memory
         self._peers = peers
-        self._exchange = Exchange(memory, peers)
-        self._turn = threading.Lock()
+        self._exchange = PhaseExchange(memory, peers)
+        self._run_lock = threading.Lock()
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective).
 
         Raises:
@@ -35,9 +35,9 @@ class SharedAgreement:
         """
         if self._peers.broken is not None:
             raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
-        with self._turn:
+        with self._run_lock:
             try:
-                self._exchange.agree(call)
+                self._exchange.compare_calls(call)
             except GroupError:
                 raise  # on every rank alike, or told to the others where it was found
             except BaseException as error:
@@ -55,7 +55,7 @@ class SharedAgreement:
 
     def leave(self) -> None:
         """Tell the other ranks that this one goes, and which exception it handles, if it does (local)."""
-        self._peers.leave_well()
+        self._peers.leave_normally()
 
     def close(self) -> None:
         """Leave, and give back the memory (local)."""
@@ -64,19 +64,19 @@ class SharedAgreement:
         self._memory.close()
 
 
-def meet_on_host(
-    store: Store, rank: int, size: int, timeout: timedelta, members: Members | None = None
-) -> SharedAgreement | None:
+def make_shared_memory_comparer(
+    store: Store, rank: int, size: int, timeout: timedelta, members: GroupMembers | None = None
+) -> SharedMemoryComparer | None:
     """Bring ranks together that only agree on calls (collective); None if they are not on one host.
 
     Raises:
         GroupError: Some rank did not come in time.
         PeerLostError: A rank came and was lost before all had met.
     """
-    layout = Layout(size, outbox_bytes=PAGE, slot_bytes=PAGE)
-    members = members or Members(names=range(size))
-    meeting = meet(store, rank, layout, timeout, members)
-    if isinstance(meeting, Apart):
+    layout = FileLayout(size, send_buffer_bytes=PAGE, slot_bytes=PAGE)
+    members = members or GroupMembers(names=range(size))
+    handles = connect_ranks(store, rank, layout, timeout, members)
+    if isinstance(handles, NotShared):
         return None
-    memory = Memory(meeting.descriptor, layout, rank)
-    return SharedAgreement(memory, Peers(memory, rank, meeting, timeout.total_seconds(), members.names))
+    memory = Memory(handles.descriptor, layout, rank)
+    return SharedMemoryComparer(memory, Peers(memory, rank, handles, timeout.total_seconds(), members.names))

@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.comm.calls import LONGEST_CALL
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.arguments import copy_into
-from lockstep.comm.shm.file_layout import FREE, FULL, MAIL, PAGE
+from lockstep.comm.shm.file_layout import FREE, FULL, MESSAGE, PAGE
 from lockstep.comm.shm.memory import Mapping, Memory
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError
@@ -46,7 +46,7 @@ class Sender:
         self._target = target
         self._full = peers.semaphore(FULL, peers.rank, target)
         self._free = peers.semaphore(FREE, target, peers.rank)
-        self._mail = peers.semaphore(MAIL, target, target)
+        self._any_message = peers.semaphore(MESSAGE, target, target)
 
     def send(self, data: Tensor, tag: int, kind: bytes, call: bytes) -> None:
         """Send `data`, flat bytes, and return when it was received.
@@ -70,7 +70,7 @@ class Sender:
             self._slots[number % len(self._slots)][: chunk.numel()].copy_(chunk)
             semaphores.post(self._full)
             if number == 0:
-                semaphores.post_if_zero(self._mail)
+                semaphores.post_if_zero(self._any_message)
         for _ in range(min(len(chunks), len(self._slots))):
             self._peers.wait(self._target, self._free, call)
         expected = _read_text(self._address + PAGE)
@@ -92,66 +92,66 @@ class Receiver:
         self._full = peers.semaphore(FULL, source, peers.rank)
         self._free = peers.semaphore(FREE, peers.rank, source)
         self._lock = threading.Lock()
-        self._expected: dict[int, deque[Receipt]] = {}
+        self._expected: dict[int, deque[PendingReceive]] = {}
         self._aside: dict[int, deque[tuple[bytes, Tensor]]] = {}
 
-    def expect(self, receipt: "Receipt") -> None:
+    def expect(self, pending: "PendingReceive") -> None:
         """Have the next message of the receipt's tag delivered to it; at once if it was kept aside."""
         with self._lock:
-            message = self._take_aside(receipt.tag)
+            message = self._take_aside(pending.tag)
             if message is None:
-                self._expected.setdefault(receipt.tag, deque()).append(receipt)
+                self._expected.setdefault(pending.tag, deque()).append(pending)
         if message is not None:
-            receipt.take(self._source, *message)
+            pending.take(self._source, *message)
 
-    def take_until(self, receipt: "Receipt") -> None:
-        """Take messages, for whoever expects them, until `receipt` has its own.
+    def take_until(self, pending: "PendingReceive") -> None:
+        """Take messages, for whoever expects them, until `pending` has its own.
 
         Raises:
             PeerLostError: The sender is lost.
         """
-        while not receipt.is_settled:
-            self._peers.wait(self._source, self._full, receipt.call)
-            self._take(receipt.call)
+        while not pending.is_complete:
+            self._peers.wait(self._source, self._full, pending.call)
+            self._take(pending.call)
 
-    def offer(self, receipt: "Receipt", may_take: bool) -> bool:
+    def offer(self, pending: "PendingReceive", may_take: bool) -> bool:
         """Deliver a message that is here already and that nobody else expects; return whether there was one.
 
         Args:
-            receipt: Who wants it.
+            pending: Who wants it.
             may_take: Whether messages may be taken from the channel, not only from those kept aside.
         """
         while True:
             with self._lock:
-                message = self._take_aside(receipt.tag)
+                message = self._take_aside(pending.tag)
             if message is not None:
-                receipt.take(self._source, *message)
+                pending.take(self._source, *message)
                 return True
             if not (may_take and semaphores.try_wait(self._full)):
                 return False
-            self._take(receipt.call, receipt)
-            if receipt.is_settled:
+            self._take(pending.call, pending)
+            if pending.is_complete:
                 return True
 
     def _take_aside(self, tag: int) -> tuple[bytes, Tensor] | None:
         kept = self._aside.get(tag)
         return kept.popleft() if kept else None
 
-    def _next_expected(self, tag: int) -> "Receipt | None":
+    def _next_expected(self, tag: int) -> "PendingReceive | None":
         waiting = self._expected.get(tag)
         return waiting.popleft() if waiting else None
 
-    def _take(self, call: bytes, otherwise: "Receipt | None" = None) -> None:
+    def _take(self, call: bytes, otherwise: "PendingReceive | None" = None) -> None:
         """Take the message whose first chunk is here, for `otherwise` if it is of its tag and nobody expects it."""
         tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         sent = ctypes.string_at(self._address + _HEAD.size, min(kind_length, LONGEST_CALL))
         with self._lock:
-            receipt = self._next_expected(tag)
-        if receipt is None and otherwise is not None and otherwise.tag == tag:
-            receipt = otherwise
-        fits = receipt is not None and receipt.kind == sent
-        target = receipt.place if receipt is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
-        reply = receipt.kind if receipt is not None and not fits else b""
+            pending = self._next_expected(tag)
+        if pending is None and otherwise is not None and otherwise.tag == tag:
+            pending = otherwise
+        fits = pending is not None and pending.kind == sent
+        target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
+        reply = pending.kind if pending is not None and not fits else b""
         ctypes.memmove(self._address + PAGE, struct.pack("<i", len(reply)) + reply, 4 + len(reply))
         chunks = target.split(self._slots[0].numel()) if length else [target]
         for number, chunk in enumerate(chunks):
@@ -159,17 +159,17 @@ class Receiver:
                 self._peers.wait(self._source, self._full, call)
             copy_into(chunk, self._slots[number % len(self._slots)][: chunk.numel()])
             semaphores.post(self._free)
-        if receipt is None:
+        if pending is None:
             with self._lock:
-                receipt = self._next_expected(tag)  # who came while it was being copied
-                if receipt is None:
+                pending = self._next_expected(tag)  # who came while it was being copied
+                if pending is None:
                     self._aside.setdefault(tag, deque()).append((sent, target))
                     return
-        receipt.take(self._source, sent, target)
+        pending.take(self._source, sent, target)
 
 
 @final
-class Receipt:
+class PendingReceive:
     """A receive that waits for its message.
 
     Args:
@@ -190,7 +190,7 @@ class Receipt:
         tag: int,
         kind: bytes,
         call: bytes,
-        settle: Callable[..., None],
+        complete: Callable[..., None],
     ) -> None:
         self._names = names
         self._rank = rank
@@ -198,8 +198,8 @@ class Receipt:
         self.tag = tag
         self.kind = kind
         self.call = call
-        self.is_settled = False
-        self._settle = settle
+        self.is_complete = False
+        self._complete = complete
 
     def take(self, source: int, sent: bytes, data: Tensor) -> None:
         """Take a message of its tag.
@@ -212,8 +212,8 @@ class Receipt:
         error = None if sent == self.kind else _explain(sent, self._names[source], self.kind, self._names[self._rank])
         if error is None and data is not self.place:
             copy_into(self.place, data)
-        self.is_settled = True
-        self._settle(source=source, error=error)
+        self.is_complete = True
+        self._complete(source=source, error=error)
 
 
 @torch.inference_mode(False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.shm import pipeline
 from lockstep.comm.shm.arithmetic import Reduction, reduce_into, schedule
-from lockstep.comm.shm.phases import NOWHERE, Exchange
+from lockstep.comm.shm.phases import NOWHERE, PhaseExchange
 from lockstep.comm.shm.pipeline import room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 
@@ -21,7 +21,7 @@ _SHORT_BYTES: Final = 2 << 20
 """Up to here, over all ranks, every rank reduces the whole message by itself: one swap fewer, more arithmetic."""
 
 
-def all_reduce(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
+def all_reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
     """Replace `tensor` by its reduction over all ranks."""
     reduction = pipeline.one_per_rank(exchange, tensor, how)
     if tensor.nbytes * exchange.size <= _SHORT_BYTES:
@@ -30,85 +30,87 @@ def all_reduce(exchange: Exchange, tensor: Tensor, how: Reduction, call: bytes) 
     location = exchange.memory.locate(tensor)
     if location == NOWHERE:
         pipeline.write_chunk(exchange, reduction, 0)
-    locations = exchange.agree(call, location)
+    locations = exchange.compare_calls(call, location)
     if NOWHERE not in locations:
         _all_reduce_in_place(exchange, tensor, how, locations)
         return
     if any(place != NOWHERE for place in locations):
         # Some ranks, being in the group's memory, have not written their first chunk.
         pipeline.write_chunk(exchange, reduction, 0)
-        exchange.swap()
-    pipeline.run_from_first_swap(exchange, reduction)
+        exchange.end_phase()
+    pipeline.run_after_first_phase(exchange, reduction)
 
 
-def ordered_all_reduce(exchange: Exchange, reduction: pipeline.PartialReduction, call: bytes) -> None:
+def ordered_all_reduce(exchange: PhaseExchange, reduction: pipeline.PartialReduction, call: bytes) -> None:
     """Reduce what the ranks hold, several partials each, into the result of the reduction on every rank."""
     if reduction.num_slots * reduction.out.nbytes * exchange.size <= _SHORT_BYTES:
         pipeline.run_short(exchange, reduction, call)
         return
     pipeline.write_chunk(exchange, reduction, 0)
-    exchange.agree(call)
-    pipeline.run_from_first_swap(exchange, reduction)
+    exchange.compare_calls(call)
+    pipeline.run_after_first_phase(exchange, reduction)
 
 
-def reduce(exchange: Exchange, tensor: Tensor, how: Reduction, root: int, call: bytes) -> None:
+def reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, root: int, call: bytes) -> None:
     """Replace `tensor` on the root by the reduction over all ranks; it stays as it is on the others."""
-    length = exchange.outbox_bytes // tensor.element_size()
+    length = exchange.send_buffer_bytes // tensor.element_size()
     for number, piece in enumerate(tensor.split(length) if tensor.numel() else [tensor]):
         if exchange.rank != root:
-            exchange.outbox(tensor.dtype)[: piece.numel()].copy_(piece)
-        _end_round(exchange, call, number)
+            exchange.send_buffer(tensor.dtype)[: piece.numel()].copy_(piece)
+        _end_phase(exchange, call, number)
         if exchange.rank == root:
             parts = [
-                piece if rank == root else exchange.inbox(rank, tensor.dtype)[: piece.numel()]
+                piece if rank == root else exchange.received(rank, tensor.dtype)[: piece.numel()]
                 for rank in range(exchange.size)
             ]
             reduce_into(piece, parts, how, schedule(exchange.size))
 
 
-def reduce_scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes) -> None:
+def reduce_scatter(
+    exchange: PhaseExchange, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes
+) -> None:
     """Reduce `inputs[r]` of all ranks into `output` of rank r; all of one length."""
     stride = room_per_rank(exchange, output.element_size())
     for number, start in enumerate(range(0, max(output.numel(), 1), stride)):
         stop = min(start + stride, output.numel())
-        mine = exchange.outbox(output.dtype)
+        mine = exchange.send_buffer(output.dtype)
         for rank, piece in enumerate(inputs):
             if rank != exchange.rank:
                 mine[rank * stride : rank * stride + stop - start].copy_(piece[start:stop])
-        _end_round(exchange, call, number)
+        _end_phase(exchange, call, number)
         own = slice(exchange.rank * stride, exchange.rank * stride + stop - start)
         parts = [
-            inputs[rank][start:stop] if rank == exchange.rank else exchange.inbox(rank, output.dtype)[own]
+            inputs[rank][start:stop] if rank == exchange.rank else exchange.received(rank, output.dtype)[own]
             for rank in range(exchange.size)
         ]
         reduce_into(output[start:stop], parts, how, schedule(exchange.size))
 
 
-def broadcast(exchange: Exchange, tensor: Tensor, root: int, call: bytes) -> None:
+def broadcast(exchange: PhaseExchange, tensor: Tensor, root: int, call: bytes) -> None:
     """Replace `tensor` by the root's."""
     data = as_bytes(tensor)
-    for number, piece in enumerate(data.split(exchange.outbox_bytes) if data.numel() else [data]):
+    for number, piece in enumerate(data.split(exchange.send_buffer_bytes) if data.numel() else [data]):
         if exchange.rank == root:
-            exchange.outbox(torch.uint8)[: piece.numel()].copy_(piece)
-        _end_round(exchange, call, number)
+            exchange.send_buffer(torch.uint8)[: piece.numel()].copy_(piece)
+        _end_phase(exchange, call, number)
         if exchange.rank != root:
-            piece.copy_(exchange.inbox(root, torch.uint8)[: piece.numel()])
+            piece.copy_(exchange.received(root, torch.uint8)[: piece.numel()])
 
 
-def gather(exchange: Exchange, outputs: Sequence[Tensor] | None, tensor: Tensor, call: bytes) -> None:
+def gather(exchange: PhaseExchange, outputs: Sequence[Tensor] | None, tensor: Tensor, call: bytes) -> None:
     """Collect `tensor` of rank r in `outputs[r]` wherever outputs are given; all of one length."""
     data = as_bytes(tensor)
     targets = None if outputs is None else [as_bytes(output) for output in outputs]
-    for number, start in enumerate(range(0, max(data.numel(), 1), exchange.outbox_bytes)):
-        piece = data[start : start + exchange.outbox_bytes]
-        exchange.outbox(torch.uint8)[: piece.numel()].copy_(piece)
-        _end_round(exchange, call, number)
+    for number, start in enumerate(range(0, max(data.numel(), 1), exchange.send_buffer_bytes)):
+        piece = data[start : start + exchange.send_buffer_bytes]
+        exchange.send_buffer(torch.uint8)[: piece.numel()].copy_(piece)
+        _end_phase(exchange, call, number)
         for rank, target in enumerate(targets or ()):
-            place = target[start : start + exchange.outbox_bytes]
-            place.copy_(piece if rank == exchange.rank else exchange.inbox(rank, torch.uint8)[: piece.numel()])
+            place = target[start : start + exchange.send_buffer_bytes]
+            place.copy_(piece if rank == exchange.rank else exchange.received(rank, torch.uint8)[: piece.numel()])
 
 
-def scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor] | None, root: int, call: bytes) -> None:
+def scatter(exchange: PhaseExchange, output: Tensor, inputs: Sequence[Tensor] | None, root: int, call: bytes) -> None:
     """Put `inputs[r]` of the root into `output` of rank r; all of one length."""
     data = as_bytes(output)
     sources = None if inputs is None else [as_bytes(piece) for piece in inputs]
@@ -116,15 +118,15 @@ def scatter(exchange: Exchange, output: Tensor, inputs: Sequence[Tensor] | None,
     for number, start in enumerate(range(0, max(data.numel(), 1), stride)):
         place = data[start : start + stride]
         if sources is not None:
-            mine = exchange.outbox(torch.uint8)
+            mine = exchange.send_buffer(torch.uint8)
             for rank, source in enumerate(sources):
                 mine[rank * stride : rank * stride + place.numel()].copy_(source[start : start + stride])
-        _end_round(exchange, call, number)
+        _end_phase(exchange, call, number)
         own = exchange.rank * stride
-        place.copy_(exchange.inbox(root, torch.uint8)[own : own + place.numel()])
+        place.copy_(exchange.received(root, torch.uint8)[own : own + place.numel()])
 
 
-def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes) -> None:
+def all_to_all(exchange: PhaseExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes) -> None:
     """Put `inputs[q]` of rank r into `outputs[r]` of rank q; lengths may differ from pair to pair.
 
     Raises:
@@ -134,19 +136,19 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
     lengths = _agree_on_lengths(exchange, sources, targets, call)
     stride = room_per_rank(exchange, 1)
     for start in range(0, max(max(row) for row in lengths), stride):
-        mine = exchange.outbox(torch.uint8)
+        mine = exchange.send_buffer(torch.uint8)
         for rank, source in enumerate(sources):
             piece = source[start : start + stride]
             if rank != exchange.rank and piece.numel():
                 mine[rank * stride : rank * stride + piece.numel()].copy_(piece)
-        exchange.swap()
+        exchange.end_phase()
         own = exchange.rank * stride
         for rank, target in enumerate(targets):
             place = target[start : start + stride]
             if rank == exchange.rank:
                 place.copy_(sources[rank][start : start + stride])
             elif place.numel():
-                place.copy_(exchange.inbox(rank, torch.uint8)[own : own + place.numel()])
+                place.copy_(exchange.received(rank, torch.uint8)[own : own + place.numel()])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _all_reduce_in_place(exchange: Exchange, tensor: Tensor, how: Reduction, locations: Sequence[int]) -> None:
+def _all_reduce_in_place(exchange: PhaseExchange, tensor: Tensor, how: Reduction, locations: Sequence[int]) -> None:
     """Reduce tensors that every rank can see where they are: each rank reduces its slice and writes it to all."""
     bounds = share(tensor.numel(), exchange.size, exchange.rank, tensor.element_size())
     everyone = [
@@ -166,17 +168,17 @@ def _all_reduce_in_place(exchange: Exchange, tensor: Tensor, how: Reduction, loc
     parts = [part[bounds] for part in everyone]
     others = [part for rank, part in enumerate(parts) if rank != exchange.rank]
     reduce_into(parts[exchange.rank], parts, how, schedule(exchange.size), copies=others)
-    exchange.swap()
+    exchange.end_phase()
 
 
 def _agree_on_lengths(
-    exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor], call: bytes
+    exchange: PhaseExchange, sources: Sequence[Tensor], targets: Sequence[Tensor], call: bytes
 ) -> list[tuple[int, ...]]:
     size = exchange.size
     table = struct.pack(f"<{2 * size}q", *(piece.numel() for piece in (*sources, *targets)))
-    exchange.outbox(torch.uint8)[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
-    exchange.agree(call)
-    rows = [exchange.inbox(rank, torch.int64)[: 2 * size].tolist() for rank in range(size)]
+    exchange.send_buffer(torch.uint8)[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+    exchange.compare_calls(call)
+    rows = [exchange.received(rank, torch.int64)[: 2 * size].tolist() for rank in range(size)]
     for source in range(size):
         for target in range(size):
             sent, expected = rows[source][target], rows[target][size + source]
@@ -189,8 +191,8 @@ def _agree_on_lengths(
     return [tuple(row[:size]) for row in rows]
 
 
-def _end_round(exchange: Exchange, call: bytes, number: int) -> None:
+def _end_phase(exchange: PhaseExchange, call: bytes, number: int) -> None:
     if number == 0:
-        exchange.agree(call)
+        exchange.compare_calls(call)
     else:
-        exchange.swap()
+        exchange.end_phase()

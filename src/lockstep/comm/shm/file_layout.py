@@ -16,12 +16,12 @@ _HEAP_SPAN = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Offsets in bytes into the shared file of a group of `size` ranks."""
 
     size: int
     """Number of ranks."""
-    outbox_bytes: int = 4 << 20
+    send_buffer_bytes: int = 4 << 20
     """Bytes of one outbox: the most that a rank publishes in one round."""
     slot_bytes: int = 512 << 10
     """Bytes of one of the two slots of a channel."""
@@ -42,14 +42,14 @@ class Layout:
         """Return the page where a rank says what it calls."""
         return self.state(self.size) + (2 * rank + parity) * PAGE
 
-    def outbox(self, rank: int, parity: int) -> int:
+    def send_buffer(self, rank: int, parity: int) -> int:
         """Return the first byte of an outbox."""
-        return self.call(self.size, 0) + (2 * rank + parity) * self.outbox_bytes
+        return self.call(self.size, 0) + (2 * rank + parity) * self.send_buffer_bytes
 
     @property
     def control_bytes(self) -> int:
         """Length of what every rank maps from the start."""
-        return self.outbox(self.size, 0)
+        return self.send_buffer(self.size, 0)
 
     def channel(self, source: int, target: int) -> int:
         """Return the first byte of the channel from one rank to another."""
@@ -74,6 +74,6 @@ class Layout:
         return -(-self.semaphore(NUM_KINDS, 0, 0) // PAGE) * PAGE
 
 
-ROUND, FULL, FREE, MAIL = range(4)
+PHASE, FULL, FREE, MESSAGE = range(4)
 """Kinds of semaphore: a round is published; a slot is full; a slot is free; some channel has something new."""
 NUM_KINDS = 4

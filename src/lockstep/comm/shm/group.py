@@ -41,15 +41,15 @@ from lockstep.comm.shm.arguments import (
     write_back,
 )
 from lockstep.comm.shm.arithmetic import Reduction, reduction, schedule_nodes
-from lockstep.comm.shm.file_layout import Layout
+from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
-from lockstep.comm.shm.phases import Exchange
+from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.pipeline import PartialReduction
-from lockstep.comm.shm.point_to_point import Mailbox
-from lockstep.comm.shm.rendezvous import Apart, Meeting, Members, meet
-from lockstep.comm.shm.torch_backends import InnerGroups
-from lockstep.comm.shm.work_queue import Lane
+from lockstep.comm.shm.point_to_point import PointToPoint
+from lockstep.comm.shm.rendezvous import GroupHandles, GroupMembers, NotShared, connect_ranks
+from lockstep.comm.shm.torch_backends import TorchBackends
+from lockstep.comm.shm.work_queue import WorkQueue
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.shards.tree import Node
@@ -65,28 +65,41 @@ class ShmProcessGroup(ProcessGroup):
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
-        meeting: What the ranks have when they have met.
+        handles: What the ranks have when they have met.
         layout: What their shared file looks like.
         timeout: How long a call may take.
         names: What messages call each rank: its rank in the default group.
     """
 
     def __init__(  # what a group is made of
-        self, store: Store, rank: int, meeting: Meeting, layout: Layout, timeout: timedelta, names: Sequence[int]
+        self,
+        store: Store,
+        rank: int,
+        handles: GroupHandles,
+        layout: FileLayout,
+        timeout: timedelta,
+        names: Sequence[int],
     ) -> None:
         super().__init__(rank, layout.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._store = store
         self._names = names
         self._name = ""
         self._description = ""
-        self._memory = Memory(meeting.descriptor, layout, rank)
-        self._peers = Peers(self._memory, rank, meeting, timeout.total_seconds(), names)
-        self._exchange = Exchange(self._memory, self._peers)
-        self._lane = Lane("lockstep-collectives")
-        self._mailbox = Mailbox(self._memory, self._peers)
-        self._inner = InnerGroups(PrefixStore("inner", store), rank, layout.size, timeout)
+        self._memory = Memory(handles.descriptor, layout, rank)
+        self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), names)
+        self._exchange = PhaseExchange(self._memory, self._peers)
+        self._work_queue = WorkQueue("lockstep-collectives")
+        self._point_to_point = PointToPoint(self._memory, self._peers)
+        self._torch_backends = TorchBackends(PrefixStore("inner", store), rank, layout.size, timeout)
         self._close = weakref.finalize(
-            self, _close, os.getpid(), self._peers, self._memory, self._lane, self._mailbox, self._inner
+            self,
+            _close,
+            os.getpid(),
+            self._peers,
+            self._memory,
+            self._work_queue,
+            self._point_to_point,
+            self._torch_backends,
         )
 
     # -- Collectives ---------------------------------------------------------------------------------------------
@@ -359,7 +372,7 @@ class ShmProcessGroup(ProcessGroup):
         call = describe_call("barrier", ())
         return self._start(call, lambda: self._agree(call), [], opts)
 
-    def agree(self, call: bytes) -> None:
+    def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
         options = BarrierOptions()
         options.asyncOp = False
@@ -377,7 +390,7 @@ class ShmProcessGroup(ProcessGroup):
 
         def action() -> None:
             try:
-                self._exchange.agree(call, timeout_seconds=seconds)
+                self._exchange.compare_calls(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
                     f"Rank {self._peers.name} timed out in monitoredBarrier. {error}"
@@ -402,9 +415,11 @@ class ShmProcessGroup(ProcessGroup):
         self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
             _check_dense("send", tensor)
-            return self._inner.send(tensors, dst, tag)
+            return self._torch_backends.send(tensors, dst, tag)
         self._check_usable()
-        return self._mailbox.send(collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors)
+        return self._point_to_point.send(
+            collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors
+        )
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive one tensor of rank `src`, of the dtype and number of elements that it sends."""
@@ -412,7 +427,7 @@ class ShmProcessGroup(ProcessGroup):
         self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
             _check_dense("recv", tensor)
-            return self._inner.recv(tensors, src, tag)
+            return self._torch_backends.recv(tensors, src, tag)
         return self._receive(tensor, [src], tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -511,7 +526,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def leave(self) -> None:
         """Tell the other ranks that this one makes no more calls; what they have of it stays (local)."""
-        self._peers.leave_well()
+        self._peers.leave_normally()
 
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
@@ -522,7 +537,7 @@ class ShmProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group and give back its memory and descriptors; torch calls it on destroy (local)."""
         if self._close.alive:
-            self._peers.leave_well()
+            self._peers.leave_normally()
         self._close()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
@@ -537,7 +552,7 @@ class ShmProcessGroup(ProcessGroup):
 
         def guarded() -> None:
             self._check_usable()
-            self._peers.lingers = not self._lane.is_in_background
+            self._peers.spins_longer = not self._work_queue.is_in_background
             try:
                 action()
             except CollectiveMismatchError:
@@ -552,8 +567,8 @@ class ShmProcessGroup(ProcessGroup):
         if any(tensor.is_inference() for tensor in tensors):
             run = torch.inference_mode()(guarded)
         if getattr(opts, "asyncOp", True):
-            return self._lane.put(run, tensors)
-        return self._lane.run(run, tensors)
+            return self._work_queue.put(run, tensors)
+        return self._work_queue.run(run, tensors)
 
     def _check_usable(self) -> None:
         if self._peers.broken is not None:
@@ -562,7 +577,7 @@ class ShmProcessGroup(ProcessGroup):
             raise GroupError("This process group was destroyed; make a new one to go on.")
 
     def _agree(self, call: bytes) -> None:
-        self._exchange.agree(call)
+        self._exchange.compare_calls(call)
 
     def _gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, call: bytes) -> None:
         flats = None if outputs is None else [flatten(output) for output in outputs]
@@ -592,7 +607,7 @@ class ShmProcessGroup(ProcessGroup):
         self._check_usable()
         check_writable([tensor])
         flat = flatten(tensor)
-        return self._mailbox.receive(
+        return self._point_to_point.receive(
             collectives.as_bytes(flat),
             sources,
             tag,
@@ -614,7 +629,7 @@ class ShmProcessGroup(ProcessGroup):
             opts: Torch's options.
         """
         if tensor.device.type != "cpu":
-            return self._inner.call(tensor.device, name, arguments)
+            return self._torch_backends.call(tensor.device, name, arguments)
         operation = getattr(arguments[-1], "reduceOp", None)
         if name != "allreduce" or tensor.layout is not torch.sparse_coo:
             _check_dense(name, tensor)  # Gloo would refuse it too, but only when the others wait
@@ -624,8 +639,8 @@ class ShmProcessGroup(ProcessGroup):
         call = describe_call(TORCH_NAMES.get(name, name), ((tensor.dtype, tensor.shape),), detail)
 
         def action() -> None:
-            self._exchange.agree(call)
-            self._inner.call(tensor.device, name, arguments).wait()
+            self._exchange.compare_calls(call)
+            self._torch_backends.call(tensor.device, name, arguments).wait()
 
         return self._start(call, action, tensors, opts)
 
@@ -667,7 +682,9 @@ class ShmProcessGroup(ProcessGroup):
         return [count * row for count in splits]
 
 
-def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta, members: Members) -> ShmProcessGroup | Apart:
+def make_shm_group(
+    store: Store, rank: int, size: int, timeout: timedelta, members: GroupMembers
+) -> ShmProcessGroup | NotShared:
     """Make a group of processes of one host (collective over its ranks), or say why they are not.
 
     Args:
@@ -681,11 +698,11 @@ def meet_as_group(store: Store, rank: int, size: int, timeout: timedelta, member
         GroupError: Some rank did not come in time.
         PeerLostError: A rank was lost before all had met.
     """
-    layout = Layout(size)
-    meeting = meet(store, rank, layout, timeout, members)
-    if isinstance(meeting, Apart):
-        return meeting
-    return ShmProcessGroup(store, rank, meeting, layout, timeout, members.names)
+    layout = FileLayout(size)
+    handles = connect_ranks(store, rank, layout, timeout, members)
+    if isinstance(handles, NotShared):
+        return handles
+    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names)
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
@@ -697,15 +714,15 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 
 
 def _close(  # everything but the group itself, which this must not keep alive
-    pid: int, peers: Peers, memory: Memory, lane: Lane, mailbox: Mailbox, inner: InnerGroups
+    pid: int, peers: Peers, memory: Memory, work_queue: WorkQueue, point_to_point: PointToPoint, inner: TorchBackends
 ) -> None:
     if os.getpid() != pid:
         return  # a forked child has copies of these, but is no member
     peers.leave(PeerState.LEFT)
     if peers.broken is None:
         peers.broken = GroupError("This process group was destroyed; make a new one to go on.")
-    lane.close(_CLOSING_SECONDS)
-    mailbox.close(_CLOSING_SECONDS)
+    work_queue.close(_CLOSING_SECONDS)
+    point_to_point.close(_CLOSING_SECONDS)
     inner.close()
     peers.close()
     memory.close()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.errors import GroupError
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
@@ -47,7 +47,7 @@ if sys.platform == "linux":
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-def create_file(layout: Layout) -> int:
+def create_file(layout: FileLayout) -> int:
     """Make the file of a group, with its semaphores, and return its descriptor; only this user can open it.
 
     Raises:
@@ -111,7 +111,7 @@ if sys.platform == "linux":
 class Memory:
     """What one rank sees of its group's file."""
 
-    def __init__(self, descriptor: int, layout: Layout, rank: int) -> None:
+    def __init__(self, descriptor: int, layout: FileLayout, rank: int) -> None:
         self.layout = layout
         self._descriptor = descriptor
         self._file: File | None = File(descriptor)
@@ -127,15 +127,17 @@ class Memory:
         self._heap: dict[int, tuple[int, int]] = {}
         self._peer_mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
 
-    def outbox(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
+    def send_buffer(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
         """Return an outbox as a flat tensor."""
         key = (rank, parity, dtype)
         view = self._views.get(key)
         if view is None:
             layout = self.layout
-            count = layout.outbox_bytes // dtype.itemsize
+            count = layout.send_buffer_bytes // dtype.itemsize
             with torch.inference_mode(False):  # it is kept, and outside that mode nobody could write into it
-                view = torch.frombuffer(self._control, dtype=dtype, count=count, offset=layout.outbox(rank, parity))
+                view = torch.frombuffer(
+                    self._control, dtype=dtype, count=count, offset=layout.send_buffer(rank, parity)
+                )
             self._views[key] = view
         return view
 

@@ -18,15 +18,15 @@ from traceback import format_exception
 from typing import Final, final
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import PAGE, ROUND
+from lockstep.comm.shm.file_layout import PAGE, PHASE
 from lockstep.comm.shm.memory import Memory
-from lockstep.comm.shm.rendezvous import Meeting
+from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 
-_SLICE_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.3
 _NUM_SPINS: Final = 150
-_LINGER_SECONDS: Final = 0.0005
+_LONG_SPIN_SECONDS: Final = 0.0005
 _TEXT_BYTES: Final = PAGE // 2 - 32
 _REASON: Final = 8
 _WAITING: Final = PAGE // 2
@@ -51,7 +51,7 @@ class Peers:
     """The other ranks, as one of them sees them."""
 
     def __init__(
-        self, memory: Memory, rank: int, meeting: Meeting, timeout_seconds: float, names: Sequence[int]
+        self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, names: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = memory.layout.size
@@ -59,17 +59,17 @@ class Peers:
         self._broken: GroupError | None = None
         self._member = os.getpid()
         self._memory = memory
-        self._pids = meeting.pids
-        self._pidfds = meeting.pidfds
+        self._pids = handles.pids
+        self._pidfds = handles.pidfds
         self.names = names
         """What messages call each rank: its rank in the default group."""
         self.name = names[rank]
         others = [peer for peer in range(self.size) if peer != rank]
-        self._posts = [self.semaphore(ROUND, rank, peer) for peer in others]
-        self._waits = [(peer, self.semaphore(ROUND, peer, rank)) for peer in others]
+        self._posts = [self.semaphore(PHASE, rank, peer) for peer in others]
+        self._waits = [(peer, self.semaphore(PHASE, peer, rank)) for peer in others]
         self.has_core = self.size <= len(os.sched_getaffinity(0))
         """Whether every rank has a core of its own, so that a wait may spin."""
-        self.lingers = False
+        self.spins_longer = False
         """Whether a wait for a round spins longer: set while the caller of a blocking call runs it itself."""
 
     @property
@@ -90,7 +90,7 @@ class Peers:
         """Return the address of a semaphore that `source` posts for `target`."""
         return self._memory.address + self._memory.layout.semaphore(kind, source, target)
 
-    def swap(self, call: bytes, timeout_seconds: float | None = None) -> None:
+    def end_phase(self, call: bytes, timeout_seconds: float | None = None) -> None:
         """Tell every rank that this one has come so far, and wait until all have (collective).
 
         Raises:
@@ -121,10 +121,10 @@ class Peers:
             everyone: Whether the death of any rank ends the wait, not only that of `peer`.
             timeout_seconds: How long to wait, if not as long as the group allows.
         """
-        if self.has_core and self._spin(address, everyone and self.lingers):
+        if self.has_core and self._spin(address, everyone and self.spins_longer):
             return
         started = time.monotonic()
-        if semaphores.wait(address, _SLICE_SECONDS):
+        if semaphores.wait(address, _POLL_SECONDS):
             return
         self._say_waiting(call)
         self._wait_long(peer, address, call, started, everyone, timeout_seconds)
@@ -146,7 +146,7 @@ class Peers:
         lost_since: float | None = None
         self._say_waiting(call)
         while (source := take()) is None:
-            if semaphores.wait(address, _SLICE_SECONDS):
+            if semaphores.wait(address, _POLL_SECONDS):
                 continue
             self._check_broken()
             if all(self._find_lost([peer]) is not None for peer in peers):
@@ -190,10 +190,10 @@ class Peers:
         if self._read_state(self.rank)[0] is PeerState.JOINED:
             _write_text(page + _REASON, reason.encode())
             ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
-            semaphores.post(self.semaphore(ROUND, self.rank, self.rank))  # orders the text before the state
+            semaphores.post(self.semaphore(PHASE, self.rank, self.rank))  # orders the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
-    def leave_well(self) -> None:
+    def leave_normally(self) -> None:
         """Tell the others that this rank goes; and which exception it handles, as in a `finally`, if it does."""
         error = sys.exc_info()[1]
         self.leave(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
@@ -232,16 +232,16 @@ class Peers:
             if everyone:
                 lost_since = self._check_killed(lost_since)
             self._check_time(started, call, f"rank {self.names[peer]}", timeout_seconds)
-            if semaphores.wait(address, _SLICE_SECONDS):
+            if semaphores.wait(address, _POLL_SECONDS):
                 return
 
-    def _spin(self, address: int, lingers: bool) -> bool:
+    def _spin(self, address: int, spins_longer: bool) -> bool:
         for _ in range(_NUM_SPINS):
             if semaphores.try_wait(address):
                 return True
         # To sleep and be woken takes about as long as this; other threads and processes get the core meanwhile.
-        end = time.perf_counter() + _LINGER_SECONDS
-        while lingers and time.perf_counter() < end:
+        end = time.perf_counter() + _LONG_SPIN_SECONDS
+        while spins_longer and time.perf_counter() < end:
             semaphores.give_way()
             if semaphores.try_wait(address):
                 return True

@@ -26,14 +26,14 @@ NOWHERE = -1
 
 
 @final
-class Exchange:
+class PhaseExchange:
     """The rounds of one group, on one rank."""
 
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self.rank = peers.rank
         self.size = peers.size
         self.names = peers.names
-        self.outbox_bytes = memory.layout.outbox_bytes
+        self.send_buffer_bytes = memory.layout.send_buffer_bytes
         self.memory = memory
         self._peers = peers
         self._parity = 0
@@ -42,20 +42,20 @@ class Exchange:
             [memory.address + memory.layout.call(rank, parity) for rank in range(peers.size)] for parity in (0, 1)
         ]
 
-    def outbox(self, dtype: torch.dtype) -> Tensor:
+    def send_buffer(self, dtype: torch.dtype) -> Tensor:
         """Return what this rank writes before the next swap, as a flat tensor."""
-        return self.memory.outbox(self.rank, self._parity, dtype)
+        return self.memory.send_buffer(self.rank, self._parity, dtype)
 
-    def inbox(self, rank: int, dtype: torch.dtype) -> Tensor:
+    def received(self, rank: int, dtype: torch.dtype) -> Tensor:
         """Return what `rank` wrote before the last swap, as a flat tensor; to be read before the next swap."""
-        return self.memory.outbox(rank, 1 - self._parity, dtype)
+        return self.memory.send_buffer(rank, 1 - self._parity, dtype)
 
-    def swap(self, timeout_seconds: float | None = None) -> None:
+    def end_phase(self, timeout_seconds: float | None = None) -> None:
         """End a round (collective), in the time that the group allows or in another."""
-        self._peers.swap(self._call, timeout_seconds)
+        self._peers.end_phase(self._call, timeout_seconds)
         self._parity = 1 - self._parity
 
-    def agree(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
+    def compare_calls(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
         """End the first round of a call, in which every rank says what it calls (collective).
 
         Args:
@@ -73,7 +73,7 @@ class Exchange:
         pages = self._pages[self._parity]
         page = struct.pack("<qi", location, len(call)) + call
         ctypes.memmove(pages[self.rank], page, len(page))
-        self.swap(timeout_seconds)
+        self.end_phase(timeout_seconds)
         locations = [location] * self.size
         for rank, address in enumerate(pages):
             if rank != self.rank:

@@ -22,7 +22,7 @@ from typing import Final
 from torch import Tensor
 
 from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, schedule
-from lockstep.comm.shm.phases import Exchange
+from lockstep.comm.shm.phases import PhaseExchange
 
 _ALIGNMENT: Final = 64
 
@@ -45,7 +45,7 @@ class PartialReduction:
     """Most parts that a rank holds."""
 
 
-def one_per_rank(exchange: Exchange, tensor: Tensor, how: Reduction) -> PartialReduction:
+def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> PartialReduction:
     """Describe the reduction of one tensor of each rank, in place."""
     return PartialReduction(
         parts=[tensor],
@@ -57,24 +57,25 @@ def one_per_rank(exchange: Exchange, tensor: Tensor, how: Reduction) -> PartialR
     )
 
 
-def run_short(exchange: Exchange, reduction: PartialReduction, call: bytes) -> None:
+def run_short(exchange: PhaseExchange, reduction: PartialReduction, call: bytes) -> None:
     """Reduce parts that fit an outbox whole: every rank reads all of them (collective)."""
     out = reduction.out
     length = out.numel()
-    mine = exchange.outbox(out.dtype)
+    mine = exchange.send_buffer(out.dtype)
     for number, part in enumerate(reduction.parts):
         mine[number * length : (number + 1) * length].copy_(part)
-    exchange.agree(call)
+    exchange.compare_calls(call)
     found = [
-        exchange.inbox(rank, out.dtype)[number * length : (number + 1) * length] for rank, number in reduction.holders
+        exchange.received(rank, out.dtype)[number * length : (number + 1) * length]
+        for rank, number in reduction.holders
     ]
     reduce_into(out, found, reduction.how, reduction.steps)
 
 
-def write_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+def write_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
     """Do step 1 for a chunk."""
     room = _room_per_part(exchange, reduction)
-    mine = exchange.outbox(reduction.out.dtype)
+    mine = exchange.send_buffer(reduction.out.dtype)
     for slot, part in enumerate(reduction.parts):
         for rank, piece in enumerate(_slices(exchange, reduction, part, number)):
             if rank != exchange.rank:
@@ -82,13 +83,13 @@ def write_chunk(exchange: Exchange, reduction: PartialReduction, number: int) ->
                 mine[start : start + piece.numel()].copy_(piece)
 
 
-def run_from_first_swap(exchange: Exchange, reduction: PartialReduction) -> None:
+def run_after_first_phase(exchange: PhaseExchange, reduction: PartialReduction) -> None:
     """Do all that comes after the first chunk was written and swapped (collective)."""
     num_chunks = -(-reduction.out.numel() // (_room_per_part(exchange, reduction) * exchange.size))
     _reduce_chunk(exchange, reduction, 0)
     for number in range(1, num_chunks + 1):
         write_chunk(exchange, reduction, number)
-        exchange.swap()
+        exchange.end_phase()
         _read_chunk(exchange, reduction, number - 1)
         _reduce_chunk(exchange, reduction, number)
 
@@ -100,25 +101,25 @@ def share(length: int, num_ranks: int, rank: int, element_bytes: int) -> slice:
     return slice(min(rank * size, length), min((rank + 1) * size, length))
 
 
-def room_per_rank(exchange: Exchange, element_bytes: int, num_slots: int = 1) -> int:
+def room_per_rank(exchange: PhaseExchange, element_bytes: int, num_slots: int = 1) -> int:
     """Return how many elements of its outbox a rank has for each rank, or for each of its parts and each rank."""
     align = max(_ALIGNMENT // element_bytes, 1)
-    return exchange.outbox_bytes // (element_bytes * exchange.size * num_slots) // align * align
+    return exchange.send_buffer_bytes // (element_bytes * exchange.size * num_slots) // align * align
 
 
-def _room_per_part(exchange: Exchange, reduction: PartialReduction) -> int:
+def _room_per_part(exchange: PhaseExchange, reduction: PartialReduction) -> int:
     return room_per_rank(exchange, reduction.out.element_size(), reduction.num_slots)
 
 
-def _read_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+def _read_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
     room = _room_per_part(exchange, reduction)
     for rank, piece in enumerate(_slices(exchange, reduction, reduction.out, number)):
         if rank != exchange.rank:
             start = rank * reduction.num_slots * room
-            piece.copy_(exchange.inbox(rank, piece.dtype)[start : start + piece.numel()])
+            piece.copy_(exchange.received(rank, piece.dtype)[start : start + piece.numel()])
 
 
-def _reduce_chunk(exchange: Exchange, reduction: PartialReduction, number: int) -> None:
+def _reduce_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
     room = _room_per_part(exchange, reduction)
     own = _own_slice(exchange, reduction, reduction.out, number)
     if not own.numel():
@@ -130,21 +131,21 @@ def _reduce_chunk(exchange: Exchange, reduction: PartialReduction, number: int) 
             parts.append(_own_slice(exchange, reduction, reduction.parts[slot], number))
         else:
             start = first + slot * room
-            parts.append(exchange.inbox(rank, own.dtype)[start : start + own.numel()])
-    place = exchange.outbox(own.dtype)[first : first + own.numel()]
+            parts.append(exchange.received(rank, own.dtype)[start : start + own.numel()])
+    place = exchange.send_buffer(own.dtype)[first : first + own.numel()]
     reduce_into(own, parts, reduction.how, reduction.steps, copies=[place])
 
 
-def _slices(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
+def _slices(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
     chunk = _chunk(exchange, reduction, tensor, number)
     return [chunk[share(chunk.numel(), exchange.size, rank, chunk.element_size())] for rank in range(exchange.size)]
 
 
-def _own_slice(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
+def _own_slice(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
     chunk = _chunk(exchange, reduction, tensor, number)
     return chunk[share(chunk.numel(), exchange.size, exchange.rank, chunk.element_size())]
 
 
-def _chunk(exchange: Exchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
+def _chunk(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
     length = _room_per_part(exchange, reduction) * exchange.size
     return tensor[number * length : (number + 1) * length]

@@ -8,35 +8,35 @@ from typing import final
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.shm.channels import Receipt, Receiver, Sender
-from lockstep.comm.shm.file_layout import MAIL
+from lockstep.comm.shm.channels import PendingReceive, Receiver, Sender
+from lockstep.comm.shm.file_layout import MESSAGE
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.shm.work_queue import Call, Lane
+from lockstep.comm.shm.work_queue import QueuedWork, WorkQueue
 from lockstep.errors import GroupError
 
 
 @final
-class Mailbox:
+class PointToPoint:
     """What sends and receives for one rank."""
 
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self._memory = memory
         self._peers = peers
         self._lock = threading.Lock()
-        self._senders: dict[int, tuple[Lane, Sender]] = {}
-        self._receivers: dict[int, tuple[Lane, Receiver]] = {}
-        self._from_any = Lane("lockstep-receive")
-        self._mail = peers.semaphore(MAIL, peers.rank, peers.rank)
+        self._senders: dict[int, tuple[WorkQueue, Sender]] = {}
+        self._receivers: dict[int, tuple[WorkQueue, Receiver]] = {}
+        self._from_any = WorkQueue("lockstep-receive")
+        self._any_message = peers.semaphore(MESSAGE, peers.rank, peers.rank)
 
     def send(self, data: Tensor, target: int, tag: int, kind: bytes, tensors: Sequence[Tensor]) -> Work:
         """Send flat bytes to a rank."""
         with self._lock:
             if target not in self._senders:
-                self._senders[target] = (Lane("lockstep-send"), Sender(self._memory, self._peers, target))
-            lane, sender = self._senders[target]
+                self._senders[target] = (WorkQueue("lockstep-send"), Sender(self._memory, self._peers, target))
+            work_queue, sender = self._senders[target]
         call = f"send({kind.decode()}, to rank {self._peers.names[target]}, tag {tag})".encode()
-        return lane.put(self._guard(lambda: sender.send(data, tag, kind, call), call), tensors)
+        return work_queue.put(self._guard(lambda: sender.send(data, tag, kind, call), call), tensors)
 
     def receive(
         self,
@@ -63,29 +63,29 @@ class Mailbox:
         for source in sources:
             self._open(source)
         is_from_one = len(sources) == 1
-        lane = self._receivers[sources[0]][0] if is_from_one else self._from_any
-        work = Call(self._guard(lambda: self._receive(receipt, sources), call), tensors, lane)
+        work_queue = self._receivers[sources[0]][0] if is_from_one else self._from_any
+        work = QueuedWork(self._guard(lambda: self._receive(pending, sources), call), tensors, work_queue)
 
-        def settle(source: int, error: BaseException | None) -> None:
+        def complete(source: int, error: BaseException | None) -> None:
             try:
                 if error is None:
                     finish()
             except Exception as problem:  # noqa: BLE001 - it is raised where this receive is waited for
                 # Another receive's thread may have brought the message here, and is not to blame.
                 error = problem
-            work.settle(source=source, error=error)
+            work.complete(source=source, error=error)
 
-        receipt = Receipt(self._peers.names, self._peers.rank, place, tag, kind, call, settle)
+        pending = PendingReceive(self._peers.names, self._peers.rank, place, tag, kind, call, complete)
         if is_from_one:
-            self._receivers[sources[0]][1].expect(receipt)
-        if not receipt.is_settled:
-            lane.submit(work, soon=True)
+            self._receivers[sources[0]][1].expect(pending)
+        if not pending.is_complete:
+            work_queue.submit(work, soon=True)
         return work
 
     def close(self, timeout_seconds: float) -> None:
         """Run nothing more."""
-        for lane, _ in (*self._senders.values(), *self._receivers.values()):
-            lane.close(timeout_seconds)
+        for work_queue, _ in (*self._senders.values(), *self._receivers.values()):
+            work_queue.close(timeout_seconds)
         self._from_any.close(timeout_seconds)
         self._senders.clear()
         self._receivers.clear()
@@ -108,20 +108,20 @@ class Mailbox:
     def _open(self, source: int) -> None:
         with self._lock:
             if source not in self._receivers:
-                lane = Lane("lockstep-receive")
-                self._receivers[source] = (lane, Receiver(self._memory, self._peers, source))
+                work_queue = WorkQueue("lockstep-receive")
+                self._receivers[source] = (work_queue, Receiver(self._memory, self._peers, source))
 
-    def _receive(self, receipt: Receipt, sources: Sequence[int]) -> None:
+    def _receive(self, pending: PendingReceive, sources: Sequence[int]) -> None:
         """Take messages until the receipt has its own, which settles its call."""
         if len(sources) == 1:
-            self._receivers[sources[0]][1].take_until(receipt)
+            self._receivers[sources[0]][1].take_until(pending)
             return
 
         def take() -> int | None:
             for source in sources:
-                lane, receiver = self._receivers[source]
-                if lane.interpose(partial(receiver.offer, receipt)):
+                work_queue, receiver = self._receivers[source]
+                if work_queue.try_now(partial(receiver.offer, pending)):
                     return source
             return None
 
-        self._peers.wait_for_any(sources, self._mail, receipt.call, take)
+        self._peers.wait_for_any(sources, self._any_message, pending.call, take)

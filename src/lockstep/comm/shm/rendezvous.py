@@ -33,7 +33,7 @@ from functools import partial
 from torch.distributed import DistNetworkError, Store
 
 from lockstep.comm.shm import memory
-from lockstep.comm.shm.file_layout import Layout
+from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.host import host_identity
 from lockstep.errors import GroupError, PeerLostError
 
@@ -48,7 +48,7 @@ _LONGER_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005
 _LAST_PAUSE_SECONDS = 0.05
 """How often who waits for others looks whether they have come or are lost: often at first, when they are about to."""
-_WORD_SECONDS = 10.0
+_WARNING_SECONDS = 10.0
 """After how long who waits says for whom."""
 
 
@@ -57,7 +57,7 @@ def _nobody() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
+class GroupMembers:
     """Who the ranks of a group are."""
 
     names: Sequence[int]
@@ -67,7 +67,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class GroupHandles:
     """What a rank has when all have met."""
 
     descriptor: int
@@ -79,16 +79,16 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class NotShared:
     """Why the ranks cannot share memory."""
 
     reason: str
     """A clause, the same on every rank."""
 
 
-def meet(
-    store: Store, rank: int, layout: Layout, timeout: timedelta, members: Members | None = None
-) -> Meeting | Apart:
+def connect_ranks(
+    store: Store, rank: int, layout: FileLayout, timeout: timedelta, members: GroupMembers | None = None
+) -> GroupHandles | NotShared:
     """Bring the ranks of a group together (collective).
 
     Args:
@@ -102,7 +102,7 @@ def meet(
         GroupError: Some rank did not come in time, or there is no such rank.
         PeerLostError: A rank was lost before all had met.
     """
-    members = members or Members(names=range(layout.size))
+    members = members or GroupMembers(names=range(layout.size))
     if not 0 <= rank < layout.size:
         raise GroupError(
             f"Rank {rank} is outside a group of {layout.size}: ranks are 0 to {layout.size - 1}. Give each process its "
@@ -113,10 +113,10 @@ def meet(
         hosts = _exchange_hosts(store, rank, members, listener, timeout)
         reason = _explain_apart([host for host, _ in hosts], members.names)
         if reason:
-            return Apart(reason=reason)
+            return NotShared(reason=reason)
         if listener is not None:
             return _receive_all(store, listener, layout, timeout, members.names)
-        with _asking_why(store, timeout, members.names):
+        with _explaining_lost_root(store, timeout, members.names):
             return _join(store, hosts[0][1], rank, timeout, members.names)
     finally:
         if listener is not None:
@@ -131,7 +131,7 @@ def _listen() -> socket.socket:
 
 
 def _exchange_hosts(
-    store: Store, rank: int, members: Members, listener: socket.socket | None, timeout: timedelta
+    store: Store, rank: int, members: GroupMembers, listener: socket.socket | None, timeout: timedelta
 ) -> list[tuple[str, str]]:
     address = listener.getsockname()[1:].decode("ascii") if listener is not None else ""
     keys = [f"host/{peer}" for peer in range(len(members.names))]
@@ -146,7 +146,7 @@ def _exchange_hosts(
         ) from error
 
 
-def _await(store: Store, keys: Sequence[str], members: Members, timeout: timedelta) -> None:
+def _await(store: Store, keys: Sequence[str], members: GroupMembers, timeout: timedelta) -> None:
     """Wait until all have come; after a while say who has not."""
     started = time.monotonic()
     pause = _FIRST_PAUSE_SECONDS
@@ -158,7 +158,7 @@ def _await(store: Store, keys: Sequence[str], members: Members, timeout: timedel
         lost = members.find_lost()
         if lost is not None:
             raise lost
-        if is_over or (waited > _WORD_SECONDS and not has_spoken):
+        if is_over or (waited > _WARNING_SECONDS and not has_spoken):
             has_spoken = True
             missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
             if missing and is_over:
@@ -195,7 +195,7 @@ def _explain_apart(hosts: Sequence[str], names: Sequence[int]) -> str:
 
 
 @contextmanager
-def _leaving_word(store: Store, key: str) -> Iterator[None]:
+def _publishing_reason(store: Store, key: str) -> Iterator[None]:
     """Tell the other ranks why this one gives up, before it closes its sockets."""
     try:
         yield
@@ -206,7 +206,7 @@ def _leaving_word(store: Store, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def _asking_why(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
+def _explaining_lost_root(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
     """Explain what goes wrong between this rank and rank 0."""
     try:
         yield
@@ -221,10 +221,10 @@ def _asking_why(store: Store, timeout: timedelta, names: Sequence[int]) -> Itera
 
 def _explain_gone(store: Store, name: int) -> GroupError:
     ended = PeerLostError(f"Rank {name} ended while the group was being made.", rank=name)
-    return _read_word(store, _FAILED) or ended
+    return _read_reason(store, _FAILED) or ended
 
 
-def _read_word(store: Store, key: str) -> GroupError | None:
+def _read_reason(store: Store, key: str) -> GroupError | None:
     """Return why a rank gave up, if it has left word."""
     try:
         said = store.get(key) if store.check([key]) else b""
@@ -237,11 +237,11 @@ def _read_word(store: Store, key: str) -> GroupError | None:
 
 
 def _receive_all(
-    store: Store, listener: socket.socket, layout: Layout, timeout: timedelta, names: Sequence[int]
-) -> Meeting:
+    store: Store, listener: socket.socket, layout: FileLayout, timeout: timedelta, names: Sequence[int]
+) -> GroupHandles:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
-    with ExitStack() as undo, ExitStack() as done, _leaving_word(store, _FAILED):
+    with ExitStack() as undo, ExitStack() as done, _publishing_reason(store, _FAILED):
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
         deadline = time.monotonic() + timeout.total_seconds()
@@ -256,17 +256,17 @@ def _receive_all(
             _admit(connection, connections, pids, timeout)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
+            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
         pidfds = _watch(pids, 0, undo, names)
         for rank, connection in connections.items():
-            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
+            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _losing(names[rank], partial(_read_word, store, _LEFT.format(rank))):
+            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 connection.sendall(_GO)
         undo.pop_all()
-    return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
+    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
 
 
 def _admit(
@@ -287,7 +287,7 @@ def _admit(
     pids[rank] = pid
 
 
-def _join(store: Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> Meeting:
+def _join(store: Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> GroupHandles:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout.total_seconds() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
@@ -297,12 +297,12 @@ def _join(store: Store, address: str, rank: int, timeout: timedelta, names: Sequ
         length, descriptor = _receive_file(connection)
         undo.callback(os.close, descriptor)
         pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
-        with _leaving_word(store, _LEFT.format(rank)):
+        with _publishing_reason(store, _LEFT.format(rank)):
             pidfds = _watch(pids, rank, undo, names)
         connection.sendall(_READY)
         _expect(connection, _GO)
         undo.pop_all()
-    return Meeting(descriptor=descriptor, pidfds=pidfds, pids=pids)
+    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
 
 
 def _receive_file(connection: socket.socket) -> tuple[int, int]:

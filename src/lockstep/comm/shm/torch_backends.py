@@ -14,7 +14,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @final
-class InnerGroups:
+class TorchBackends:
     """Gloo for sparse CPU tensors and NCCL for CUDA tensors, each made when it is first used."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

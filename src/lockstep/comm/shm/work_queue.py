@@ -4,7 +4,7 @@ A lane runs its calls one after another in the order in which they were made. Wh
 runs it itself, so a call that is waited for at once costs no change of thread; all others are run by the lane's own
 thread, which starts when it is first needed.
 
-    submit -> queue -> run by   the thread that waits (`Call.wait`), or by the lane's thread
+    submit -> queue -> run by   the thread that waits (`QueuedWork.wait`), or by the lane's thread
                        whoever holds `_turn`, one call at a time, oldest first
 
 What hangs on the future of a call may make calls and wait for them, as torch's PowerSGD hook does. So it runs after the
@@ -40,28 +40,28 @@ Result = TypeVar("Result")
 
 @final
 @keep_compiler_out_of_methods
-class Call(Work):
+class QueuedWork(Work):
     """One call of a group, as torch's `Work`.
 
     Args:
         action: Does it; may return the rank that a message came from.
         tensors: What `result` and the future hold when it is done.
-        lane: Where it waits its turn.
+        work_queue: Where it waits its turn.
     """
 
-    def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], lane: "Lane") -> None:
+    def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], work_queue: "WorkQueue") -> None:
         super().__init__()
         self._action = action
         self._tensors = list(tensors)
-        self._lane = lane
+        self._work_queue = work_queue
         self._done = threading.Lock()
         self._done.acquire()
         self._is_running = False
         self._is_done = False
         self._error: BaseException | None = None
         self._source = -1
-        self._is_heard = False
-        self._settling = threading.Lock()
+        self._is_error_seen = False
+        self._completion_lock = threading.Lock()
         self._pending: list[torch.futures.Future[None]] = []
 
     def run(self) -> None:
@@ -71,27 +71,27 @@ class Call(Work):
         try:
             self._is_running = True
             source = self._action()
-            self.settle(source=-1 if source is None else source)
+            self.complete(source=-1 if source is None else source)
         except CollectiveMismatchError as error:
             # Its frames hold this call, which would not be gone, and say so, when nobody has it any more.
-            self.settle(error=error.with_traceback(None))
+            self.complete(error=error.with_traceback(None))
         except BaseException as error:
-            self.settle(error=error)
+            self.complete(error=error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
 
-    def settle(self, *, source: int = -1, error: BaseException | None = None) -> None:
+    def complete(self, *, source: int = -1, error: BaseException | None = None) -> None:
         """Note that it is done, well or not; the first time counts."""
-        with self._settling:
+        with self._completion_lock:
             if self._is_done:
                 return
             self._source, self._error, self._is_done = source, error, True
-            self._lane.untold.extend(self._pending)
+            self._work_queue.unset_futures.extend(self._pending)
         self._action = _do_nothing  # lets go of what it holds
         pending, self._pending = self._pending, []
         self._done.release()
         if pending and not self._is_running:
-            self._lane.tell_at_once()
+            self._work_queue.complete_futures_now()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
@@ -106,21 +106,21 @@ class Call(Work):
         if not self._is_done:
             seconds = timeout.total_seconds()
             if seconds > 0:
-                self._lane.start()
+                self._work_queue.start()
                 if self._done.acquire(timeout=seconds):
                     self._done.release()
                 elif not self._is_done:
                     raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it goes on.")
             else:
-                self._lane.finish(self, self._done)
+                self._work_queue.finish(self, self._done)
         if self._error is not None:
-            self._is_heard = True
+            self._is_error_seen = True
             raise self._error
         return True
 
     def __del__(self) -> None:
         """Say that it failed if nobody has asked; the next call is another one, and must not fail for this one."""
-        if isinstance(self._error, CollectiveMismatchError) and not self._is_heard:
+        if isinstance(self._error, CollectiveMismatchError) and not self._is_error_seen:
             _LOGGER.error("An asynchronous call failed, and nobody waited for it: %s", self._error)
 
     def is_completed(self) -> bool:
@@ -134,12 +134,12 @@ class Call(Work):
 
     def is_success(self) -> bool:
         """Return whether it is done well."""
-        self._is_heard = self._is_heard or self._is_done
+        self._is_error_seen = self._is_error_seen or self._is_done
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
         """Return why it failed, or None."""
-        self._is_heard = self._is_heard or self._is_done
+        self._is_error_seen = self._is_error_seen or self._is_done
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -166,13 +166,13 @@ class Call(Work):
 
         An error of the call is an error of the future, for C++ as well; there it is a RuntimeError with our text.
         """
-        self._is_heard = True  # who has the future hears
+        self._is_error_seen = True  # who has the future hears
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
-        with self._settling:
+        with self._completion_lock:
             if not self._is_done:
                 self._pending.append(base)
-                self._lane.start()
+                self._work_queue.start()
                 return future
         base.set_result(None)
         return future
@@ -184,20 +184,20 @@ class Call(Work):
 
 
 @final
-class Lane:
+class WorkQueue:
     """A queue of calls of which one runs at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.RLock()  # but nobody takes it twice
-        self._queue: deque[Call] = deque()
-        self.untold: deque[torch.futures.Future[None]] = deque()
+        self._run_lock = threading.RLock()  # but nobody takes it twice
+        self._queue: deque[QueuedWork] = deque()
+        self.unset_futures: deque[torch.futures.Future[None]] = deque()
         """Futures of calls that are done, to be completed after the turn."""
         self._wake = threading.Semaphore(0)
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._num_telling = 0
-        self._tellers: list[threading.Thread] = []
+        self._num_completing = 0
+        self._completion_threads: list[threading.Thread] = []
         self._is_closed = False
         self.is_in_background = False
         """Whether the call that runs is run by the lane's own thread."""
@@ -209,38 +209,38 @@ class Lane:
             GroupError: What `action` raises.
         """
 
-        def run_if(has_turn: bool) -> bool:
-            if has_turn:
+        def run_if(has_lock: bool) -> bool:
+            if has_lock:
                 action()
-            return has_turn
+            return has_lock
 
         if not self._queue:
             try:
-                if self._try_turn(run_if):
-                    return Done(tensors)
+                if self._try_lock(run_if):
+                    return CompletedWork(tensors)
             finally:
                 if self._queue:
                     self.start()
-        call = Call(action, tensors, self)
+        call = QueuedWork(action, tensors, self)
         self.submit(call, soon=False)
         call.wait()
         return call
 
     def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
         """Have `action` done in its turn, whether or not anybody waits for it."""
-        call = Call(action, tensors, self)
+        call = QueuedWork(action, tensors, self)
         self.submit(call, soon=True)
         return call
 
-    def interpose(self, action: Callable[[bool], Result]) -> Result:
+    def try_now(self, action: Callable[[bool], Result]) -> Result:
         """Do `action` at once, and tell it whether it has the turn: if nothing runs and nothing waits."""
         try:
-            return self._try_turn(lambda has_turn: action(has_turn and not self._queue))
+            return self._try_lock(lambda has_lock: action(has_lock and not self._queue))
         finally:
-            if self._queue or self.untold:
+            if self._queue or self.unset_futures:
                 self.start()
 
-    def submit(self, call: Call, *, soon: bool) -> None:
+    def submit(self, call: QueuedWork, *, soon: bool) -> None:
         """Put a call in the queue.
 
         Args:
@@ -251,20 +251,20 @@ class Lane:
         if soon:
             self.start()
 
-    def finish(self, call: Call, done: threading.Lock) -> None:
+    def finish(self, call: QueuedWork, done: threading.Lock) -> None:
         """Return when `call`, which is in the queue or running, is done; `done` is released when it is."""
 
-        def run_if(has_turn: bool) -> bool:
+        def run_if(has_lock: bool) -> bool:
             # Only if it is next: what is before it may be a receive that ends later than it does.
-            if has_turn and self._queue and self._queue[0] is call:
+            if has_lock and self._queue and self._queue[0] is call:
                 self._run_next()
-            return has_turn
+            return has_lock
 
         try:
-            if not call.is_completed() and self._try_turn(run_if):
-                self._tell()
+            if not call.is_completed() and self._try_lock(run_if):
+                self._complete_futures()
         finally:
-            if self._queue or self.untold:
+            if self._queue or self.unset_futures:
                 self.start()
         while not call.is_completed():
             if done.acquire(timeout=_LOOK_SECONDS):
@@ -275,77 +275,77 @@ class Lane:
     def start(self) -> None:
         """Let a thread of the lane run what is in the queue."""
         with self._starting:
-            if len(self._threads) <= self._num_telling and not self._is_closed:
+            if len(self._threads) <= self._num_completing and not self._is_closed:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)  # not before: there may be no thread to be had, or Ctrl-C may come
         self._wake.release()
 
-    def tell_at_once(self) -> None:
+    def complete_futures_now(self) -> None:
         """Complete the futures of a call that another one settled, whose thread may go on for long."""
         with self._starting:
             if self._is_closed:
                 return  # who closes tells
-            thread = threading.Thread(target=self._tell, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._complete_futures, name=self._name, daemon=True)
             with suppress(RuntimeError):  # no thread is to be had: they are told after the turn
                 thread.start()
-            self._tellers = [*(teller for teller in self._tellers if teller.is_alive()), thread]
+            self._completion_threads = [*(teller for teller in self._completion_threads if teller.is_alive()), thread]
 
     def close(self, timeout_seconds: float) -> None:
         """Run nothing more; a call that runs already has so long to end."""
         with self._starting:
             self._is_closed = True
-            threads, self._threads = [*self._threads, *self._tellers], []
+            threads, self._threads = [*self._threads, *self._completion_threads], []
         self._wake.release()  # each thread that ends passes it on
         for thread in threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout_seconds)
         while self._queue:
             self._run_next()
-        self._tell()
+        self._complete_futures()
 
     def _serve(self) -> None:
         while not self._is_closed:
             self._wake.acquire()
-            while (self._queue or self.untold) and not self._is_closed:
-                with self._turn:
+            while (self._queue or self.unset_futures) and not self._is_closed:
+                with self._run_lock:
                     self.is_in_background = True
                     try:
                         self._run_next()
                     finally:
                         self.is_in_background = False
-                if self.untold:
-                    self._tell_in_its_own_time()
+                if self.unset_futures:
+                    self._complete_futures_without_lock()
         self._wake.release()
 
-    def _try_turn(self, action: Callable[[bool], Result]) -> Result:
+    def _try_lock(self, action: Callable[[bool], Result]) -> Result:
         """Do `action` at once, and tell it whether it has the turn: if nobody else has it. [Note: Ctrl-C]."""
-        if self._turn._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
+        if self._run_lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
             return action(False)
         try:
-            return action(self._turn.acquire(blocking=False))
+            return action(self._run_lock.acquire(blocking=False))
         finally:
             # Not suppress(): Ctrl-C could come between its first line and this one.
             try:  # noqa: SIM105
-                self._turn.release()
+                self._run_lock.release()
             except RuntimeError:  # another thread has it
                 pass
 
-    def _tell_in_its_own_time(self) -> None:
+    def _complete_futures_without_lock(self) -> None:
         with self._starting:
-            self._num_telling += 1
+            self._num_completing += 1
         try:
             if self._queue:
                 self.start()
-            self._tell()
+            self._complete_futures()
         finally:
             with self._starting:
-                self._num_telling -= 1
+                self._num_completing -= 1
 
-    def _tell(self) -> None:
+    def _complete_futures(self) -> None:
         with suppress(IndexError):  # another thread takes them too
             while True:
-                self.untold.popleft().set_result(None)
+                self.unset_futures.popleft().set_result(None)
 
     def _run_next(self) -> None:
         try:
@@ -366,7 +366,7 @@ def _do_nothing() -> None:
 
 @final
 @keep_compiler_out_of_methods
-class Done(Work):
+class CompletedWork(Work):
     """A call that was done before it was returned."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

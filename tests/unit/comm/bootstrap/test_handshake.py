@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
-from lockstep.comm.bootstrap.handshake import Announcement, call_roll, contest_rank
+from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.errors import GroupError
 
 Outcome = int | str | None
 LONG = timedelta(seconds=30)
-PATIENT: dict[str, Any] = {"timeout": LONG, "patience_seconds": 20}
+PATIENT: dict[str, Any] = {"timeout": LONG, "response_seconds": 20}
 """For a call in which everybody answers: a machine with much else to do makes nobody look dead."""
-SHORT: dict[str, Any] = {"patience_seconds": 0.5}
+SHORT: dict[str, Any] = {"response_seconds": 0.5}
 """For a call in which somebody will not answer."""
 
 
@@ -66,12 +66,12 @@ def world(*ranks: int, life: str = "") -> list[Announcement]:
 def kill_while_waiting(store: Store, me: Announcement) -> None:
     fatal = FatalStore(store)
     with pytest.raises(Killed):
-        call_roll(fatal, me, **PATIENT)
+        run_handshake(fatal, me, **PATIENT)
 
 
 def answer(store: Store, me: Announcement, **options: Any) -> Outcome:
     try:
-        return call_roll(store, me, **{**PATIENT, **options})
+        return run_handshake(store, me, **{**PATIENT, **options})
     except GroupError as error:
         return str(error)
 
@@ -151,7 +151,7 @@ def test_missing_ranks_are_named(call: Call) -> None:
 
 def test_a_long_wait_is_not_silent(call: Call) -> None:
     with pytest.warns(UserWarning, match="Ranks 1, 3 of 4 did not come in 0.1 s; ranks 0, 2 will wait") as said:
-        call(HashStore(), [worker(0, 4), worker(2, 4)], timeout=timedelta(seconds=1), word_seconds=0.1)
+        call(HashStore(), [worker(0, 4), worker(2, 4)], timeout=timedelta(seconds=1), warning_seconds=0.1)
     assert len(said) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_late_worker_hears_of_the_mistake() -> None:
     threads = [threading.Thread(target=lambda me=me: outcomes.append(answer(store, me))) for me in pair]
     for thread in threads:
         thread.start()
-    store.wait(["lockstep/0/roll_call/verdict"], LONG)  # the two now wait for the third to hear it
+    store.wait(["lockstep/0/roll_call/decision"], LONG)  # the two now wait for the third to hear it
     outcomes.append(answer(store, worker(2)))
     for thread in threads:
         thread.join()
@@ -290,7 +290,7 @@ def test_a_second_rank_0_is_named_to_all_of_its_world(call: Call) -> None:
     others = threading.Thread(target=lambda: outcomes.extend(call(store, [worker(0), worker(1)])))
     others.start()
     with pytest.raises(GroupError, match="Two workers have rank 0 of 3") as raised:
-        contest_rank(store, worker(0, process="another"))
+        report_duplicate_rank(store, worker(0, process="another"))
     others.join()
     assert_all_raise([*outcomes, str(raised.value)])
 
@@ -301,12 +301,12 @@ def test_another_training_is_left_alone(call: Call) -> None:
     others = threading.Thread(target=lambda: outcomes.extend(call(store, [worker(0), worker(1)])))
     others.start()
     stranger = worker(0, world_size=8, process="another")
-    assert contest_rank(store, stranger) == "process 0"
+    assert report_duplicate_rank(store, stranger) == "process 0"
     outcomes.append(answer(store, worker(2)))
     others.join()
     assert outcomes == [0, 0, 0]
-    assert contest_rank(store, replace(stranger, world_size=3)) == "process 0"
+    assert report_duplicate_rank(store, replace(stranger, world_size=3)) == "process 0"
 
 
 def test_a_store_without_a_roll_call_is_nobodys() -> None:
-    assert not contest_rank(HashStore(), worker(0))
+    assert not report_duplicate_rank(HashStore(), worker(0))

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.bootstrap.identity import told_directly
-from lockstep.comm.bootstrap.store import Meeting, connect_to_other, find_meeting, open_store
+from lockstep.comm.bootstrap.identity import read_torch_variables
+from lockstep.comm.bootstrap.store import StoreLocation, connect_to_other, find_store_location, open_store
 from lockstep.errors import GroupError
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=30)
 
 
-def meeting(url: str, **variables: str) -> Meeting:
-    return find_meeting(url, None, told_directly(variables))
+def location(url: str, **variables: str) -> StoreLocation:
+    return find_store_location(url, None, read_torch_variables(variables))
 
 
-def here(port: int, **variables: str) -> Meeting:
-    return meeting(f"tcp://127.0.0.1:{port}", **variables)
+def here(port: int, **variables: str) -> StoreLocation:
+    return location(f"tcp://127.0.0.1:{port}", **variables)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def closed_port(listener: socket.socket) -> int:
     ],
 )
 def test_the_place_to_meet_is_found(url: str, variables: dict[str, str], address: str, is_hosted: bool) -> None:
-    found = meeting(url, **variables)
+    found = location(url, **variables)
     assert (found.address, found.is_hosted) == (address, is_hosted)
 
 
@@ -63,12 +63,12 @@ def test_the_place_to_meet_is_found(url: str, variables: dict[str, str], address
 def test_a_method_without_host_or_port_is_refused(url: str) -> None:
     # Rank 0 once served a port of the kernel's choice, and the others looked for it at port 0 until their time was up.
     with pytest.raises(ValueError, match=r"expected a host and a port, as in 'tcp://127.0.0.1:29500'"):
-        meeting(url)
+        location(url)
 
 
 def test_a_store_that_the_caller_has_is_used() -> None:
     store = dist.HashStore()
-    place = open_store(find_meeting("env://", store, told_directly({})), 1, 2, SHORT)
+    place = open_store(find_store_location("env://", store, read_torch_variables({})), 1, 2, SHORT)
     assert place is not None
     assert place.store is store
     assert (place.rank, place.world_size) == (1, 2)
@@ -125,14 +125,14 @@ def test_what_to_set_depends_on_the_method(closed_port: int) -> None:
     with pytest.raises(GroupError, match="the host in init_method or the port in init_method differs"):
         open_store(here(closed_port), 1, 2, SHORT)
     with pytest.raises(GroupError, match="MASTER_ADDR or MASTER_PORT differs"):
-        open_store(meeting("env://", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(closed_port)), 1, 2, SHORT)
+        open_store(location("env://", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(closed_port)), 1, 2, SHORT)
 
 
 def test_a_file_without_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match=f"there is no directory {tmp_path}/nowhere"):
-        open_store(meeting(f"file://{tmp_path}/nowhere/file"), 0, 1, SHORT)
+        open_store(location(f"file://{tmp_path}/nowhere/file"), 0, 1, SHORT)
 
 
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="cannot be opened: Is a directory"):
-        open_store(meeting(f"file://{tmp_path}"), 0, 1, SHORT)
+        open_store(location(f"file://{tmp_path}"), 0, 1, SHORT)

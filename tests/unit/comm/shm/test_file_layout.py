@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from lockstep.comm.shm.file_layout import NUM_KINDS, PAGE, SEMAPHORE_BYTES, Layout
+from lockstep.comm.shm.file_layout import NUM_KINDS, PAGE, SEMAPHORE_BYTES, FileLayout
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
 CACHE_LINE = 64
 
 
-def regions(layout: Layout) -> list[tuple[int, int]]:
+def regions(layout: FileLayout) -> list[tuple[int, int]]:
     """Return the first byte and the end of everything that lies in the file, rising."""
     ranks = range(layout.size)
     found = [(place, place + SEMAPHORE_BYTES) for place in layout.semaphores()]
@@ -18,7 +18,9 @@ def regions(layout: Layout) -> list[tuple[int, int]]:
     for rank in ranks:
         for parity in (0, 1):
             found.append((layout.call(rank, parity), layout.call(rank, parity) + PAGE))
-            found.append((layout.outbox(rank, parity), layout.outbox(rank, parity) + layout.outbox_bytes))
+            found.append(
+                (layout.send_buffer(rank, parity), layout.send_buffer(rank, parity) + layout.send_buffer_bytes)
+            )
     for source in ranks:
         for target in ranks:
             place = layout.channel(source, target)
@@ -29,7 +31,7 @@ def regions(layout: Layout) -> list[tuple[int, int]]:
 
 @SIZES
 def test_regions_do_not_overlap(size: int) -> None:
-    layout = Layout(size)
+    layout = FileLayout(size)
     found = regions(layout)
     for (_, end), (start, _) in pairwise(found):
         assert end <= start
@@ -39,16 +41,16 @@ def test_regions_do_not_overlap(size: int) -> None:
 
 @SIZES
 def test_what_is_mapped_begins_on_a_page(size: int) -> None:
-    layout = Layout(size)
+    layout = FileLayout(size)
     for rank in range(size):
         for place in (layout.state(rank), layout.call(rank, 1), layout.channel(rank, 0), layout.heap(rank)):
             assert place % PAGE == 0
-        assert layout.outbox(rank, 1) % CACHE_LINE == 0
+        assert layout.send_buffer(rank, 1) % CACHE_LINE == 0
 
 
 @SIZES
 def test_every_pair_has_one_semaphore_of_each_kind(size: int) -> None:
-    layout = Layout(size)
+    layout = FileLayout(size)
     places = {
         layout.semaphore(kind, source, target)
         for kind in range(NUM_KINDS)
@@ -60,6 +62,6 @@ def test_every_pair_has_one_semaphore_of_each_kind(size: int) -> None:
 
 
 def test_the_control_area_ends_where_channels_begin() -> None:
-    layout = Layout(3, outbox_bytes=PAGE, slot_bytes=PAGE)
+    layout = FileLayout(3, send_buffer_bytes=PAGE, slot_bytes=PAGE)
     assert layout.control_bytes == layout.channel(0, 0)
     assert layout.channel_bytes == 4 * PAGE

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lockstep.comm.shm.file_layout import PAGE, Layout
+from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.errors import GroupError
 
-LAYOUT = Layout(2, outbox_bytes=PAGE, slot_bytes=PAGE)
+LAYOUT = FileLayout(2, send_buffer_bytes=PAGE, slot_bytes=PAGE)
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def test_the_file_has_its_full_length_and_no_pages() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.bool])
 def test_an_outbox_is_seen_by_the_other_rank(pair: tuple[Memory, Memory], dtype: torch.dtype) -> None:
-    mine, theirs = pair[0].outbox(0, 1, dtype), pair[1].outbox(0, 1, dtype)
-    assert mine.nbytes == LAYOUT.outbox_bytes
+    mine, theirs = pair[0].send_buffer(0, 1, dtype), pair[1].send_buffer(0, 1, dtype)
+    assert mine.nbytes == LAYOUT.send_buffer_bytes
     mine[:3] = torch.tensor([1, 0, 1]).to(dtype)
     assert torch.equal(theirs[:3], mine[:3])
     for rank, parity in ((0, 0), (1, 0), (1, 1)):
-        assert not pair[1].outbox(rank, parity, torch.uint8).any()
+        assert not pair[1].send_buffer(rank, parity, torch.uint8).any()
 
 
 def test_an_allocation_is_found_by_the_other_rank(pair: tuple[Memory, Memory]) -> None:
@@ -67,7 +67,7 @@ def test_other_tensors_are_not_in_the_heap(pair: tuple[Memory, Memory]) -> None:
     allocated = pair[0].allocate(10, torch.int64)
     assert pair[0].locate(torch.empty(10)) == -1
     assert pair[1].locate(allocated) == -1
-    assert pair[0].locate(pair[0].outbox(0, 0, torch.uint8)) == -1
+    assert pair[0].locate(pair[0].send_buffer(0, 0, torch.uint8)) == -1
 
 
 def test_memory_of_tensors_that_are_gone_is_given_back(pair: tuple[Memory, Memory]) -> None:
@@ -113,10 +113,10 @@ def holds_in_child(claim: Callable[[], bool]) -> bool:
 def test_inference_mode_leaves_no_tensors_of_its_own_behind(pair: tuple[Memory, Memory]) -> None:
     # An evaluation before the first step of a training once made its outboxes useless for all that followed.
     with torch.inference_mode():
-        pair[0].outbox(0, 0, torch.float32)
+        pair[0].send_buffer(0, 0, torch.float32)
         allocated = pair[0].allocate(10, torch.float32)
         seen = pair[1].peer_tensor(0, pair[0].locate(allocated), 10, torch.float32)
-    assert not any(tensor.is_inference() for tensor in (pair[0].outbox(0, 0, torch.float32), allocated, seen))
+    assert not any(tensor.is_inference() for tensor in (pair[0].send_buffer(0, 0, torch.float32), allocated, seen))
     allocated += 1.0
     assert seen.sum() == 10
 

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 import lockstep as ls
 from lockstep.comm.shm.arguments import describe_message, write_back
-from lockstep.comm.shm.channels import Receipt
+from lockstep.comm.shm.channels import PendingReceive
 from lockstep.errors import GroupError
 
 ONE = torch.tensor([1.0, -2.0, 3.0])
@@ -150,12 +150,12 @@ def test_a_message_is_not_kept_aside_on_the_default_device(group: Any) -> None:
     # Kept on a device without values, as one may set to build a large model, it was lost; and the group was broken.
     works = [group.send([ONE * tag], 0, tag) for tag in (1, 2)]
     place = torch.zeros(3)
-    receipt = Receipt([0], 0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
-    group._mailbox._open(0)
-    _, receiver = group._mailbox._receivers[0]
-    receiver.expect(receipt)
+    pending = PendingReceive([0], 0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
+    group._point_to_point._open(0)
+    _, receiver = group._point_to_point._receivers[0]
+    receiver.expect(pending)
     with torch.device("meta"):
-        receiver.take_until(receipt)
+        receiver.take_until(pending)
     assert torch.equal(place, ONE * 2)
     group.recv([place], 0, 1).wait()
     assert torch.equal(place, ONE)

@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from lockstep.comm.shm.work_queue import Call, Done, Lane
+from lockstep.comm.shm.work_queue import CompletedWork, QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 10
@@ -19,8 +19,8 @@ ONE = torch.ones(2)
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane]:
-    made = Lane("test")
+def lane() -> Iterator[WorkQueue]:
+    made = WorkQueue("test")
     yield made
     made.close(1.0)
 
@@ -50,7 +50,7 @@ def fail() -> None:
     raise GroupError("it went wrong")
 
 
-def test_a_call_that_is_waited_for_at_once_needs_no_thread(lane: Lane) -> None:
+def test_a_call_that_is_waited_for_at_once_needs_no_thread(lane: WorkQueue) -> None:
     ran_by = []
     work = lane.run(lambda: ran_by.append(threading.current_thread()), [ONE])
     assert ran_by == [threading.current_thread()]
@@ -59,7 +59,7 @@ def test_a_call_that_is_waited_for_at_once_needs_no_thread(lane: Lane) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "test"]
 
 
-def test_calls_run_in_the_order_in_which_they_were_made(lane: Lane) -> None:
+def test_calls_run_in_the_order_in_which_they_were_made(lane: WorkQueue) -> None:
     order: list[int] = []
     gate = Gate()
     first = lane.put(gate, [])
@@ -73,13 +73,13 @@ def test_calls_run_in_the_order_in_which_they_were_made(lane: Lane) -> None:
     assert first.is_success()
 
 
-def test_a_call_goes_on_though_nobody_waits(lane: Lane) -> None:
+def test_a_call_goes_on_though_nobody_waits(lane: WorkQueue) -> None:
     ran = threading.Event()
     lane.put(ran.set, [])
     assert ran.wait(PATIENCE)
 
 
-def test_a_synchronous_call_waits_for_those_before_it(lane: Lane) -> None:
+def test_a_synchronous_call_waits_for_those_before_it(lane: WorkQueue) -> None:
     order: list[str] = []
     gate = Gate()
     lane.put(gate, [])
@@ -90,7 +90,7 @@ def test_a_synchronous_call_waits_for_those_before_it(lane: Lane) -> None:
     assert order == ["before", "mine"]
 
 
-def test_calls_of_several_threads_run_one_at_a_time(lane: Lane) -> None:
+def test_calls_of_several_threads_run_one_at_a_time(lane: WorkQueue) -> None:
     running, most, total = 0, 0, 0
 
     def action() -> None:
@@ -117,7 +117,7 @@ def test_calls_of_several_threads_run_one_at_a_time(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: Lane, times: int) -> None:
+def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: WorkQueue, times: int) -> None:
     work = lane.put(fail, [])
     for _ in range(times):
         with pytest.raises(GroupError, match="it went wrong"):
@@ -130,7 +130,7 @@ def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: Lane, times: i
         lane.run(fail, [])
 
 
-def test_a_wait_may_end_before_the_call(lane: Lane) -> None:
+def test_a_wait_may_end_before_the_call(lane: WorkQueue) -> None:
     gate = Gate()
     work = lane.put(gate, [])
     with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s; it goes on"):
@@ -140,26 +140,26 @@ def test_a_wait_may_end_before_the_call(lane: Lane) -> None:
     assert work.is_success()
 
 
-def test_a_call_may_say_where_a_message_came_from(lane: Lane) -> None:
+def test_a_call_may_say_where_a_message_came_from(lane: WorkQueue) -> None:
     work: Any = lane.put(lambda: 3, [ONE])
     work.wait()
     assert work._source_rank() == work.source_rank() == 3
     assert work.result() == [ONE]
 
 
-def test_a_call_may_be_settled_before_its_turn(lane: Lane) -> None:
+def test_a_call_may_be_settled_before_its_turn(lane: WorkQueue) -> None:
     gate = Gate()
     lane.put(gate, [])
     later: Any = lane.put(fail, [ONE])
-    later.settle(source=2)
+    later.complete(source=2)
     assert later.wait()
     assert later.source_rank() == 2
-    later.settle(error=GroupError("the first time counts"))
+    later.complete(error=GroupError("the first time counts"))
     assert later.is_success()
     gate.opened.set()
 
 
-def test_a_future_holds_the_tensors(lane: Lane) -> None:
+def test_a_future_holds_the_tensors(lane: WorkQueue) -> None:
     gate = Gate()
     work = lane.put(gate, [ONE])
     early = work.get_future().then(lambda done: done.value()[0] + 1)
@@ -169,14 +169,14 @@ def test_a_future_holds_the_tensors(lane: Lane) -> None:
     assert work.get_future().wait()[0] is ONE
 
 
-def test_a_future_has_the_error_of_the_call(lane: Lane) -> None:
+def test_a_future_has_the_error_of_the_call(lane: WorkQueue) -> None:
     with pytest.raises(RuntimeError, match="it went wrong"):
         lane.put(fail, [ONE]).get_future().wait()
 
 
 def test_a_callback_may_wait_for_another_call() -> None:
     """Torch's PowerSGD hook does. It once hung: the thread that was to make the call stood in the callback."""
-    lane = Lane("test")  # closed only if nothing hangs
+    lane = WorkQueue("test")  # closed only if nothing hangs
     gate = Gate()
 
     def wait_by_future(_: Any) -> str:
@@ -196,7 +196,7 @@ def test_a_callback_may_wait_for_another_call() -> None:
     lane.close(1.0)
 
 
-def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the_call(lane: Lane) -> None:
+def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the_call(lane: WorkQueue) -> None:
     gate = Gate()
 
     def interrupt() -> None:
@@ -239,59 +239,59 @@ class Interrupting:
         return is_taken
 
 
-def test_ctrl_c_leaves_nobody_with_the_turn(lane: Lane) -> None:
+def test_ctrl_c_leaves_nobody_with_the_turn(lane: WorkQueue) -> None:
     # It once left the lane locked for ever, without a timeout, if it came right after the lock was taken.
-    turn = lane._turn
+    turn = lane._run_lock
     calls: tuple[Callable[[], Any], ...] = (
         lambda: lane.run(lambda: None, []),
-        lambda: lane.interpose(lambda _: None),
-        Call(lambda: None, [], lane).wait,
+        lambda: lane.try_now(lambda _: None),
+        QueuedWork(lambda: None, [], lane).wait,
     )
     for call in calls:
-        lane._turn = Interrupting(turn)  # type: ignore[assignment]
+        lane._run_lock = Interrupting(turn)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             call()
-        lane._turn = turn
+        lane._run_lock = turn
         assert not turn._is_owned()  # type: ignore[attr-defined]
     assert lane.run(lambda: None, []).wait()
 
 
-def test_ctrl_c_does_not_lose_a_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_lose_a_call(lane: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between leaving the queue and being run, a call was nobody's: who waited for it, waited for ever.
     ran = threading.Event()
-    call = Call(lambda: ran.set(), [], lane)  # noqa: PLW0108 - None, and not the event's answer
+    call = QueuedWork(lambda: ran.set(), [], lane)  # noqa: PLW0108 - None, and not the event's answer
     lane.submit(call, soon=False)
-    run = Call.run
+    run = QueuedWork.run
 
-    def be_interrupted(_: Call) -> None:
-        monkeypatch.setattr(Call, "run", run)
+    def be_interrupted(_: QueuedWork) -> None:
+        monkeypatch.setattr(QueuedWork, "run", run)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Call, "run", be_interrupted)
+    monkeypatch.setattr(QueuedWork, "run", be_interrupted)
     with pytest.raises(KeyboardInterrupt):
         call.wait()
     assert call.wait(timedelta(seconds=PATIENCE))
     assert ran.is_set()
 
 
-def test_a_call_that_ctrl_c_ends_does_not_keep_the_others_from_going_on(lane: Lane) -> None:
+def test_a_call_that_ctrl_c_ends_does_not_keep_the_others_from_going_on(lane: WorkQueue) -> None:
     # Its thread once left without a word to the lane's own, or to whoever had the future of a call that was settled.
     def be_interrupted() -> None:
-        lane.untold.append(untold)
+        lane.unset_futures.append(unset_futures)
         raise KeyboardInterrupt
 
-    untold: torch.futures.Future[None] = torch.futures.Future()
+    unset_futures: torch.futures.Future[None] = torch.futures.Future()
     ran = threading.Event()
-    first = Call(be_interrupted, [], lane)
-    for call in (first, Call(ran.set, [], lane)):
+    first = QueuedWork(be_interrupted, [], lane)
+    for call in (first, QueuedWork(ran.set, [], lane)):
         lane.submit(call, soon=False)
     with pytest.raises(KeyboardInterrupt):
         first.wait()
     assert ran.wait(PATIENCE)
-    wait_until(untold.done)
+    wait_until(unset_futures.done)
 
 
-def test_a_thread_that_could_not_be_started_is_not_counted_on(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_could_not_be_started_is_not_counted_on(lane: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     # The lane once believed for ever that it had one.
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -305,37 +305,37 @@ def test_a_thread_that_could_not_be_started_is_not_counted_on(lane: Lane, monkey
     assert ran.wait(PATIENCE)
 
 
-def test_a_future_is_told_at_once_though_another_call_runs(lane: Lane) -> None:
+def test_a_future_is_told_at_once_though_another_call_runs(lane: WorkQueue) -> None:
     # It was told after the turn of the call that settled it: a deadlock, if that one waits for an answer to this one.
     gate = Gate()
     lane.put(gate, [])
     later: Any = lane.put(fail, [ONE])
     future = later.get_future()
     assert gate.entered.wait(PATIENCE)
-    later.settle(source=1)
+    later.complete(source=1)
     wait_until(future.done)
     assert not gate.opened.is_set()
     gate.opened.set()
 
 
-def test_what_interposes_has_the_turn_when_nothing_runs(lane: Lane) -> None:
-    def interpose(has_turn: bool) -> Any:
-        assert has_turn
-        assert not lane.interpose(lambda again: again)
+def test_what_interposes_has_the_turn_when_nothing_runs(lane: WorkQueue) -> None:
+    def try_now(has_lock: bool) -> Any:
+        assert has_lock
+        assert not lane.try_now(lambda again: again)
         work = lane.put(lambda: None, [])
         assert not work.is_completed()
         return work
 
-    assert lane.interpose(interpose).wait()
+    assert lane.try_now(try_now).wait()
     gate = Gate()
     lane.put(gate, [])
     assert gate.entered.wait(PATIENCE)
-    assert not lane.interpose(lambda has_turn: has_turn)
+    assert not lane.try_now(lambda has_lock: has_lock)
     gate.opened.set()
 
 
 def test_closing_lets_a_running_call_end() -> None:
-    lane = Lane("test")
+    lane = WorkQueue("test")
     gate = Gate()
     work = lane.put(gate, [])
     assert gate.entered.wait(PATIENCE)
@@ -348,7 +348,7 @@ def test_closing_lets_a_running_call_end() -> None:
 
 
 def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
-    work = Done([ONE])
+    work = CompletedWork([ONE])
     assert work.wait()
     assert work.wait(timedelta(seconds=1))
     assert work.is_completed()
@@ -360,7 +360,7 @@ def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
     assert work.get_future().then(lambda done: done.value()[0]).wait() is ONE
 
 
-def wait_in_vain(call: Call) -> None:
+def wait_in_vain(call: QueuedWork) -> None:
     with pytest.raises(CollectiveMismatchError):
         call.wait()
 
@@ -376,7 +376,7 @@ def wait_in_vain(call: Call) -> None:
     ],
 )
 def test_a_mismatch_that_nobody_asks_for_is_said(
-    lane: Lane, caplog: pytest.LogCaptureFixture, ask: Callable[[Call], Any], num_words: int
+    lane: WorkQueue, caplog: pytest.LogCaptureFixture, ask: Callable[[QueuedWork], Any], num_words: int
 ) -> None:
     # It was lost: the group went on, and the tensor was never reduced.
     def differ() -> None:
