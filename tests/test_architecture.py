@@ -13,6 +13,7 @@ FLOORS = (
     "errors",
     "settings",
     "events",
+    "torch_private",
     "compiler",
     "processes",
     "devices",

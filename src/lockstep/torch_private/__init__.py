@@ -1,0 +1,153 @@
+"""Names that torch does not promise to keep, each under a name of ours: nothing else in the package uses one.
+
+"Private" is a name with a leading underscore, of a module, a class or an object of torch, and what we know of torch by
+looking: how a reference count behaves, in which order graph tasks are numbered. Each entry says what it is for and what
+we rely on. `tests/unit/torch_private` has a contract test for each, which checks that it *behaves* so, and says which
+feature breaks if it does not. With a new torch, run these first.
+
+All hold for torch 2.11 to 2.13, unless an entry says otherwise. Names are bound when this is imported, so a call costs
+what it costs in torch. `torch._foreach_*` are here too: torch's documentation lists only some of them, as beta.
+
+    memory      storages, versions, reference counts, foreach operations
+    autograd    the engine's callbacks and graph tasks, hooks on gradients
+    modules     what modules and optimizers keep inside
+    groups      process groups, their stores and backends
+    compiler    torch.compile, seen from outside and without importing it
+    values      nested values, dispatch modes, the default device
+    sharded_checkpoints    what torch.distributed.checkpoint pickles; import it by itself, for it is slow to import
+
+Methods by which torch calls *us* (`_allgather_base` of a process group, `_check_comm_hook` of a DDP) are no uses: they
+stay with the class that has them, and `tests/conformance` runs torch's own tests on them.
+"""
+
+from lockstep.torch_private.autograd import (
+    NO_GRAPH_TASK,
+    current_graph_task_id,
+    post_accumulate_grad_hooks,
+    queue_callback,
+)
+from lockstep.torch_private.compiler import (
+    disable_compiler,
+    forget_compiled_call,
+    is_compiled_autograd_on,
+    is_compiled_function,
+    is_compiled_module,
+    mark_uncompiled,
+    original_of_compiled,
+    set_inductor_deterministic,
+    skip_frames,
+)
+from lockstep.torch_private.groups import (
+    AnyFuture,
+    backend_of,
+    default_group,
+    default_timeout,
+    device_types,
+    gloo_num_threads,
+    gloo_options,
+    list_groups,
+    register_backend,
+    root_mesh,
+    set_default_backend,
+    set_timeout,
+    store_of,
+)
+from lockstep.torch_private.memory import (
+    REFERENCES_OF_ONE_HOLDER,
+    count_storage_users,
+    foreach_add_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_mul_,
+    storage_address,
+    storage_use_count,
+    version_of,
+)
+from lockstep.torch_private.modules import (
+    AnyBatchNorm,
+    buffer_registry,
+    check_comm_hook,
+    find_tensors,
+    former_parameters_of,
+    forward_pre_hooks,
+    has_forward_or_backward_hooks,
+    ignored_names,
+    localize_tensor_parallel,
+    make_replica_shell,
+    module_registry,
+    non_persistent_buffer_names,
+    optimizer_step_pre_hooks,
+    parameter_registry,
+    separate_registries,
+    set_precision_attributes,
+    set_state_dict_versions,
+    warn_of_unequal_devices,
+)
+from lockstep.torch_private.values import (
+    TorchDispatchMode,
+    default_device_of_thread,
+    num_stored_elements,
+    tree_leaves,
+    tree_map_only,
+)
+
+__all__ = [
+    "NO_GRAPH_TASK",
+    "REFERENCES_OF_ONE_HOLDER",
+    "AnyBatchNorm",
+    "AnyFuture",
+    "TorchDispatchMode",
+    "backend_of",
+    "buffer_registry",
+    "check_comm_hook",
+    "count_storage_users",
+    "current_graph_task_id",
+    "default_device_of_thread",
+    "default_group",
+    "default_timeout",
+    "device_types",
+    "disable_compiler",
+    "find_tensors",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
+    "forget_compiled_call",
+    "former_parameters_of",
+    "forward_pre_hooks",
+    "gloo_num_threads",
+    "gloo_options",
+    "has_forward_or_backward_hooks",
+    "ignored_names",
+    "is_compiled_autograd_on",
+    "is_compiled_function",
+    "is_compiled_module",
+    "list_groups",
+    "localize_tensor_parallel",
+    "make_replica_shell",
+    "mark_uncompiled",
+    "module_registry",
+    "non_persistent_buffer_names",
+    "num_stored_elements",
+    "optimizer_step_pre_hooks",
+    "original_of_compiled",
+    "parameter_registry",
+    "post_accumulate_grad_hooks",
+    "queue_callback",
+    "register_backend",
+    "root_mesh",
+    "separate_registries",
+    "set_default_backend",
+    "set_inductor_deterministic",
+    "set_precision_attributes",
+    "set_state_dict_versions",
+    "set_timeout",
+    "skip_frames",
+    "storage_address",
+    "storage_use_count",
+    "store_of",
+    "tree_leaves",
+    "tree_map_only",
+    "version_of",
+    "warn_of_unequal_devices",
+]

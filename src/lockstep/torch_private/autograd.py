@@ -1,0 +1,35 @@
+"""The engine that runs a backward: callbacks, graph tasks, and the hooks that others have put on gradients."""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+_ENGINE: Any = Variable._execution_engine  # in torch's stub a callback must return None
+
+queue_callback: Callable[[Callable[[], object]], None] = _ENGINE.queue_callback
+"""Have the engine call something once, at the end of the graph task in which this is called.
+
+That is the innermost one: a backward inside a backward is a graph task of its own. The engine holds the callback until
+then, drops it uncalled if the backward fails, and raises what it raises to whoever called `backward()`. For: the end of
+a reduction. Outside a backward this is an error.
+"""
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the graph task that this thread is in, `NO_GRAPH_TASK` outside a backward.
+
+Each `backward()` and each `torch.autograd.grad` of the process takes the next whole number, one inside another too.
+For: seeing that a gradient belongs to the backward that is under way, and whether a backward has run others inside.
+"""
+
+NO_GRAPH_TASK: Final = -1
+"""What `current_graph_task_id` returns outside a backward."""
+
+post_accumulate_grad_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of `register_post_accumulate_grad_hook`, by number, in the order in which they run; None or empty without.
+
+For: running after everybody else's hooks, and not adding several shards into a gradient that somebody looks at.
+"""

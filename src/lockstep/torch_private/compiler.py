@@ -1,0 +1,79 @@
+"""torch.compile, seen from outside.
+
+Nothing here imports the compiler, which takes a second: unless somebody else has imported it, nothing is compiled.
+"""
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+disable_compiler = torch._disable_dynamo
+"""Mark a function, as a decorator: it is not compiled. As `torch.compiler.disable`, but that imports the compiler."""
+
+
+def skip_frames(code: CodeType) -> None:
+    """Have the compiler neither compile the function with this code nor anything that it calls.
+
+    Only where C++ calls the function, as the autograd engine calls hooks: one that Python code calls within a compiled
+    function is traced there all the same. It costs nothing per call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+def mark_uncompiled(function: Callable[..., object]) -> None:
+    """Mark a function as `torch.compiler.disable` does: compiled code breaks off at the call and goes on behind it."""
+    vars(function)["_torchdynamo_disable"] = True
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(other_module)` returned."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def original_of_compiled(module: nn.Module) -> nn.Module:
+    """Return the module that was given to `torch.compile`; `module` is what that returned.
+
+    It is the only child; the forward is tied to that very object, so replacing the child does not change what is run.
+    """
+    original: Any = module._modules["_orig_mod"]
+    return original  # type: ignore[no-any-return]
+
+
+def is_compiled_function(function: Callable[..., object]) -> bool:
+    """Return whether a function is what `torch.compile(other_function)` returned, or calls another uncompiled.
+
+    `inspect.unwrap` returns the other function.
+    """
+    return "_torchdynamo_orig_callable" in getattr(function, "__dict__", {})
+
+
+def forget_compiled_call(state: dict[str, Any]) -> None:
+    """Drop from a copy of a module's `__dict__` what `module.compile()` left there: it would run the module itself."""
+    state.pop("_compiled_call_impl", None)
+
+
+def is_compiled_autograd_on() -> bool:
+    """Return whether a backward would be, or is, run by compiled autograd, which calls no hooks on parameters."""
+    config = sys.modules.get("torch._dynamo.config")
+    state = sys.modules.get("torch._dynamo.compiled_autograd")
+    asked_for = config is not None and config.compiled_autograd
+    return bool(
+        asked_for or (state is not None and (state.compiled_autograd_enabled or state.in_compiled_autograd_region))
+    )
+
+
+def set_inductor_deterministic(deterministic: bool) -> None:
+    """Set the compiler's own switch for repeatable code, if it is imported.
+
+    One that is imported later starts with False, and tunes by measuring.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        config.deterministic = deterministic

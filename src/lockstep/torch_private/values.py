@@ -1,0 +1,27 @@
+"""Nested values, dispatch modes, and where new tensors go by default."""
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["TorchDispatchMode", "default_device_of_thread", "num_stored_elements", "tree_leaves", "tree_map_only"]
+# tree_leaves and tree_map_only are the walk that torch itself uses over nested values: lists, tuples, named tuples,
+# dictionaries, and classes that libraries have registered (`ModelOutput` of transformers).
+# TorchDispatchMode sees every operation within, after autograd.
+
+
+def default_device_of_thread() -> torch.device | None:
+    """Return what `with torch.device(...)` or `torch.set_default_device` set in this thread, as given; None without.
+
+    `torch.get_default_device` adds the current index, and does not tell the CPU from nothing.
+    """
+    modes = _get_current_function_mode_stack()
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def num_stored_elements(tensor: Tensor) -> int:
+    """Return how many elements a sparse tensor, of whatever layout, has stored."""
+    return tensor._nnz()

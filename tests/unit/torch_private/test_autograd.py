@@ -1,0 +1,194 @@
+"""What we rely on of the engine that runs a backward; each assertion says what breaks without it."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.torch_private import (
+    NO_GRAPH_TASK,
+    current_graph_task_id,
+    post_accumulate_grad_hooks,
+    queue_callback,
+)
+
+END = "the reducer: the end of a backward would be missed, or come too early"
+TASKS = "the reducer: gradients of another backward would count as those of this one"
+INNER = "the trainer's partials: a backward inside another would not be seen, and gradients added in another order"
+
+
+class RunsAnother(torch.autograd.Function):
+    """Runs a backward of its own within the backward, and calls something after it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inside: Callable[[Tensor], Tensor], after: Callable[[], None]) -> Tensor:
+        ctx.inside, ctx.after = inside, after
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.inside(torch.ones(1, requires_grad=True)).backward()
+        ctx.after()
+        return gradients[0], None, None
+
+
+_run_another: Any = RunsAnother.apply
+
+
+def test_a_callback_runs_once_at_the_end_of_the_backward() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    happened: list[str] = []
+    first.register_post_accumulate_grad_hook(lambda _: happened.append("first"))
+    # Its gradient comes first: it was used last.
+    second.register_post_accumulate_grad_hook(lambda _: queue_callback(lambda: happened.append("end")))
+    second.register_post_accumulate_grad_hook(lambda _: happened.append("second"))
+    ((first * 2) * second).backward()
+    assert happened[-1] == "end", END
+    assert sorted(happened) == ["end", "first", "second"], END
+    happened.clear()
+    (first * 2).backward()
+    assert happened == ["first"], "a callback is for one backward: " + END
+
+
+def test_a_callback_runs_before_backward_returns_in_the_thread_that_called_it() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    threads: list[int] = []
+    parameter.register_post_accumulate_grad_hook(
+        lambda _: queue_callback(lambda: threads.append(threading.get_ident()))
+    )
+    (parameter * 2).backward()
+    assert threads == [threading.get_ident()], END
+
+
+def test_a_callback_belongs_to_the_innermost_backward() -> None:
+    happened: list[str] = []
+    inner, outer = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    inner.register_post_accumulate_grad_hook(lambda _: queue_callback(lambda: happened.append("end of inner")))
+    outer.register_hook(lambda _: happened.append("outer"))
+    output = _run_another(outer * 2, lambda value: value * inner, lambda: happened.append("after inner"))
+    output.register_hook(lambda _: queue_callback(lambda: happened.append("end of outer")))
+    output.backward()
+    assert happened == ["end of inner", "after inner", "outer", "end of outer"], END
+
+
+def test_what_a_callback_raises_is_raised_by_backward() -> None:
+    def fail() -> None:
+        raise ValueError("mine")
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.register_post_accumulate_grad_hook(lambda _: queue_callback(fail))
+    with pytest.raises(ValueError, match="mine"):
+        (parameter * 2).backward()
+
+
+def test_a_callback_is_dropped_uncalled_when_the_backward_fails() -> None:
+    class Callback:
+        def __call__(self) -> None:
+            called.append(self)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("mine")
+
+    called: list[Any] = []
+    dropped: list[bool] = []
+    early, late = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def queue(_: Tensor) -> None:
+        callback = Callback()
+        weakref.finalize(callback, dropped.append, True)
+        queue_callback(callback)
+
+    early.register_post_accumulate_grad_hook(queue)
+    late.register_hook(fail)
+    with pytest.raises(ValueError, match="mine"):
+        ((late * 2) * early).backward()
+    assert not called, "the reducer: a failed backward would be reduced as if it were whole"
+    assert dropped == [True], "the reducer: it would not see that a backward was interrupted"
+
+
+def test_a_callback_needs_a_backward() -> None:
+    with pytest.raises(RuntimeError):
+        queue_callback(lambda: None)
+
+
+def test_graph_tasks_are_numbered_one_by_one() -> None:
+    found: list[int] = []
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.register_hook(lambda _: found.append(current_graph_task_id()))
+    (parameter * 2).backward()
+    torch.autograd.grad(parameter * 2, parameter)
+    (parameter * 2).backward()
+    assert current_graph_task_id() == NO_GRAPH_TASK, TASKS
+    assert found == [found[0], found[0] + 1, found[0] + 2], INNER
+    assert found[0] > NO_GRAPH_TASK, TASKS
+
+
+def test_all_hooks_of_a_backward_see_one_task() -> None:
+    found: list[int] = []
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in net.parameters():
+        parameter.register_hook(lambda _: found.append(current_graph_task_id()))
+        parameter.register_post_accumulate_grad_hook(lambda _: found.append(current_graph_task_id()))
+    loss = net(torch.ones(1, 2)).sum()
+    loss.register_hook(lambda _: found.append(current_graph_task_id()))
+    loss.backward()
+    assert len(found) == 9
+    assert len(set(found)) == 1, TASKS
+
+
+def test_a_backward_inside_another_takes_a_number() -> None:
+    def note_inner(value: Tensor) -> Tensor:
+        value.register_hook(lambda _: inner.append(current_graph_task_id()))
+        return value * 3
+
+    outer: list[int] = []
+    inner: list[int] = []
+    after: list[int] = []
+    following: list[int] = []
+    parameter = nn.Parameter(torch.ones(1))
+    output = _run_another(
+        parameter * 2,
+        note_inner,
+        lambda: after.append(current_graph_task_id()),
+    )
+    output.register_hook(lambda _: outer.append(current_graph_task_id()))
+    output.backward()
+    loss = parameter * 2
+    loss.register_hook(lambda _: following.append(current_graph_task_id()))
+    loss.backward()
+    assert inner == [outer[0] + 1], INNER
+    assert after == outer, TASKS
+    assert following == [outer[0] + 2], INNER
+
+
+def test_a_reentrant_checkpoint_is_such_a_backward() -> None:
+    found: list[int] = []
+    net = nn.Linear(2, 2)
+    net.weight.register_post_accumulate_grad_hook(lambda _: found.append(current_graph_task_id()))
+    loss = checkpoint(net, torch.ones(1, 2, requires_grad=True), use_reentrant=True).sum()
+    loss.register_hook(lambda _: found.append(current_graph_task_id()))
+    loss.backward()
+    assert found == [found[0], found[0] + 1], INNER
+
+
+def test_hooks_are_listed_in_the_order_in_which_they_run() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    assert not post_accumulate_grad_hooks(parameter)
+    ran: list[str] = []
+    first = parameter.register_post_accumulate_grad_hook(lambda _: ran.append("first"))
+    parameter.register_post_accumulate_grad_hook(lambda _: ran.append("second"))
+    parameter.register_hook(lambda _: ran.append("before"))
+    for hook in (post_accumulate_grad_hooks(parameter) or {}).values():
+        hook(parameter)
+    assert ran == ["first", "second"], "the trainer: hooks of others on gradients would not be seen"
+    ran.clear()
+    (parameter * 2).backward()
+    assert ran == ["before", "first", "second"], "the reducer: it would not run after the hooks of others"
+    first.remove()
+    assert len(post_accumulate_grad_hooks(parameter) or ()) == 1
