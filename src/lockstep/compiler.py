@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TypeVar
 
-import torch
+from lockstep.torch_private import skip_frames
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Class = TypeVar("_Class", bound=type)
@@ -20,9 +20,7 @@ def keep_compiler_out(function: _Function) -> _Function:
     It costs nothing per call, and does not import the compiler, which `torch.compiler.disable` does both. A function
     that Python code calls within a compiled function needs that one.
     """
-    frames = torch._C._dynamo.eval_frame  # noqa: SLF001 - there is no public name for it
-    skip = frames._FrameAction.SKIP  # noqa: SLF001
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    skip_frames(function.__code__)
     return function
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.settings import set_determinism_variables
+from lockstep.torch_private import set_inductor_deterministic
 
 _DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
 
@@ -51,9 +52,7 @@ def set_deterministic(deterministic: bool) -> None:
     See https://docs.pytorch.org/docs/stable/notes/randomness.html.
     """
     set_determinism_variables(deterministic)
-    compiler = sys.modules.get("torch._inductor.config")
-    if compiler is not None:
-        compiler.deterministic = deterministic  # type: ignore[attr-defined]
+    set_inductor_deterministic(deterministic)
     # What torch.use_deterministic_algorithms does, but that imports the compiler, which takes a second.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # Without this every torch.empty would be filled with NaN, a cost that only finds reads of unset memory.

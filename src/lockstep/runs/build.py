@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves  # the walk that torch itself uses over nested values
 from torch.utils.data import Dataset
 
 from lockstep.data import ShardedLoader
@@ -24,6 +23,7 @@ from lockstep.processes.reproducibility import seed_generators, set_deterministi
 from lockstep.runs.config import Config
 from lockstep.runs.importing import call_object, import_object
 from lockstep.shards import derive_seed
+from lockstep.torch_private import tree_leaves
 
 Criterion = Callable[[Any, Any], Tensor]
 """A loss as a config names it: of (output, target)."""

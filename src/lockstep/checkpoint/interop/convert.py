@@ -21,6 +21,7 @@ from lockstep.checkpoint.interop.names import Renaming, first_components, plain_
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
 from lockstep.checkpoint.interop.weights import as_state_dict, describe_weights
 from lockstep.errors import CheckpointError
+from lockstep.torch_private import num_stored_elements
 
 Form = Literal["pt", "safetensors", "dcp"]
 """A flat state_dict of torch.save, a safetensors file, or a folder of torch.distributed.checkpoint."""
@@ -168,7 +169,7 @@ def _compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _num_bytes(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return tensor._nnz() * tensor.element_size()  # noqa: SLF001 - public, but for its name
+    return num_stored_elements(tensor) * tensor.element_size()
 
 
 def _write_pt(path: Path, state: "OrderedDict[str, Any]") -> None:

@@ -18,9 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -34,17 +32,18 @@ from torch.distributed.checkpoint.planner import ReadItem
 from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.errors import CheckpointError
+from lockstep.torch_private.sharded_checkpoints import MemoryFormatEncoding, StorageInfo, get_layout
 
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{
         (kind.__module__, kind.__qualname__): kind
         for kind in (
-            *(Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING),
-            *(BytesStorageMetadata, ChunkStorageMetadata, _StorageInfo),
+            *(Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, MemoryFormatEncoding),
+            *(BytesStorageMetadata, ChunkStorageMetadata, StorageInfo),
         )
     },
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # noqa: SLF001 - what torch pickles
+    ("torch.serialization", "_get_layout"): get_layout,
     ("collections", "OrderedDict"): dict,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,

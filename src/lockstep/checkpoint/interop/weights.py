@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_shape_mismatches
 from lockstep.checkpoint.interop.locate import EXTRA_STATE
@@ -18,6 +17,7 @@ from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
 from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
+from lockstep.torch_private import TorchDispatchMode, set_state_dict_versions
 
 
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key: str | None = None) -> LoadedWeights:
@@ -144,7 +144,7 @@ def as_state_dict(
     """
     left_out = set(without)
     chosen = OrderedDict((name, value) for name, value in state.items() if name not in left_out)
-    chosen._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001 - where load_state_dict looks for it
+    set_state_dict_versions(chosen, versions)
     return chosen
 
 

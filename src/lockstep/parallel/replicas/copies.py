@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lockstep.reduce.plan import ALIGNMENT_BYTES
+from lockstep.torch_private import foreach_copy_, storage_address, storage_use_count
 
 BUCKET_BYTES = 25 << 20
 """About how much is sent, and added, at once."""
@@ -140,10 +141,10 @@ class _Slab:
         """Copy the values of `members`; return them as tensors whose versions autograd counts one by one."""
         source = members[0].device
         if source == self.layout.device or len(members) == 1:
-            torch._foreach_copy_(self._views, list(members), non_blocking=self._may_overlap)
+            foreach_copy_(self._views, list(members), non_blocking=self._may_overlap)
         else:  # one message instead of many
             staging = torch.empty(self.layout.num_elements, dtype=self.layout.dtype, device=source)
-            torch._foreach_copy_(self.layout.views(staging), list(members))
+            foreach_copy_(self.layout.views(staging), list(members))
             self._flat.copy_(staging, non_blocking=self._may_overlap)
         return [view.data for view in self._views]
 
@@ -152,7 +153,7 @@ class _Slab:
         return self.layout.device.type != "cpu"  # a CPU would read before the values are there
 
     def _count_references(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001
+        return storage_use_count(storage_address(self._storage))
 
 
 @final

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel.data_parallel import _check_balance
 
 from lockstep.parallel.compiled import not_compiled
 from lockstep.parallel.replicas.copies import Copies
@@ -14,6 +13,7 @@ from lockstep.parallel.replicas.devices import DeviceId, as_device, as_id, as_id
 from lockstep.parallel.replicas.modules import Replicas, check_home, check_not_synchronized, replicate
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments
 from lockstep.parallel.replicas.threads import ReplicaThreads
+from lockstep.torch_private import warn_of_unequal_devices
 
 
 class DataParallel(torch.nn.DataParallel[nn.Module]):
@@ -88,7 +88,7 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         self.src_device_obj = home
         self.output_device: Any = as_id(home if output_device is None else as_device(output_device))
         if home.type == "cuda":
-            _check_balance([device_id for device_id in self.device_ids if isinstance(device_id, int)])
+            warn_of_unequal_devices([device_id for device_id in self.device_ids if isinstance(device_id, int)])
         if len(self.device_ids) == 1:
             module.to(home)
 

@@ -16,6 +16,7 @@ from lockstep.parallel.replicas.devices import DeviceId, as_device
 from lockstep.parallel.replicas.modules import Replicas, check_home, check_not_synchronized, replicate
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments, tensors_in
 from lockstep.parallel.replicas.threads import ReplicaThreads
+from lockstep.torch_private import is_compiled_function
 
 _WEIGHED_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
 """Losses whose mean is not over samples but over what their class weights and `ignore_index` leave."""
@@ -185,7 +186,7 @@ def _as_module(
             target = options.pop("target")
             del options["input"]
             return kind(**options), (target,), {}
-        if "_torchdynamo_orig_callable" in getattr(bound.func, "__dict__", {}) and unwrap(bound.func) is known:
+        if is_compiled_function(bound.func) and unwrap(bound.func) is known:
             raise TypeError(
                 f"The criterion is what torch.compile made of {known.__name__}, which does not say by what it divides. "
                 f"Compile torch.nn.{kind.__name__}() instead."

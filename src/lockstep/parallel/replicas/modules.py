@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001
 """Replicas: the modules that run beside each other, each with its own parameters and buffers.
 
 A replica is a shallow copy of the module's Python objects, made anew for every forward: whatever was changed since the
@@ -6,8 +5,8 @@ last one (a flag, a hook, a submodule, a plain attribute) is seen, and whatever 
 is gone afterwards. What is costly, the memory behind it, is kept (`copies.py`). Replica 0 shares memory with the
 module, so that buffers which it updates are updated there.
 
-A module's parts are read where they are kept, `_parameters` and its like: torch offers no other way to tell what a
-module holds from what it inherits or computes. Replicas are new in every forward, and would be compiled anew each time:
+A module's parts are read from the registries in which it keeps them: torch offers no other way to tell what a module
+holds from what it inherits or computes. Replicas are new in every forward, and would be compiled anew each time:
 so a compiled module counts as the module that was compiled (`compiled.py`).
 """
 
@@ -25,6 +24,14 @@ from torch.nn.parameter import is_lazy
 from lockstep.comm.messages import joined_world
 from lockstep.parallel.compiled import uncompiled
 from lockstep.parallel.replicas.copies import Copies
+from lockstep.torch_private import (
+    buffer_registry,
+    forget_compiled_call,
+    former_parameters_of,
+    make_replica_shell,
+    module_registry,
+    parameter_registry,
+)
 
 
 @final
@@ -42,9 +49,9 @@ class Replicas(list[nn.Module]):
         """
         for lent in self._lent:
             for name, given in lent.buffers.items():
-                now = lent.shell._buffers.get(name, given)
+                now = buffer_registry(lent.shell).get(name, given)
                 if now is not given:
-                    lent.module._buffers[name] = now
+                    buffer_registry(lent.module)[name] = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies
             _rebind(shells[id(original)], shells)
             _furnish(shells[id(original)], original, shells, copy_of)
         if number == 0:
-            lent = [_lend(original, shells[id(original)]) for original in modules if original._buffers]
+            lent = [_lend(original, shells[id(original)]) for original in modules if buffer_registry(original)]
         replicas.append(shells[id(module)])
     return Replicas(replicas, lent)
 
@@ -133,7 +140,7 @@ def _submodules(module: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         current = waiting.pop()
         yield current
-        for named in reversed(current._modules.values()):
+        for named in reversed(module_registry(current).values()):
             child = None if named is None else uncompiled(named)
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
@@ -144,7 +151,7 @@ def _tensors(modules: Any) -> Iterator[Tensor]:
     """Yield each parameter and buffer once, however many names it has."""
     seen: set[int] = set()
     for module in modules:
-        for named in (module._parameters, module._buffers):
+        for named in (parameter_registry(module), buffer_registry(module)):
             for tensor in named.values():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -153,7 +160,7 @@ def _tensors(modules: Any) -> Iterator[Tensor]:
 
 def _buffers_themselves(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
     """Return the buffers that replica 0 gets as they are: those through which no gradient flows."""
-    buffers = [buffer for module in modules for buffer in module._buffers.values()]
+    buffers = [buffer for module in modules for buffer in buffer_registry(module).values()]
     return {
         id(buffer): buffer
         for buffer in buffers
@@ -172,10 +179,8 @@ def _check_scripted(modules: Sequence[nn.Module]) -> None:
 
 def _shell(module: nn.Module) -> Any:
     """Return a shallow copy, in the way in which its class wants it made."""
-    shell: Any = module._replicate_for_data_parallel()
-    # Not by setting attributes, for which a class may have a way of its own that leads to the module.
-    vars(shell)["_former_parameters"] = {}  # libraries look for a replica's parameters there
-    vars(shell).pop("_compiled_call_impl", None)  # what `module.compile()` left there runs the module, not the replica
+    shell = make_replica_shell(module)
+    forget_compiled_call(vars(shell))
     return shell
 
 
@@ -214,24 +219,24 @@ def _furnish(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: d
     attributes, as recurrent networks do to keep their flat weights, it is used.
     """
     ordinary = type(shell).__setattr__ is _SETATTR and not isinstance(shell, torch.jit.ScriptModule)
-    for name, child in original._modules.items():
+    for name, child in module_registry(original).items():
         if child is None or ordinary:
-            shell._modules[name] = None if child is None else shells[id(uncompiled(child))]
+            module_registry(shell)[name] = None if child is None else shells[id(uncompiled(child))]
         else:
             setattr(shell, name, shells[id(uncompiled(child))])
     set_tensor = object.__setattr__ if ordinary else setattr
-    for name, parameter in original._parameters.items():
+    for name, parameter in parameter_registry(original).items():
         if parameter is None:
-            shell._parameters[name] = None
+            parameter_registry(shell)[name] = None
         else:
             set_tensor(shell, name, copy_of[id(parameter)])
-            shell._former_parameters[name] = copy_of[id(parameter)]
-    for name, buffer in original._buffers.items():
+            former_parameters_of(shell)[name] = copy_of[id(parameter)]
+    for name, buffer in buffer_registry(original).items():
         if buffer is None or ordinary:
-            shell._buffers[name] = None if buffer is None else copy_of[id(buffer)]
+            buffer_registry(shell)[name] = None if buffer is None else copy_of[id(buffer)]
         else:
             setattr(shell, name, copy_of[id(buffer)])
 
 
 def _lend(module: nn.Module, shell: nn.Module) -> _LentBuffers:
-    return _LentBuffers(module=module, shell=shell, buffers=dict(shell._buffers))
+    return _LentBuffers(module=module, shell=shell, buffers=dict(buffer_registry(shell)))

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch.overrides import _get_current_function_mode_stack as _modes
-from torch.utils._device import DeviceContext
+
+from lockstep.torch_private import default_device_of_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class CallerState:
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),
             autocast_cache=torch.is_autocast_cache_enabled(),
             num_threads=torch.get_num_threads(),
-            default_device=next((mode.device for mode in _modes() if isinstance(mode, DeviceContext)), None),
+            default_device=default_device_of_thread(),
         )
 
     @contextmanager
