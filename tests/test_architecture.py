@@ -1,6 +1,8 @@
 """The house holds: imports point down its floors, pure modules have no effects, one file reads the environment."""
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,53 @@ EFFECTS = {
     *("asyncio", "datetime", "io", "os", "pathlib", "random", "select", "selectors", "shutil", "signal", "socket"),
     *("subprocess", "sys", "tempfile", "threading", "time", "torch.cuda", "torch.distributed"),
 }
+PRIVATE_NAMES = "lockstep.torch_private"
+"""The room that alone may use names which torch does not promise."""
+STILL_PRIVATE = {
+    "lockstep.comm.backends",
+    "lockstep.comm.bootstrap.process_group",
+    "lockstep.comm.checked",
+    "lockstep.comm.exit_notice",
+    "lockstep.comm.same_call",
+    "lockstep.comm.shm.torch_backends",
+    "lockstep.comm.world",
+    "lockstep.engine.agreement",
+    "lockstep.engine.buffers",
+    "lockstep.engine.evaluation",
+    "lockstep.engine.guards",
+    "lockstep.engine.restoring",
+    "lockstep.engine.side_effects",
+    "lockstep.engine.trainer",
+    "lockstep.parallel.compiled",
+    "lockstep.parallel.ddp",
+    "lockstep.parallel.delayed",
+    "lockstep.parallel.module_hook",
+    "lockstep.parallel.module_inputs",
+    "lockstep.parallel.statistics",
+    "lockstep.parallel.module_sync",
+    "lockstep.parallel.sync_batchnorm",
+    "lockstep.reduce.bucket",
+    "lockstep.reduce.compiled_autograd",
+    "lockstep.reduce.comm_hook",
+    "lockstep.reduce.in_place_accumulation",
+    "lockstep.reduce.model",
+    "lockstep.reduce.partials",
+    "lockstep.reduce.reducer",
+    "lockstep.reduce.shard_reducer",
+}
+"""Modules that have not gone over to that room; whoever moves one over deletes its line, and none is added."""
+PYTHONS_NAMES = {"_Unpickler", "_current_frames", "_exit", "_getframe", "_is_owned"}
+"""Attributes of Python's own library: of pickle, sys, os and an RLock."""
+NAMES_IN_FILES = {
+    "lockstep.checkpoint.interop.distributed": {"_get_layout"},
+    "lockstep.checkpoint.interop.names": {"_orig_mod"},
+    "lockstep.checkpoint.interop.recognize": {"_metadata"},
+    "*": {"_make"},  # of a named tuple
+}
+"""Names that stand in other people's files, or are documented, by module."""
+BY_NAME = {"attrgetter", "methodcaller", "getattr", "hasattr", "setattr", "delattr"}
+"""Functions that take an attribute's name as text."""
+PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._\w+(\.\w+)*")
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 
 
@@ -151,3 +200,133 @@ def test_every_room_explains_itself() -> None:
 def test_nothing_in_the_package_imports_a_test_library() -> None:
     for module, path in MODULES.items():
         assert not {name.split(".")[0] for name in imports(path)} & {"unittest", "pytest"}, module
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+@functools.cache
+def names_of_torch() -> set[str]:
+    """Return the private names that the room of private names uses, as attributes, imports or text."""
+    found = set()
+    for module, path in MODULES.items():
+        if module.startswith(PRIVATE_NAMES):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Attribute):
+                    found.add(node.attr)
+                elif isinstance(node, ast.alias):
+                    found.update(node.name.split("."))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+    return {name for name in found if is_private(name) and name.isidentifier()}
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module gives to its own functions, classes and attributes of its own objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in {"self", "cls"}
+
+
+def private_attributes(tree: ast.Module, torchs: set[str]) -> Iterator[str]:
+    allowed = PYTHONS_NAMES | (defined_names(tree) - torchs)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or is_own(node.value):
+            continue
+        if is_private(node.attr) and node.attr not in allowed:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def private_imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if any(map(is_private, (origin + alias.name).split("."))):
+                    yield f"line {node.lineno}: import of {origin}{alias.name}"
+
+
+def private_texts(module: str, tree: ast.Module, torchs: set[str]) -> Iterator[str]:
+    """Yield texts that are private names: those of torch anywhere, others where an attribute's name is expected."""
+    allowed = NAMES_IN_FILES["*"] | NAMES_IN_FILES.get(module, set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if (node.value in torchs or PRIVATE_PATH.fullmatch(node.value)) and node.value not in allowed:
+                yield f"line {node.lineno}: {node.value!r}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            texts = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+            for name in texts - allowed - defined_names(tree):
+                if isinstance(name, str) and is_private(name):
+                    yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def private_uses(module: str, source: str) -> list[str]:
+    """Return where a module uses private names that are not its own."""
+    tree, torchs = ast.parse(source), names_of_torch()
+    return [
+        *private_attributes(tree, torchs),
+        *private_imports(tree),
+        *private_texts(module, tree, torchs),
+    ]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(PRIVATE_NAMES)])
+def test_private_names_stand_in_one_room(module: str) -> None:
+    found = private_uses(module, MODULES[module].read_text("utf-8"))
+    if module in STILL_PRIVATE:
+        assert found, f"{module} uses no private names any more. Delete it from STILL_PRIVATE."
+    else:
+        assert not found, f"{module} uses private names; give them a public one in {PRIVATE_NAMES}: {found}"
+
+
+def test_modules_that_still_use_private_names_exist() -> None:
+    assert set(MODULES) >= STILL_PRIVATE
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch._C._storage_Use_Count(1)",
+        "torch._foreach_add_(a, b)",
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.nn.parallel.distributed import _find_tensors",
+        "from lockstep.reduce.bucket import _place",
+        "list(module._modules)",
+        "class A:\n    def f(self, module):\n        self._buffers = {}\n        return module._buffers",
+        "class A(B):\n    def _check_comm_hook(self, hook):\n        super()._check_comm_hook(hook)",
+        "f = attrgetter('_anything')",
+        "f = operator.attrgetter('_version')",
+        "getattr(module, '_anything', None)",
+        "vars(module)['_parameters']",
+        "sys.modules.get('torch._dynamo.config')",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert private_uses("lockstep.anything", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def __init__(self):\n        self._x = 1\n\ndef f(a: A):\n    return a._x",
+        "class A:\n    def f(self):\n        return self._turn",
+        "a.__dict__",
+        '"""What `torch._C` has."""',
+        "os._exit(1)",
+        "getattr(type(value), '_make', tuple)",
+    ],
+)
+def test_names_of_ones_own_are_not(source: str) -> None:
+    assert not private_uses("lockstep.anything", source)
