@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
-from tests.support.threaded_group import GroupState, ThreadedProcessGroup
+from tests.support.threaded_group import ThreadedProcessGroup
+from tests.support.threaded_work import GroupState
 from tests.support.turns import Turns, restored_generators
 from torch.distributed import distributed_c10d
 

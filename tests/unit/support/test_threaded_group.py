@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.threaded_group import UnsafeAccessError
 from tests.support.threaded_ranks import make_subgroup, run_ranks
+from tests.support.threaded_work import UnsafeAccessError
 from torch import Tensor, nn
 
 from lockstep.comm import World
