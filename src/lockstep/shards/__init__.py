@@ -1,10 +1,10 @@
-"""Shards: the fixed slices of a step's work, and who runs them.
+"""Shards: the fixed parts of the work of a step, and which worker runs which.
 
-A run has `num_shards` shards, whatever the number of workers. Every worker runs a contiguous range of them, in
-order; the random state of a shard follows from the seed, the place in the data and the shard's number.
+A run has `num_shards` shards, whatever the number of workers. Each worker runs a contiguous range of shards. The random
+state of a shard is derived from the seed, the epoch, the step and the shard's number.
 
-Invariants: pure (numbers in, numbers out); every shard is run by exactly one worker; ranges are as even as they
-can be and in rank order; what a shard works on does not depend on the number of workers.
+Invariants: all modules are pure. Exactly one worker runs each shard. Even ranges differ in length by at most one and
+are in rank order. The samples of a shard do not depend on the number of workers.
 """
 
 from lockstep.shards.assignment import even_ranges, shard_range, split_evenly

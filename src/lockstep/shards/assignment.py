@@ -1,19 +1,21 @@
-"""Which worker runs which shard, and which samples a shard gets."""
+"""Which worker runs which shard, and how a range of indices is split into equal parts."""
 
 from itertools import pairwise
 
 
 def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
-    """Cut `range(total)` into contiguous slices, the first ones longer by one where it does not divide.
+    """Split `range(total)` into contiguous parts whose lengths differ by at most one; the longer parts come first.
 
     Returns:
-        `num_parts` pairs (start, stop); slices are empty where `total` is smaller than their number.
+        `num_parts` pairs (start, stop). Some parts are empty if `total` is smaller than `num_parts`.
 
     Raises:
-        ValueError: A negative total, or no slices.
+        ValueError: `total` is negative, or `num_parts` is less than 1.
     """
     if num_parts < 1 or total < 0:
-        raise ValueError(f"Cannot cut {total} into {num_parts} slices; expected 0 or more into 1 or more.")
+        raise ValueError(
+            f"Cannot split {total} indices into {num_parts} parts. Expected 0 or more indices and 1 or more parts."
+        )
     short, longer = divmod(total, num_parts)
     starts = [index * short + min(index, longer) for index in range(num_parts + 1)]
     return list(pairwise(starts))
@@ -22,13 +24,14 @@ def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
 def shard_range(rank: int, world_size: int, num_shards: int) -> range:
     """Return the shards that worker `rank` of `world_size` runs.
 
-    Where it does not divide, the later halves are the longer ones, as in the tree: so ranges are made of few subtrees.
+    If `num_shards` is not a multiple of `world_size`, ranges differ in length by one. Bounds are rounded down, as the
+    tree does when it halves a range, so that each range consists of few subtrees.
 
     Raises:
-        ValueError: A rank outside the world, or more workers than shards.
+        ValueError: The rank is not below `world_size`, or there are more workers than shards.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"Rank {rank} is outside a world of {world_size} workers.")
+        raise ValueError(f"Rank {rank} is outside a world of {world_size} workers. Expected 0 to {world_size - 1}.")
     if world_size > num_shards:
         raise ValueError(
             f"{world_size} workers cannot share {num_shards} shards: some would have nothing to do. "
@@ -41,6 +44,6 @@ def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
     """Return the shards of every worker, in rank order.
 
     Raises:
-        ValueError: More workers than shards.
+        ValueError: There are more workers than shards.
     """
     return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))

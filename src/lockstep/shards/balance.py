@@ -7,13 +7,13 @@ from itertools import accumulate, pairwise
 def balance_ranges(
     seconds_per_shard: Sequence[float], current: Sequence[range], *, min_gain: float
 ) -> tuple[range, ...]:
-    """Return the shards that every worker should run, so that the slowest is done as early as it can be.
+    """Return the shards that every worker should run, so that the slowest worker finishes as early as possible.
 
     Args:
-        seconds_per_shard: How long each worker takes for a shard, more than zero.
-        current: What they run now, in rank order; each at least one.
-        min_gain: By what part of the time of a step the new ranges must be better, or the current ones stay: so that
-            noise does not move shards to and fro.
+        seconds_per_shard: Time that each worker needs for one shard, in rank order; more than zero.
+        current: The shards that each worker runs now, in rank order; at least one each.
+        min_gain: The fraction of a step's time that new ranges must save. If they save less, the current ranges are
+            returned, so that noise in the measurements does not move shards back and forth.
     """
     num_shards = current[-1].stop
     counts = [1] * len(current)

@@ -1,19 +1,19 @@
 r"""The order in which the gradients of shards are added.
 
 [Note: reduction order] Floating-point addition is not associative: the sum of the same numbers depends on how they are
-grouped. So the grouping is fixed, as a binary tree over the shards that depends on their number alone:
+grouped. So the grouping is fixed. It is a binary tree over the shards, and it depends only on the number of shards:
 
     sum(lo, hi) = sum(lo, mid) + sum(mid, hi)        mid = (lo + hi) // 2;  sum(s, s + 1) is shard s
 
                   (0, 5)
                  /      \
-            (0, 2)      (2, 5)            a worker that runs shards 0 1 2 adds 0 + 1 and keeps 2: it cannot add 2 to
-            /   \       /   \             them, for 2 belongs to 3 + 4. What it keeps are *partials*: the sums of the
-           0     1     2   (3, 5)         maximal subtrees within its range, about 2 log2 of them at the most.
-                           /   \
+            (0, 2)      (2, 5)            A worker that runs shards 0, 1 and 2 adds 0 + 1 and keeps 2. It cannot add 2
+            /   \       /   \             to that sum, because 2 is added to 3 + 4 first. What it keeps are *partials*:
+           0     1     2   (3, 5)         the sums of the maximal subtrees within its range. For n shards there are at
+                           /   \          most about 2 log2(n) of them.
                           3     4
 
-Whoever holds the partials of all workers adds them in tree order; the result has the same bits whichever worker ran
+When the partials of all workers are added in the order of the tree, the result has the same bits, whichever worker ran
 which shard.
 """
 
@@ -22,26 +22,26 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Node = tuple[int, int]
-"""A subtree: its first shard, and the one after its last."""
+"""A subtree: (its first shard, its last shard + 1)."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """What a worker does with one of its shards."""
+    """One shard that a worker runs, and how its gradient is added to the worker's stack of partials."""
 
     shard: int
     """Number of the shard."""
     num_sums: int
-    """To how many partials its gradient is added: to that on top of the stack, their sum to the next, and so on."""
+    """How many times, after the gradient was pushed, the two partials on top of the stack are replaced by their sum."""
 
 
 def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
     """Return the maximal subtrees within the shards `range(start, stop)`, in shard order.
 
     Raises:
-        ValueError: The range is not within `range(num_shards)`.
+        ValueError: The shards are not within `range(num_shards)`.
     """
     if not 0 <= start <= stop <= num_shards:
         raise ValueError(f"Shards {start} to {stop} are not within the {num_shards} shards of the run.")
@@ -49,11 +49,11 @@ def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
 
 
 def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
-    """Return the subtrees that shard `shard` completes when `range(start, shard + 1)` has been run in order.
+    """Return the subtrees that are complete once shard `shard` has been run, and were not complete before.
 
-    A worker that runs its shards in order keeps a stack of partials. After each shard it pushes the shard's gradient
-    and then, for each node but the first of this list, replaces the two on top by their sum: so it never holds more
-    than the partials of what it has run.
+    The worker has run `range(start, shard + 1)`, in order, and keeps a stack of partials. After each shard it pushes
+    the shard's gradient. Then, for each node of this list but the first, it replaces the two partials on top by their
+    sum. So the stack holds only the partials of the shards that were run.
 
     Returns:
         The leaf `(shard, shard + 1)` first, then its ancestors that end with it and begin at `start` or later.
@@ -69,20 +69,20 @@ def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
 def partial_nodes_by_size(shards: range, num_shards: int) -> list[Node]:
     """Return the maximal subtrees within `shards`, the largest first.
 
-    That is the order in which a worker runs them, so that what it must keep at a time is little: with even ranges at
-    most ceil(log2 k) + 1 gradients for k shards, the one that is being computed included, but for few odd cases
-    (72 of the 366,145 ranges of up to 129 shards) in which it is one more.
+    A worker runs them in this order, because it then keeps the fewest gradients at a time. With even ranges of k shards
+    it keeps at most ceil(log2 k) + 1 gradients, including the one that is being computed. In 72 of the 366,145 even
+    ranges of up to 129 shards it keeps one more.
 
     Raises:
         ValueError: The shards are not within `range(num_shards)`.
     """
-    return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_size_then_place)
+    return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_largest_first)
 
 
 def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
-    """Return the order in which a worker runs its shards, and how it adds them up on a stack of partials.
+    """Return the order in which a worker runs its shards, and how it adds their gradients on a stack of partials.
 
-    After the last turn the stack holds `partial_nodes_by_size`, in that order.
+    After the last task the stack holds the sums of `partial_nodes_by_size`, in that order.
 
     Raises:
         ValueError: The shards are not within `range(num_shards)`.
@@ -94,34 +94,36 @@ def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
     ]
 
 
-def _size_then_place(node: Node) -> tuple[int, int]:
+def _largest_first(node: Node) -> tuple[int, int]:
     lo, hi = node
     return lo - hi, lo
 
 
 def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable[[T, T], T]) -> T:
-    """Add partials that together cover every shard once, in the order of the tree.
+    """Add partials in the order of the tree.
 
     Args:
-        partials: Sums of subtrees.
+        partials: Sums of subtrees that together cover every shard once.
         num_shards: Number of shards of the run.
-        add: Adds a left and a right sum; may reuse the left one's memory.
+        add: Adds the left and the right sum of a node. It may write the result into the left one.
 
     Raises:
-        ValueError: A shard is missing, or what covers it is not a subtree.
+        ValueError: No partial covers some shard.
     """
-    return _total(partials, (0, num_shards), num_shards, add)
+    return _sum_of_node(partials, (0, num_shards), num_shards, add)
 
 
-def _total(partials: Mapping[Node, T], node: Node, num_shards: int, add: Callable[[T, T], T]) -> T:
-    # Not inside of its caller: a function that calls itself by a name around it is a cycle, which would keep the
-    # partials' memory until the garbage collector comes.
+def _sum_of_node(partials: Mapping[Node, T], node: Node, num_shards: int, add: Callable[[T, T], T]) -> T:
+    # Not nested in `add_in_tree_order`: a nested function that calls itself is part of a reference cycle, which would
+    # keep the memory of the partials until the garbage collector runs.
     if node in partials:
         return partials[node]
     children = _children(node)
     if not children:
-        raise ValueError(f"No partial covers shard {node[0]}; there are {sorted(partials)} of {num_shards} shards.")
-    left, right = (_total(partials, child, num_shards, add) for child in children)
+        raise ValueError(
+            f"No partial covers shard {node[0]} of {num_shards}. The partials cover the ranges {sorted(partials)}."
+        )
+    left, right = (_sum_of_node(partials, child, num_shards, add) for child in children)
     return add(left, right)
 
 

@@ -16,12 +16,14 @@ def counts(seconds: list[float], num_shards: int, min_gain: float = 0.0) -> list
         ([1.0, 1.0], 8, [4, 4]),
         ([1.0, 3.0], 8, [6, 2]),
         ([3.0, 1.0], 8, [2, 6]),
-        ([1.0, 100.0], 8, [7, 1]),  # nobody is left without a shard
+        ([1.0, 100.0], 8, [7, 1]),  # every worker runs at least one shard
         ([1.0, 2.0, 2.0], 8, [4, 2, 2]),
         ([1.0, 3.0], 2, [1, 1]),
     ],
 )
-def test_the_slowest_is_done_as_early_as_it_can_be(seconds: list[float], num_shards: int, expected: list[int]) -> None:
+def test_the_slowest_worker_finishes_as_early_as_possible(
+    seconds: list[float], num_shards: int, expected: list[int]
+) -> None:
     assert counts(seconds, num_shards) == expected
 
 
@@ -39,6 +41,6 @@ def test_ranges_cover_every_shard_once_and_are_never_slower(seconds: list[float]
 
 
 def test_a_small_gain_moves_nothing() -> None:
-    # 4 shards of 1.0 against 4 of 1.3: moving one makes 5.0 of 5.2.
+    # 4 shards of 1.0 against 4 of 1.3: moving one shard shortens the step from 5.2 to 5.0.
     assert counts([1.0, 1.3], 8) == [5, 3]
     assert counts([1.0, 1.3], 8, min_gain=0.08) == [4, 4]

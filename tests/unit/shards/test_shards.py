@@ -46,7 +46,7 @@ def test_seeds_differ_by_purpose_and_place() -> None:
 
 
 def test_a_seed_never_changes() -> None:
-    # Written down: every digest and every resumed run depends on this value.
+    # Every digest and every resumed run depends on this value.
     assert derive_seed("shard", 0, 1, 2) == PINNED
 
 

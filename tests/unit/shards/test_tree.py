@@ -21,13 +21,13 @@ MOST_SHARDS = 24
 
 
 def numbers(num_shards: int) -> list[float]:
-    """Numbers of very different sizes, so that another order of addition gives other bits."""
+    """Return numbers of very different magnitudes, so that another order of addition gives other bits."""
     generator = random.Random(num_shards)
     return [generator.uniform(-1, 1) * 10 ** generator.randint(-8, 8) for _ in range(num_shards)]
 
 
 def run_shards(values: list[float], start: int, stop: int) -> dict[Node, float]:
-    """Add up as a worker does that runs its shards in order, holding partials on a stack."""
+    """Add values as a worker does that runs its shards in order and keeps partials on a stack."""
     num_shards = len(values)
     stack: list[tuple[Node, float]] = []
     for shard in range(start, stop):
@@ -58,7 +58,7 @@ def test_the_sum_has_the_bits_of_one_worker_on_any_number(num_shards: int) -> No
 
 
 def run_tasks(values: list[float], shards: range) -> tuple[dict[Node, float], int]:
-    """Add up in the order of the tasks; return the partials, and how many values were held at once at the most."""
+    """Add values in the order of the tasks; return the partials, and the largest number of values held at once."""
     stack: list[float] = []
     most = 0
     for task in plan_shard_tasks(shards, len(values)):
@@ -108,8 +108,8 @@ def test_shards_outside_the_run_are_an_error() -> None:
         partial_nodes(2, 5, 4)
 
 
-def test_what_was_added_is_let_go_of_at_once() -> None:
-    # It was once kept by a cycle; so buckets were held in every step, and had to take fresh memory.
+def test_partials_are_freed_at_once() -> None:
+    # A reference cycle once kept the partials alive, so every step allocated new memory for its buckets.
     gc.disable()
     try:
         partials = {(shard, shard + 1): torch.ones(1) for shard in range(3)}
