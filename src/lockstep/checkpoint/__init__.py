@@ -1,14 +1,19 @@
 """Checkpoints: a run's state as one file that other tools can read.
 
-A checkpoint is a safetensors file. Parameters and buffers lie in it under the model's plain names; the optimizer's
-tensors under `optimizer/`; everything else is the *manifest*, JSON in the file's header.
+A checkpoint is a safetensors file. Parameters and buffers have the names of the model's `state_dict()`. The names of
+all other tensors begin with `optimizer/`. Everything else is the *manifest*: JSON text in the file's header.
 
-Weights that others wrote are recognised by what is in a file (`foreign.py`), and what wrappers put into their names is
-found by structure (`names.py`).
+Files of other programs are read by `interop/`.
 
-Invariants: a file under its final name is whole; a failed save leaves the files before it as they were; every byte of a
-file is covered by a checksum, and none is believed before it was compared; nothing that is read can run code; the
-digest in the manifest is that of the parameters and buffers in the file. docs/checkpoint-format.md has the format.
+A checkpoint is *intact* if every byte is as it was written.
+
+Invariants:
+- A file under its final name is complete. A save that fails does not change earlier checkpoints.
+- A checksum covers every byte of a file. Loading compares the checksums of all that it reads.
+- Reading a file never runs code from it.
+- The digest in the manifest is the digest of the parameters and buffers in the file.
+
+docs/checkpoint-format.md describes the format.
 """
 
 from lockstep.checkpoint.digest import state_digest

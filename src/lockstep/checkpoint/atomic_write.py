@@ -1,13 +1,13 @@
-"""Writing a file so that it is whole or not there, whatever kills the writer, and clearing up after killed ones.
+"""Atomic file writes: a file under its final name is complete, even if the writing process is killed.
 
-    1  beside = .NAME.<random>.tmp, created and locked     a kill here or later leaves `beside`, and NAME as it was
-    2  the data, fsync(beside)
-    3  rename beside -> NAME                               from here on NAME is the new file, whole
-    4  fsync(directory)                                    from here on also after a power cut
+    1  create TEMP = .NAME.<random>.tmp, flock(TEMP)     killed from here on: TEMP stays behind, NAME is unchanged
+    2  write the data, fsync(TEMP)
+    3  rename TEMP -> NAME                               NAME is the new file, complete
+    4  fsync(directory)                                  the rename survives a power failure
 
-[Note: stale temporary files] The writer holds a kernel lock (flock) on `beside` until it is renamed. The lock is
-gone with the writer, so a file that can be locked belongs to nobody: no pid is asked, which would say nothing on
-another host.
+[Note: stale temporary files] The writer holds a lock (flock) on TEMP until the rename. The kernel releases the lock
+when the writer ends. So a temporary file that can be locked has no writer any more and can be removed. Writing a pid to
+the file instead would not do, because it means nothing on another host.
 """
 
 import errno
@@ -24,48 +24,49 @@ _TEMP_NAME = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[int]:
-    """Yield the descriptor of a new file, which takes the place of `path` when the block ends well.
+    """Yield the descriptor of a new file, which replaces `path` when the block ends without an exception.
 
-    When it does not, or the file cannot be flushed or renamed, the file that was there is still there.
+    If the block raises, or fsync or rename fails, the file at `path` is unchanged.
 
     Raises:
-        OSError: The directory or the disk does not take it, or what is there is no file: a device would be replaced.
+        OSError: The file cannot be created, written or renamed, or `path` exists and is not a regular file (the rename
+            would replace a device such as /dev/null).
     """
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "is there already, and is no regular file", str(path))
+        raise FileExistsError(errno.EEXIST, "it exists and is not a regular file", str(path))
     temp, descriptor = _create_locked_temp(path)
     try:
         yield descriptor
         os.fsync(descriptor)
         temp.replace(path)
     except BaseException:
-        with suppress(OSError):  # the directory may be what is gone
+        with suppress(OSError):  # the directory may have been removed
             temp.unlink(missing_ok=True)
         raise
     finally:
-        os.close(descriptor)  # not before the rename: the lock would go
+        os.close(descriptor)  # not before the rename, because closing releases the lock
     _fsync_directory(path.parent)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Let a file hold a text, in UTF-8, or what it held before.
+    """Replace a file's content by a text in UTF-8; if that fails, the file is unchanged.
 
     Raises:
-        OSError: The directory or the disk does not take it.
+        OSError: The file cannot be created, written or renamed.
     """
     with atomic_write(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def remove_stale_temp_files(directory: Path) -> None:
-    """Remove what killed writers have left in a directory. [Note: stale temporary files].
+    """Remove the temporary files of killed writers from a directory. [Note: stale temporary files].
 
     Raises:
         OSError: The directory cannot be read.
     """
     for path in directory.iterdir():
         if _TEMP_NAME.fullmatch(path.name):
-            with suppress(OSError):  # of a live writer, or gone by now, or on a file system without locks
+            with suppress(OSError):  # its writer is alive, or it was removed, or the file system has no locks
                 _remove_if_unlocked(path)
 
 
@@ -73,11 +74,11 @@ def _create_locked_temp(path: Path) -> tuple[Path, int]:
     while True:
         temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         descriptor = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # a file system without locks: then nobody else can lock it either
+        with suppress(OSError):  # if the file system has no locks, no other process can lock and remove the file either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return temp, descriptor
-        os.close(descriptor)  # somebody took it for a leftover before it was locked
+        os.close(descriptor)  # another process removed it as stale before it was locked here
 
 
 def _remove_if_unlocked(path: Path) -> None:

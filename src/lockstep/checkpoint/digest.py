@@ -1,4 +1,4 @@
-"""A model's state as 64 hexadecimal digits."""
+"""The digest of a model: SHA-256 of its parameters and buffers, as 64 hexadecimal digits."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,25 +12,24 @@ from lockstep.checkpoint.throttle import Pause, no_pause
 Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
 """A tensor's name, dtype, shape and bytes."""
 
-
 _CHUNK_BYTES = 1 << 22
 
 
 def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
-    """Return the SHA-256 of named tensors: names, dtypes, shapes and bytes, in the order of the names.
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, sorted by name.
 
-    Equal digests mean equal bits; -0.0 and 0.0 differ, and so do different NaNs. Tensors may lie on any device.
+    Equal digests mean equal bits: -0.0 and 0.0 give different digests, and so do NaNs with different bits.
 
     Args:
-        tensors: By name.
-        pause: Called after every few megabytes.
+        tensors: Tensors on any device, by name.
+        pause: Called after every 4 MiB.
     """
     parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
     return digest_parts(parts, pause)
 
 
 def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:
-    """Return what `state_digest` does, of tensors that are read one after the other, in the order of their names."""
+    """Return the digest that `state_digest` returns, from tensors that come one at a time, sorted by name."""
     digest = hashlib.sha256()
     for name, dtype, shape, data in parts:
         digest.update(f"{name}|{dtype}|{list(shape)}|".encode())

@@ -1,8 +1,8 @@
-"""Writing a checkpoint so that it is whole or not there, and reading it back with every byte checked.
+"""Writing a checkpoint atomically, and reading it back with every byte checked.
 
-Files are written here and not by safetensors' `save_file`, which makes a copy of every tensor, cannot compute checksums
-on the way, and calls nothing to be durable. Nor are they read by it: its tensors are the mapped file, so that an
-optimizer's state stayed there for the rest of a run, and a file cut short or a lost mount killed the process (SIGBUS).
+safetensors' `save_file` is not used: it copies every tensor, computes no checksums while it writes, and does not call
+fsync. safetensors' reader is not used either: its tensors are backed by an mmap of the file. An optimizer's state would
+stay in that mapping for the rest of the run, and a truncated file or a lost mount would kill the process with SIGBUS.
 """
 
 import os
@@ -31,36 +31,41 @@ from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
 
 MANIFEST_KEY = "lockstep"
-"""Where the manifest stands in the metadata of the safetensors header."""
+"""Key of the manifest in the `__metadata__` of the safetensors header."""
 OPTIMIZER_PREFIX = "optimizer/"
-"""What the names of tensors that are not the model's begin with."""
+"""Prefix of the names of all tensors that are not parameters or buffers of the model."""
 
 _CHUNK_BYTES = 1 << 20
-"""How much is added to a checksum and then written: it is still in the cache then."""
+"""Bytes for which a checksum is computed before they are written: few enough to stay in the CPU cache in between."""
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause) -> None:
-    """Write `checkpoint` to `path`, whole or not at all (local; call it on one rank).
+    """Write `checkpoint` to `path` atomically (local; call it on one rank).
 
-    No tensor is copied but those that lie elsewhere than in contiguous memory of the host, and these one at a time.
+    Only tensors that are not contiguous or not on the CPU are copied, one at a time.
 
     Args:
         path: The file.
-        checkpoint: What it is to hold.
-        pause: Called after every megabyte.
+        checkpoint: The content to write.
+        pause: Called after every MiB.
 
     Raises:
-        CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or a
-            tensor is of a kind that the format has no name for. Whatever was under `path` before is still there.
+        CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or the
+            format has no name for a tensor's kind or dtype. A file that was at `path` before is unchanged.
     """
     for name in checkpoint.model:
         if name.startswith(OPTIMIZER_PREFIX):
-            raise CheckpointError(f"The model has a tensor named {name!r}; names under {OPTIMIZER_PREFIX!r} are taken.")
+            raise CheckpointError(
+                f"The model has a tensor named {name!r}. Names that begin with {OPTIMIZER_PREFIX!r} are reserved for "
+                "the optimizer's tensors. Rename the module."
+            )
     tensors = {**checkpoint.model, **checkpoint.optimizer}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
-            raise CheckpointError(f"The tensor {name!r} is {kind}, and a checkpoint holds dense tensors with values.")
+            raise CheckpointError(
+                f"The tensor {name!r} is {kind}. A checkpoint can hold only dense tensors that have values."
+            )
     try:
         infos = assign_offsets({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
         placeholder = _encode(infos, checkpoint.manifest, dict.fromkeys(tensors, EMPTY_CHECKSUM))
@@ -76,21 +81,22 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
         raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {path} could not be written: {error}. Any checkpoint written before is "
-            "whole: make room, then go on with --resume."
+            f"The checkpoint {path} could not be written: {error}. Earlier checkpoints are intact. Free disk space, "
+            "then continue the run with --resume."
         ) from error
 
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bool = True) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed (local).
+    """Read a checkpoint; no code in it is executed (local).
 
     Args:
         path: A file that `save_checkpoint` wrote.
-        device: Where the tensors go.
+        device: The device to which tensors are moved.
         check: Compare every tensor with its checksum.
 
     Raises:
-        CheckpointError: No such file, damaged, truncated, not a checkpoint of Lockstep, or of a later format.
+        CheckpointError: The file does not exist, is damaged or truncated, or is not a checkpoint of Lockstep.
+        LaterFormatError: The file has a later format.
     """
     header, manifest = _read_verified_header(path)
     model: dict[str, Tensor] = {}
@@ -104,32 +110,34 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
                 if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
                     damaged.append(name)
                 (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
-    except (OSError, RuntimeError) as error:  # or there is no memory
+    except (OSError, RuntimeError) as error:  # RuntimeError: out of memory
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
     if damaged:
         raise CheckpointError(
-            f"{path} is damaged: {describe_damaged(damaged)} not what was written. Use a checkpoint before it, or a "
-            "copy; `lockstep checkpoint verify` lists all that is damaged."
+            f"{path} is damaged: {describe_damaged(damaged)} not as written. Use an earlier checkpoint or a backup "
+            "copy. `lockstep checkpoint verify` lists everything that is damaged."
         )
     return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and none of its tensors (local).
+    """Read the manifest of a checkpoint without reading its tensors (local).
 
-    That the header is as it was written, and the file as long as the header says, is checked.
+    Checks the header's checksum and the length of the file.
 
     Raises:
         CheckpointError: As `load_checkpoint`.
+        LaterFormatError: As `load_checkpoint`.
     """
     return _read_verified_header(path)[1]
 
 
 def read_verified_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint of which every byte is as it was written; a little in memory at a time (local).
+    """Compare every byte of a checkpoint with its checksums and return the manifest; reads 1 MiB at a time (local).
 
     Raises:
         CheckpointError: As `load_checkpoint`.
+        LaterFormatError: As `load_checkpoint`.
     """
     header, manifest = _read_verified_header(path)
     try:
@@ -143,7 +151,7 @@ def read_verified_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
     if damaged:
-        raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not what was written.")
+        raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not as written.")
     return manifest
 
 
@@ -154,20 +162,21 @@ def _read_verified_header(path: Path) -> tuple[Header, Manifest]:
     manifest = manifest_of(header, path)
     if header.file_bytes != file_bytes:
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, expected {header.file_bytes:,}."
+            f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, but its header says "
+            f"{header.file_bytes:,}."
         )
     return header, manifest
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """Return a file's header, and how many bytes the file has (local).
+    """Return a file's header and the length of the file in bytes (local).
 
     Raises:
-        CheckpointError: No such file, or none that begins as a safetensors file does.
+        CheckpointError: The file does not exist, or does not begin with the header of a safetensors file.
     """
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise CheckpointError("it is no file")  # noqa: TRY301 - told as every other mistake
+        if path.exists() and not path.is_file():  # opening a named pipe would block
+            raise CheckpointError("it is not a regular file")  # noqa: TRY301 - one handler for all errors
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
@@ -181,24 +190,26 @@ def manifest_of(header: Header, path: Path) -> Manifest:
     """Return the manifest in a header.
 
     Raises:
-        CheckpointError: There is none, or one that cannot be understood.
+        CheckpointError: There is none, or it cannot be parsed, or the header has no checksum and should have one.
+        LaterFormatError: The manifest has a later format.
     """
     text = header.metadata.get(MANIFEST_KEY)
     if text is None:
         raise CheckpointError(
-            f"{path} is a safetensors file without a Lockstep manifest, so no run can resume from it."
+            f"{path} is a safetensors file without a Lockstep manifest, so no run can resume from it. To load the "
+            "weights alone, use ls.load_weights."
         )
     try:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     if manifest.checksums and header.is_intact is None:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: its header has lost its checksum.")
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the checksum of its header is missing.")
     return manifest
 
 
 def describe_damaged(names: list[str]) -> str:
-    """Return the names of damaged tensors, the first three of them, and the verb that goes with them."""
+    """Return a subject and verb for a message: the first three names of damaged tensors, and "is" or "are"."""
     shown = ", ".join(repr(name) for name in names[:3])
     if len(names) > 3:  # noqa: PLR2004 - as many as are shown
         return f"tensors {shown} and {len(names) - 3} more are"
@@ -244,6 +255,6 @@ def _read_tensor(file: FileIO, info: TensorInfo, offset: int) -> Tensor:
     while data:
         count = file.readinto(data)
         if not count:
-            raise OSError("it became shorter while it was read")
+            raise OSError("it was truncated while it was read")
         data = data[count:]
     return tensor

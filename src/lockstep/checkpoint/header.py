@@ -1,12 +1,12 @@
-"""The header of a safetensors file: where each tensor lies, and a checksum that covers the header itself. Pure.
+"""The header of a safetensors file: the offsets of the tensors, and a checksum of the header itself. Pure.
 
     8 bytes      length of the JSON text, little-endian
     JSON text    {"__metadata__": {name: text}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
     data         the tensors, one after the other, without a gap
 
-safetensors guards the data with nothing and the header with nothing. Our header carries the CRC-32 of itself under
-`lockstep_checksum`: of length and text, with eight zeros in the place of these eight digits. So a flipped bit in a
-learning rate or in a tensor's name is noticed as one in a weight is.
+The safetensors format has no checksums. Our header contains its own CRC-32 under `lockstep_checksum`. It is computed
+over the length and the text, with `00000000` in place of its own eight hex digits. So a flipped bit in the header, for
+example in a learning rate or in a tensor's name, is detected too.
 """
 
 import json
@@ -21,17 +21,17 @@ import torch
 from lockstep.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
-"""What readers of safetensors take, at most: about half a million tensors."""
+"""Limit of the safetensors library; enough for about half a million tensors."""
 CHECKSUM_KEY = "lockstep_checksum"
-"""Where the header's own checksum stands in the metadata."""
+"""Key of the header's checksum in `__metadata__`."""
 EMPTY_CHECKSUM = "0" * 8
-"""What stands for a checksum that is not known yet; as long as any."""
+"""CRC-32 of no bytes: the initial value of a checksum, and a placeholder of the right length."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _MAX_ELEMENTS = (1 << 63) - 1
 _CHECKSUM_FIELD = f'"{CHECKSUM_KEY}":"'.encode()
-"""Stands once in a header: within a JSON text the quotes would be escaped."""
+"""Occurs once in a header: inside a JSON string its quotes would be escaped."""
 _DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -55,18 +55,18 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor lies in a file."""
+    """Name, type and position of a tensor in a file."""
 
     name: str
     """Its name."""
     dtype: torch.dtype
-    """Kind of its elements."""
+    """Its dtype."""
     shape: tuple[int, ...]
     """Its shape."""
     begin: int
-    """First byte, counted from the end of the header."""
+    """Offset of its first byte, counted from the end of the header."""
     end: int
-    """Byte after the last."""
+    """Offset after its last byte."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,16 +76,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A header, read."""
+    """A decoded header."""
 
     tensors: tuple[TensorInfo, ...]
-    """The tensors, as they lie."""
+    """The tensors, in the order of their data."""
     metadata: Mapping[str, str]
-    """Text under names."""
+    """The content of `__metadata__`."""
     num_bytes: int
-    """Length of the header, its first 8 bytes included: where the data begins."""
+    """Length of the header with its first 8 bytes; the data begin there."""
     is_intact: bool | None
-    """Whether its checksum holds; None without one."""
+    """Whether its checksum is right; None if it has no checksum."""
 
     @property
     def file_bytes(self) -> int:
@@ -94,14 +94,14 @@ class Header:
 
 
 def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[TensorInfo, ...]:
-    """Place tensors, those of wide elements first, so that each begins at a multiple of its element's size.
+    """Assign each tensor its offsets; tensors with the widest elements come first, so that all are aligned.
 
     Raises:
-        CheckpointError: A dtype that safetensors has no name for.
+        CheckpointError: safetensors has no name for a dtype.
     """
     for name, (dtype, _) in tensors.items():
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{dtype} is not a dtype it can hold (tensor {name!r})")
+            raise CheckpointError(f"the tensor {name!r} is {dtype}, which the safetensors format cannot hold")
     infos: list[TensorInfo] = []
     begin = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -113,10 +113,10 @@ def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data, with their own checksum in them.
+    """Return the header, with its checksum.
 
     Raises:
-        CheckpointError: It is longer than readers take.
+        CheckpointError: The header would exceed the limit of the safetensors library.
     """
     values: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUM_KEY: EMPTY_CHECKSUM}}
     for info in tensors:
@@ -126,8 +126,8 @@ def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) ->
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"its header would take {len(text):,} bytes, and readers of safetensors take {MAX_HEADER_BYTES:,}: the "
-            f"{len(tensors):,} tensors are too many for one file"
+            f"its header would have {len(text):,} bytes, but readers of safetensors accept at most "
+            f"{MAX_HEADER_BYTES:,}: {len(tensors):,} tensors are too many for one file"
         )
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     at = header.index(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
@@ -135,22 +135,22 @@ def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) ->
 
 
 def header_length(start: bytes, file_bytes: int) -> int:
-    """Return how long the header is that begins with these 8 bytes, themselves included.
+    """Return the length of the header that begins with these 8 bytes, including them.
 
     Raises:
-        CheckpointError: It would not fit into the file, or be longer than any.
+        CheckpointError: The length exceeds the file or the limit of the safetensors library.
     """
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if len(start) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or _LENGTH_BYTES + length > file_bytes:
         raise CheckpointError(
-            "it does not begin as a safetensors file does, or was cut off in its header (files of torch.save and of "
-            "others are for ls.load_weights and lockstep checkpoint convert)"
+            "it does not begin with a safetensors header, or the header is truncated (to read files of torch.save and "
+            "other formats, use ls.load_weights or lockstep checkpoint convert)"
         )
     return _LENGTH_BYTES + length
 
 
 def decode_header(header: bytes) -> Header:
-    """Read a header.
+    """Decode a header.
 
     Raises:
         CheckpointError: It is not the header of a safetensors file.
@@ -160,20 +160,20 @@ def decode_header(header: bytes) -> Header:
         metadata = values.pop("__metadata__", None) or {}
         tensors = sorted((_decode_tensor(name, value) for name, value in values.items()), key=lambda info: info.begin)
         if not all(isinstance(text, str) for text in metadata.values()):
-            raise TypeError("metadata that is not text")  # noqa: TRY301 - as every other kind of nonsense below
+            raise TypeError("metadata that is not text")  # noqa: TRY301 - one handler for all errors
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"its header is not that of a safetensors file ({error!r})") from error
+        raise CheckpointError(f"its header is not a safetensors header ({error!r})") from error
     end = 0
     for info in tensors:
         if info.begin != end or info.num_bytes != info.dtype.itemsize * _num_elements(info.shape):
-            raise CheckpointError(f"its header contradicts itself about the place of {info.name!r}")
+            raise CheckpointError(f"the offsets of {info.name!r} in its header do not match the tensor's size")
         end = info.end
     is_intact = None if CHECKSUM_KEY not in metadata else _header_checksum(header) == metadata[CHECKSUM_KEY]
     return Header(tensors=tuple(tensors), metadata=metadata, num_bytes=len(header), is_intact=is_intact)
 
 
 def checksum(data: bytes | memoryview, initial: str = EMPTY_CHECKSUM) -> str:
-    """Return the CRC-32 of bytes that follow those of checksum `before`, as 8 hex digits."""
+    """Return the CRC-32 as 8 hex digits; `initial` is the checksum of the bytes before `data`."""
     return f"{zlib.crc32(data, int(initial, 16)):08x}"
 
 
@@ -183,15 +183,18 @@ def _header_checksum(header: bytes) -> str:
 
 
 def _reject_duplicate_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse what readers would understand differently, some taking the first and some the last."""
+    """Raise for a name that occurs twice: some readers would use the first value and some the last."""
     values = dict(items)
     if len(values) < len(items):
-        raise ValueError("a name that stands twice")
+        raise ValueError("a name that occurs twice")
     return values
 
 
 def _num_elements(shape: Sequence[int]) -> int:
-    """Return their number; -1 for more than any tensor has, whose exact number could take hours to compute."""
+    """Return the number of elements; -1 if it exceeds what a tensor can have.
+
+    The exact product of a malicious shape could take hours to compute.
+    """
     product = 1
     for size in filter(None, shape):
         product *= size
@@ -201,9 +204,9 @@ def _num_elements(shape: Sequence[int]) -> int:
 
 
 def _decode_tensor(name: str, value: Mapping[str, Any]) -> TensorInfo:
-    name.encode()  # half a surrogate pair is no text
+    name.encode()  # raises for half of a surrogate pair
     begin, end = value["data_offsets"]
     shape = tuple(value["shape"])
     if not all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape)):
-        raise ValueError(f"{name!r} has a size or place that is not a whole number")
+        raise ValueError(f"{name!r} has a size or an offset that is not a whole number")
     return TensorInfo(name=name, dtype=_BY_NAME[value["dtype"]], shape=shape, begin=begin, end=end)

@@ -1,7 +1,7 @@
-"""Looking into checkpoint files: what is in one, and whether it is what was written.
+"""Inspecting checkpoint files: what a file contains, and whether every byte is as it was written.
 
-Nothing here stops at the first thing that is wrong: a file that was cut off, or whose header is damaged, is looked at
-as far as it goes.
+`verify_checkpoint` does not stop at the first error. It reads as much as it can of a file that is truncated or whose
+header is damaged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,75 +25,76 @@ from lockstep.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Tensors of a file that belong together."""
+    """A line of `lockstep checkpoint show`: tensors of one submodule, or one kind of optimizer state."""
 
     name: str
-    """A part of the model by its first name, or what the optimizer keeps for every parameter, as in Adam `exp_avg`."""
+    """The first component of the parameters' names, or a key of the optimizer's state, such as `exp_avg` of Adam."""
     is_model: bool
     """Whether they are parameters and buffers."""
     num_tensors: int
-    """How many."""
+    """Number of tensors."""
     num_elements: int
-    """Their elements."""
+    """Number of their elements."""
     num_bytes: int
-    """Their bytes."""
+    """Number of their bytes."""
     dtypes: tuple[str, ...]
-    """Kinds of elements."""
+    """Their dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
-    """What is in a checkpoint file."""
+    """What a checkpoint file contains."""
 
     path: Path
     """The file."""
     num_bytes: int
     """Its length."""
     manifest: Manifest
-    """What it says."""
+    """Its manifest."""
     groups: tuple[TensorGroup, ...]
-    """Its tensors."""
+    """Its tensors, in groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationResult:
-    """Whether a checkpoint file is what was written."""
+    """Whether a checkpoint file is intact."""
 
     path: Path
     """The file."""
     problems: tuple[str, ...]
-    """What is wrong with the file as a whole, in words."""
+    """What is wrong with the header, the length or the digest of the file, in words."""
     damaged: tuple[str, ...]
-    """Tensors that are not what was written, or not there."""
+    """Tensors whose bytes are not as written, or are missing."""
     num_tensors: int
-    """Tensors that the header tells of."""
+    """Number of tensors in the header."""
     has_checksums: bool
-    """Whether there are checksums per tensor: there are from format 2 on."""
+    """Whether the file has a checksum per tensor; files of format 1 have none."""
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems and no damaged tensors."""
         return not self.problems and not self.damaged
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
+        if self.is_intact and self.has_checksums:
+            return f"{self.path}: intact, {self.num_tensors} checksums and the digest match"
         if self.is_intact:
-            held = f"{self.num_tensors} checksums and the digest" if self.has_checksums else "the digest"
-            without = (
-                "" if self.has_checksums else " (format 1 has no checksums: the optimizer's tensors are unchecked)"
+            return (
+                f"{self.path}: intact as far as can be checked, the digest matches (format 1 has no checksums: the "
+                "optimizer's tensors were not checked)"
             )
-            return f"{self.path}: whole, {held} hold{'' if self.has_checksums else 's'}{without}"
-        said = list(self.problems)
+        problems = list(self.problems)
         if self.damaged:
-            said.append(f"{describe_damaged(list(self.damaged))} not what was written")
-        return f"{self.path}: DAMAGED, {'; '.join(said)}"
+            problems.append(f"{describe_damaged(list(self.damaged))} not as written")
+        return f"{self.path}: DAMAGED, {'; '.join(problems)}"
 
 
 def show_checkpoint(path: Path) -> CheckpointContents:
-    """Return what is in a checkpoint, without reading its tensors (local).
+    """Return what a checkpoint contains, without reading its tensors (local).
 
     Raises:
-        CheckpointError: It cannot be read as one.
+        CheckpointError: The file cannot be read as a checkpoint.
     """
     manifest = read_manifest(path)
     header, num_bytes = read_header(path)
@@ -101,10 +102,11 @@ def show_checkpoint(path: Path) -> CheckpointContents:
 
 
 def verify_checkpoint(path: Path) -> VerificationResult:
-    """Compare every byte of a checkpoint with its checksums and its digest; one tensor in memory at a time (local).
+    """Compare every byte of a checkpoint with its checksums and its digest; reads one tensor at a time (local).
 
     Raises:
-        CheckpointError: There is no such file, it is no checkpoint of Lockstep, or one of a later format.
+        CheckpointError: The file does not exist, or is not a checkpoint of Lockstep.
+        LaterFormatError: The file has a later format.
     """
     try:
         header, num_bytes = read_header(path)
@@ -114,14 +116,14 @@ def verify_checkpoint(path: Path) -> VerificationResult:
         return _result(path, (), (str(error),))
     problems: list[str] = []
     if header.is_intact is False:
-        problems.append("the header is not what was written")
+        problems.append("the header is not as written")
     if num_bytes != header.file_bytes:
-        problems.append(f"it has {num_bytes:,} bytes, expected {header.file_bytes:,}")
+        problems.append(f"it has {num_bytes:,} bytes, but its header says {header.file_bytes:,}")
     manifest = _manifest_or_problem(header, path, problems)
     checksums = manifest.checksums if manifest is not None else {}
     damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
-        problems.append("the digest of parameters and buffers is another")
+        problems.append("the parameters and buffers do not match the digest")
     return _result(path, header.tensors, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
 
 
@@ -143,7 +145,7 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
         return manifest_of(header, path)
     except CheckpointError as error:
         is_foreign = MANIFEST_KEY not in header.metadata and header.is_intact is None
-        if header.is_intact or is_foreign:  # then it is not damage: a later format, or somebody else's file
+        if header.is_intact or is_foreign:  # not damage: the file has a later format, or another program wrote it
             raise
         if header.is_intact is None:
             problems.append(str(error).removesuffix("."))
@@ -151,13 +153,13 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
 
 
 def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the names of tensors that are cut off or have another checksum, and the digest of the model's."""
+    """Return the names of tensors that are truncated or do not match their checksum, and the digest of the model."""
     damaged: list[str] = []
 
     def read(file: BinaryIO, info: TensorInfo) -> bytes:
         begin = header.num_bytes + info.begin
         file.seek(min(begin, file_bytes))
-        data = file.read(min(info.num_bytes, max(0, file_bytes - begin)))  # not what a header may ask for
+        data = file.read(min(info.num_bytes, max(0, file_bytes - begin)))  # a damaged header may claim any size
         if len(data) < info.num_bytes or (checksums and checksum(data) != checksums.get(info.name)):
             damaged.append(info.name)
         return data
@@ -171,7 +173,7 @@ def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mappin
 
 
 def _split(infos: Iterable[TensorInfo]) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Return the model's tensors and the others, each in the order of their names."""
+    """Return the model's tensors and the other tensors, each sorted by name."""
     ordered = sorted(infos, key=lambda info: info.name)
     model = [info for info in ordered if not info.name.startswith(OPTIMIZER_PREFIX)]
     return model, [info for info in ordered if info.name.startswith(OPTIMIZER_PREFIX)]

@@ -1,11 +1,12 @@
-"""What a checkpoint says beside its tensors. Pure: values to JSON text and back.
+"""The manifest: everything in a checkpoint but the tensors, as JSON text. Pure.
 
-State that is neither a number nor a tensor (an optimizer's `param_groups`, a scheduler's milestones) is written as
-JSON. JSON has no tuples, no integer keys and no tensors, so these become objects with one tagged key:
+The states of the optimizer, the scheduler and the scaler are written as JSON. JSON has no tuples, no integer keys, no
+`collections.Counter` and no tensors, so these become objects with one tagged key:
 
-    (0.9, 0.999)     {"$tuple": [0.9, 0.999]}
-    {0: "a"}         {"$dict": [[0, "a"]]}
-    a tensor         {"$tensor": "optimizer/0/exp_avg"}      the name under which it lies in the file
+    (0.9, 0.999)         {"$tuple": [0.9, 0.999]}
+    {0: "a"}             {"$dict": [[0, "a"]]}
+    Counter({10: 1})     {"$counter": [[10, 1]]}
+    a tensor             {"$tensor": "optimizer/0/exp_avg"}      its name in the file
 """
 
 import json
@@ -19,10 +20,10 @@ from torch import Tensor
 from lockstep.errors import CheckpointError, LaterFormatError
 
 FORMAT_VERSION = 3
-"""Raised when a reader of the version before could misread a file; docs/checkpoint-format.md has each version."""
+"""Incremented when a reader of the previous version could misread a file; docs/checkpoint-format.md describes each."""
 
-_DEPTH = 100
-"""How deep a manifest may be nested: readers go down by recursion, which ends."""
+_MAX_DEPTH = 100
+"""How deep a manifest may be nested: readers are recursive, and Python limits recursion."""
 _COUNTS = ("epoch", "step", "global_step", "num_shards", "seed", "format_version")
 _MAPPINGS = ("metrics", "versions", "checksums", "classes")
 _MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra")
@@ -30,14 +31,14 @@ _MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint's description."""
+    """The content of a checkpoint but the tensors."""
 
     epoch: int
     """The cursor: epoch of the next step."""
     step: int
-    """The cursor: number of the next step in its epoch."""
+    """The cursor: index of the next step in its epoch."""
     global_step: int
-    """Updates since the run began."""
+    """Number of optimizer updates since the run began."""
     num_shards: int
     """Number of shards of the run."""
     seed: int
@@ -45,87 +46,88 @@ class Manifest:
     digest: str
     """Digest of the parameters and buffers."""
     optimizer: Any
-    """Optimizer state, tensors replaced by their names."""
+    """State of the optimizer, encoded by `encode_state`."""
     scheduler: Any
-    """Scheduler state, likewise; None without one."""
+    """State of the scheduler, encoded likewise; None without a scheduler."""
     model_extra: Any = None
-    """What the model's state holds beside tensors (`get_extra_state`), encoded likewise; None without."""
+    """Extra state of the model's modules (`get_extra_state`), encoded likewise; None without any."""
     scaler: Any = None
-    """Gradient scaler's state, likewise; None without one."""
+    """State of the gradient scaler, encoded likewise; None without a scaler."""
     loader: str | None = None
-    """The loader in words; None before the first step."""
+    """Description of the loader in words; None before the first step."""
     fingerprint: Mapping[str, Any] | None = None
     """What the digest depends on besides code and data; None in files of earlier versions."""
     config: Mapping[str, Any] | None
-    """The resolved config of `lockstep train`; None for a run without one."""
+    """The resolved config of `lockstep train`; None for a run without a config."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """Means over the test set at this point; None for one that is not finite, empty where none were measured."""
+    """Means over the test set at this step; None for a mean that is not finite. Empty if nothing was measured."""
     classes: Mapping[str, str | None] = field(default_factory=dict)
-    """Classes of `optimizer`, of the `scheduler` that the trainer steps, and of the `other_scheduler` that its caller
-    does: no state tells of what it is. None where there is none; empty in files of formats 1 and 2."""
+    """Class names of the `optimizer`, of the `scheduler` that the trainer steps, and of the `other_scheduler` that the
+    caller steps. Needed because a `state_dict` does not name its class. None if there is no such object; empty in files
+    of formats 1 and 2."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the libraries that wrote it."""
+    """Versions of the libraries that wrote the file."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """CRC-32 of each tensor's bytes, 8 hex digits; whoever writes the file fills it in. Empty in files of format 1."""
+    """CRC-32 of each tensor's bytes, 8 hex digits; `save_checkpoint` fills it in. Empty in files of format 1."""
     format_version: int = FORMAT_VERSION
-    """Version of this description."""
+    """Version of the format."""
 
     def to_json(self) -> str:
         """Return the manifest as JSON text.
 
         Raises:
-            CheckpointError: The state in it is nested deeper than a reader would go.
+            CheckpointError: A state is nested too deep.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if _is_deep(values):
-            raise CheckpointError(f"its state is nested more than {_DEPTH} deep")
+            raise CheckpointError(f"its state is nested more than {_MAX_DEPTH} levels deep")
         return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read a manifest.
+        """Decode a manifest.
 
         Raises:
-            CheckpointError: Not a manifest.
-            LaterFormatError: One of a later format.
+            CheckpointError: The text is not a manifest.
+            LaterFormatError: The manifest has a later format.
         """
         try:
             values = json.loads(text)
             version = values["format_version"]
             if version > FORMAT_VERSION:
                 raise LaterFormatError(
-                    f"The checkpoint has format {version}, and this Lockstep reads formats up to {FORMAT_VERSION}. "
-                    "Update Lockstep to read it."
+                    f"The checkpoint has format {version}, but this version of Lockstep reads only formats up to "
+                    f"{FORMAT_VERSION}. Update Lockstep to read it."
                 )
             manifest = cls(**values)
             _check_kinds(manifest)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"The checkpoint's manifest cannot be understood: {error!r}.") from error
+            raise CheckpointError(f"The checkpoint's manifest cannot be parsed: {error!r}.") from error
         return manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A manifest and the tensors it speaks of."""
+    """The content of a checkpoint file: tensors and manifest."""
 
     model: Mapping[str, Tensor]
-    """Parameters and buffers under their names in the model."""
+    """Parameters and buffers by the names of the model's `state_dict`."""
     optimizer: Mapping[str, Tensor]
-    """Tensors of the optimizer and scheduler, under the names that the manifest uses."""
+    """Tensors of the optimizer, the scheduler, the scaler and of extra state, by the names that the manifest uses."""
     manifest: Manifest
     """Everything else."""
 
 
 def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` with what JSON lacks tagged, and put its tensors into `tensors` under names below `prefix`.
+    """Return `value` as JSON with tagged objects; add its tensors to `tensors` under names that begin with `prefix`.
 
     Raises:
-        CheckpointError: Something that is neither a number, text, a container nor a tensor.
+        CheckpointError: The value contains something that is not a number, text, a container or a tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        while prefix in tensors:  # {"a/b": ..., "a": {"b": ...}}
+        while prefix in tensors:  # for example {"a/b": ..., "a": {"b": ...}}
             prefix += "'"
         tensors[prefix] = value
         return {"$tensor": prefix}
@@ -141,21 +143,21 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
             return {str(key): item for key, item in items}
         return {"$dict": items}
     raise CheckpointError(
-        f"The state at {prefix!r} holds a {type(value).__name__}, which a checkpoint cannot store: expected numbers, "
-        "text, containers and tensors."
+        f"The state at {prefix!r} contains a {type(value).__name__}, which a checkpoint cannot store. Expected "
+        "numbers, text, tensors, and lists, tuples and dictionaries of these."
     )
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `encode_state`.
+    """Return the value that `encode_state` encoded.
 
     Raises:
-        CheckpointError: It names a tensor that is not there, or is nothing that `encode_state` returns.
+        CheckpointError: A tensor is missing, or the value is not of the form that `encode_state` returns.
     """
     try:
         return _decode(value, tensors)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"The state in the checkpoint's manifest cannot be understood: {error!r}.") from error
+        raise CheckpointError(f"The state in the checkpoint's manifest cannot be decoded: {error!r}.") from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -176,11 +178,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """Check that each value is of the kind that its readers count on.
+    """Check the type of each value.
 
     Raises:
-        TypeError: One is not.
-        ValueError: It is nested too deep.
+        TypeError: A value has the wrong type.
+        ValueError: A value is nested too deep.
     """
     kinds: dict[str, Any] = {
         **dict.fromkeys(_COUNTS, int),
@@ -192,18 +194,18 @@ def _check_kinds(manifest: Manifest) -> None:
     values = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
     for name, kind in kinds.items():
         if not isinstance(values[name], kind) or isinstance(values[name], bool):
-            raise TypeError(f"{name} is {type(values[name]).__name__}")
+            raise TypeError(f"{name} is a {type(values[name]).__name__}")
     if not all(value is None or isinstance(value, int | float) for value in manifest.metrics.values()):
-        raise TypeError("a metric that is no number")
+        raise TypeError("a metric that is not a number")
     if not all(value is None or isinstance(value, str) for value in manifest.classes.values()):
-        raise TypeError("a class that is no text")
+        raise TypeError("a class name that is not text")
     if _is_deep(values):
-        raise ValueError(f"nested more than {_DEPTH} deep")
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         inner = [each.values() if isinstance(each, Mapping) else each for each in level]
         level = [item for items in inner for item in items if isinstance(item, Mapping | list | tuple)]
     return bool(level)

@@ -1,15 +1,17 @@
-"""Writing checkpoints while the training goes on.
+"""Writing checkpoints in the background.
 
-      the training                             the background
-    1 wait for the save before, if it runs
-    2 copy the state                                                     the pause that a save costs
-    3 start a thread                           digest of the copy
-      the next step ...                        checksums, write, flush, rename; at the pace of pace.py
-      the next step ...                        what comes after a save: removing old ones
-    4 at the next save, or at close: tell of it, or of its error
+      training thread                              saving thread
+    1 wait for the previous save, if it runs
+    2 copy the state
+    3 start the saving thread                      compute the digest of the copy
+      next step ...                                checksums, write, fsync, rename; throttled (throttle.py)
+      next step ...                                remove old checkpoints
+    4 at the next save, or at close: report the save, or raise its error
 
-[Note: a thread per save] The thread ends with its save and is no daemon: so the interpreter waits for a save under way,
-whatever ends the program, and there is never one that waits for work which will not come.
+Only 1 and 2 block the training.
+
+[Note: a thread per save] The saving thread ends with its save and is not a daemon thread. So the interpreter waits for
+a running save however the program ends, and no idle thread keeps the program from ending.
 """
 
 import os
@@ -30,17 +32,17 @@ from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.errors import CheckpointError
 
 OnError = Literal["stop", "warn"]
-"""What becomes of a save that fails: an error, or a warning."""
+"""What a failed save does: raise an error, or warn."""
 
 _NICENESS = 10
-"""Priority of the writing thread: it takes what the training leaves of a core."""
+"""Nice value of the saving thread, so that the scheduler prefers the training's threads."""
 
 
 class AfterSave(Protocol):
-    """What is to be done when a file is whole."""
+    """What `Saver` calls on the saving thread after a file was written."""
 
     def __call__(self, path: Path, /) -> None:
-        """Do it; called in the background."""
+        """Process the new file at `path`."""
 
 
 def do_nothing(_path: Path, /) -> None:
@@ -49,14 +51,17 @@ def do_nothing(_path: Path, /) -> None:
 
 @final
 class Saver:
-    """Write checkpoints, one at a time, in the background or at once. Use it as a context, or call `close`.
+    """Write checkpoints, one at a time, in the background or synchronously.
+
+    Use it as a context manager, or call `close`.
 
     Args:
-        is_async: Copy the state and write the copy in the background. Takes memory for one copy of the state, which is
-            used again from save to save.
-        on_error: "stop": a save that failed raises at the next `save`, `wait` or `close`. "warn": it is warned of.
-        on_saved: Called with each file that is whole and durable, on the thread that calls the saver.
-        patience_seconds: A wait for the save before is warned of after so long.
+        is_async: Copy the state and write the copy in the background. Needs memory for one copy of the state, which is
+            reused for the next save.
+        on_error: "stop": the error of a failed save is raised by the next `save`, `wait` or `close`. "warn": it becomes
+            a warning.
+        on_saved: Called with the path of each file that is on the disk, on the thread that calls the saver.
+        warn_after_seconds: Warn if a save has to wait longer than this for the previous one.
     """
 
     def __init__(
@@ -65,12 +70,12 @@ class Saver:
         is_async: bool = True,
         on_error: OnError = "stop",
         on_saved: Callable[[Path], None] = do_nothing,
-        patience_seconds: float = 10.0,
+        warn_after_seconds: float = 10.0,
     ) -> None:
         self._is_async = is_async
         self._on_error = on_error
         self._on_saved = on_saved
-        self._patience_seconds = patience_seconds
+        self._warn_after_seconds = warn_after_seconds
         self._copy = StateCopy()
         self._thread: threading.Thread | None = None
         self._throttle = Throttle()
@@ -80,10 +85,10 @@ class Saver:
     def save(self, path: Path, checkpoint: Checkpoint, after: AfterSave = do_nothing) -> None:
         """Write a checkpoint; the state may change as soon as this returns (local; call it on one rank).
 
-        A save that still runs is waited for first. The digest in the manifest is computed from what is written.
+        Waits first for a save that is still running. The digest in the manifest is computed here, from the saved state.
 
         Raises:
-            CheckpointError: The save before failed, or this one did, or there is no memory for the copy.
+            CheckpointError: This save or the previous one failed, or there is no memory for the copy.
         """
         self.wait()
         if not self._is_async:
@@ -95,13 +100,14 @@ class Saver:
         except RuntimeError as error:
             self._errors.append(
                 CheckpointError(
-                    f"The checkpoint {path} was not written, for the state could not be copied: {error}. Saving in the "
-                    "background takes memory for one copy of it; async_save: false takes none."
+                    f"The checkpoint {path} was not written, because the state could not be copied: {error}. Saving in "
+                    "the background needs memory for one copy of the state. To save without a copy, set async_save: "
+                    "false."
                 )
             )
             self.wait()
             return
-        held = Checkpoint(
+        copy = Checkpoint(
             model={name: copied[name] for name in checkpoint.model},
             optimizer={name: copied[name] for name in checkpoint.optimizer},
             manifest=checkpoint.manifest,
@@ -110,26 +116,26 @@ class Saver:
         self._throttle = Throttle()
         self._thread = threading.Thread(
             target=self._write_at_low_priority,
-            args=(path, held, after, self._throttle.pause),
+            args=(path, copy, after, self._throttle.pause),
             name="lockstep-saver",
             daemon=False,
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads, by a limit or because the interpreter ends
+        except RuntimeError:  # no thread could be started: a limit was reached, or the interpreter is shutting down
             self._thread = None
-            self._write(path, held, after)
+            self._write(path, copy, after)
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written, and tell of what was.
+        """Wait until no save is running, then report finished saves and errors.
 
         Raises:
-            CheckpointError: A save failed, and is not only to be warned of.
+            CheckpointError: A save failed, and `on_error` is "stop".
         """
         if self._thread is not None:
             self._throttle.disable()
-            if self._thread.ident is not None:  # a Ctrl-C may come before it is started
+            if self._thread.ident is not None:  # None after a KeyboardInterrupt before the thread started
                 self._join(self._thread)
             self._thread = None
         saved, self._saved = self._saved, []
@@ -139,13 +145,13 @@ class Saver:
         for error in errors:
             if self._on_error == "stop" or not isinstance(error, CheckpointError):
                 raise error
-            warnings.warn(f"{error} The training goes on without it.", stacklevel=3)
+            warnings.warn(f"{error} The training continues without this checkpoint.", stacklevel=3)
 
     def close(self) -> None:
-        """Wait for the last save, and free the memory of the copy.
+        """Wait for the last save and free the memory of the copy.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed, and `on_error` is "stop".
         """
         try:
             self.wait()
@@ -161,21 +167,21 @@ class Saver:
             return
         try:
             self.close()
-        except CheckpointError as failed:  # not instead of the error that ends the block
+        except CheckpointError as failed:  # it must not replace the exception that ends the block
             warnings.warn(str(failed), stacklevel=2)
 
     def _join(self, thread: threading.Thread) -> None:
-        thread.join(self._patience_seconds)
+        thread.join(self._warn_after_seconds)
         if thread.is_alive():
             warnings.warn(
-                f"Waiting for the last checkpoint, which is still being written after {self._patience_seconds:.0f} s: "
-                "two saves never overlap. Save less often, or onto a faster disk.",
+                f"The previous checkpoint is still being written after a wait of {self._warn_after_seconds:.0f} s. The "
+                "training waits for it, because two saves never overlap. Save less often, or to a faster disk.",
                 stacklevel=4,
             )
             thread.join()
 
     def _write_at_low_priority(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause) -> None:
-        if sys.platform == "linux":  # elsewhere this would be the whole process's priority
+        if sys.platform == "linux":  # elsewhere setpriority would change the priority of the whole process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._write(path, checkpoint, after, pause)
@@ -186,5 +192,5 @@ class Saver:
             save_checkpoint(path, replace(checkpoint, manifest=manifest), pause)
             self._saved.append(path)
             after(path)
-        except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
+        except Exception as error:  # noqa: BLE001 - `wait` raises it on the training thread
             self._errors.append(error)

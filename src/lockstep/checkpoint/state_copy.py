@@ -1,4 +1,4 @@
-"""A copy of a state in memory of the host, made into the same memory each time."""
+"""A copy of a state in CPU memory, which is reused from copy to copy."""
 
 from collections.abc import Mapping
 from typing import final
@@ -11,22 +11,22 @@ from torch import Tensor
 class StateCopy:
     """Memory for one copy of a state.
 
-    Tensors of a GPU are copied into pinned memory, all at once, which is several times faster than into any other.
+    GPU tensors are copied to pinned memory without blocking, which is several times faster than to pageable memory.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, bool], Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors, and return the copies; they hold until the next call.
+        """Copy tensors and return the copies, which are valid until the next call.
 
         Raises:
-            RuntimeError: There is no memory for them.
+            RuntimeError: There is not enough memory.
         """
-        previous, self._buffers = self._buffers, {}  # what is not needed any more is freed
+        previous, self._buffers = self._buffers, {}  # memory that is not reused below is freed
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            key = name, tensor.is_cuda  # and with it whether the memory is pinned, which is slow to ask
+            key = name, tensor.is_cuda  # is_cuda also says whether the buffer is pinned; is_pinned() would be slow
             buffer = previous.pop(key, None)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""Checkpoints by the name of the step that they were written after: `step-00000132.ckpt`."""
+"""File names of checkpoints. `step-00000132.ckpt` was written after 132 steps of the run."""
 
 import re
 from collections.abc import Callable
@@ -12,24 +12,24 @@ _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
 
 def checkpoint_name(global_step: int) -> str:
-    """Return what the checkpoint after so many updates is called."""
+    """Return the file name of the checkpoint after `global_step` updates."""
     return f"step-{global_step:08d}.ckpt"
 
 
 def is_checkpoint_name(path: Path) -> bool:
-    """Return whether a file is called as a checkpoint of a run is."""
+    """Return whether a file has the name of a checkpoint of a run."""
     return _CHECKPOINT.fullmatch(path.name) is not None
 
 
 def global_step_of(path: Path) -> int:
-    """Return how many updates are behind a checkpoint, of which `is_checkpoint_name` holds."""
+    """Return the number of updates in the name of a checkpoint, for which `is_checkpoint_name` is true."""
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, the newest first."""
+    """Return the checkpoints of a run, the one after the most steps first."""
     numbered = {global_step_of(path): path for path in folder.iterdir() if is_checkpoint_name(path)}
     return [numbered[number] for number in sorted(numbered, reverse=True)]
 
@@ -40,19 +40,21 @@ def find_last_by_name(folder: Path) -> Path | None:
 
 
 def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint of which every byte is as it was written.
+    """Return the intact checkpoint of a run after the most steps; reads every byte of the files it tries.
 
     Args:
-        folder: Where they are.
-        on_damaged: Told of each newer one that cannot.
+        folder: The run directory.
+        on_damaged: Called with the error of each damaged checkpoint after more steps.
 
     Raises:
-        CheckpointError: There is none.
-        LaterFormatError: A newer one is of a later format, and so perhaps whole.
+        CheckpointError: There is no intact checkpoint.
+        LaterFormatError: A checkpoint after more steps has a later format, so it cannot be checked.
     """
     found = find_checkpoints(folder)
     if not found:
-        raise CheckpointError(f"{folder} holds no checkpoint. Name a file, or a directory in which a run has saved.")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved one."
+        )
     for path in found:
         try:
             return path, read_verified_manifest(path)
@@ -62,4 +64,4 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
             if path == found[-1]:
                 raise
             on_damaged(error)
-    raise AssertionError("the last one is returned, or raised for")
+    raise AssertionError("unreachable: the last checkpoint is returned, or its error raised")

@@ -41,7 +41,7 @@ def save_and_fail(saver: Saver, path: Path, error: type[BaseException] | None) -
 
 
 class Gate:
-    """Holds a background save after its file is whole, until it is opened."""
+    """Block a background save after its file was written, until the gate is opened."""
 
     def __init__(self) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
@@ -68,9 +68,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, is_async: bool) 
         assert read.manifest.digest == state_digest(read.model)
 
 
-def test_two_saves_never_overlap_and_a_long_wait_is_told(tmp_path: Path) -> None:
+def test_two_saves_never_overlap_and_a_long_wait_is_warned_of(tmp_path: Path) -> None:
     gate = Gate()
-    with Saver(patience_seconds=0.05) as saver:
+    with Saver(warn_after_seconds=0.05) as saver:
         saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)), gate)
         assert gate.is_reached.wait(20)
         threading.Timer(0.3, gate.is_open.set).start()
@@ -85,26 +85,26 @@ def test_two_saves_never_overlap_and_a_long_wait_is_told(tmp_path: Path) -> None
 @pytest.mark.parametrize("at", ["save", "close"])
 def test_a_failed_save_stops(tmp_path: Path, is_async: bool, at: str) -> None:
     saver = Saver(is_async=is_async)
-    with pytest.raises(CheckpointError, match="could not be written"):  # noqa: PT012 - wherever it comes
+    with pytest.raises(CheckpointError, match="could not be written"):  # noqa: PT012 - whichever call raises
         saver.save(tmp_path / "gone" / "a.ckpt", checkpoint(torch.ones(2)))
         if at == "save":
             saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
         saver.close()
     assert not list(tmp_path.iterdir())
-    saver.close()  # told once
+    saver.close()  # the error is raised only once
 
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_failed_save_is_warned_of(tmp_path: Path, is_async: bool) -> None:
     saver = Saver(is_async=is_async, on_error="warn")
-    with pytest.warns(UserWarning, match=r"could not be written.*The training goes on"):
+    with pytest.warns(UserWarning, match=r"could not be written.*The training continues"):
         save_and_fail(saver, tmp_path / "gone" / "a.ckpt", None)
     saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
     saver.close()
     assert (tmp_path / "b.ckpt").exists()
 
 
-def test_an_error_that_is_no_save_error_is_raised_all_the_same(tmp_path: Path) -> None:
+def test_an_error_that_is_not_a_save_error_is_raised_in_any_case(tmp_path: Path) -> None:
     def fail(_: Path, /) -> None:
         raise KeyError("a mistake in a program")
 
@@ -139,7 +139,7 @@ def test_no_memory_for_the_copy_is_explained(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("you tried to allocate 1 TB")
 
     monkeypatch.setattr(StateCopy, "fill", no_memory)
-    with pytest.raises(CheckpointError, match=r"could not be copied: you tried.*async_save: false takes none"):
+    with pytest.raises(CheckpointError, match=r"could not be copied: you tried.*set async_save: false"):
         Saver().save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)))
 
 
@@ -235,6 +235,6 @@ def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(tmp_path: Path, i
 def test_a_target_that_is_no_file_is_refused(tmp_path: Path) -> None:
     # A save to /dev/full once replaced the device.
     os.mkfifo(tmp_path / "pipe.ckpt")
-    with pytest.raises(FileExistsError, match="is no regular file"), atomic_write(tmp_path / "pipe.ckpt"):
+    with pytest.raises(FileExistsError, match="is not a regular file"), atomic_write(tmp_path / "pipe.ckpt"):
         pass
     assert stat.S_ISFIFO((tmp_path / "pipe.ckpt").stat().st_mode)

@@ -93,7 +93,7 @@ def test_a_run_that_is_asked_after_its_last_step_has_ended_well(tmp_path: Path, 
 def test_a_state_that_could_not_be_saved_is_an_error_though_saves_may_fail(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-00000002.ckpt" / "in the way").mkdir(parents=True)
     with (
-        pytest.warns(UserWarning, match="The training goes on without it"),
+        pytest.warns(UserWarning, match="The training continues without this checkpoint"),
         pytest.raises(CheckpointError, match=r"asked to stop, and where it stands could not be saved: .*step-00000002"),
     ):
         train(tmp_path / "run", 2, on_save_error="warn")
