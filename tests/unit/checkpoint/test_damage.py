@@ -210,7 +210,7 @@ def test_a_manifest_of_other_kinds_is_refused_with_a_message(tmp_path: Path, key
     path = write(tmp_path / "a.ckpt")
     manifest = json.loads(read_header(path)[0].metadata["lockstep"])
     path.write_bytes(sealed(json.dumps({**manifest, "checksums": {}, key: value})))
-    with pytest.raises(CheckpointError, match=r"cannot be (parsed|decoded)|holds no values by name"):
+    with pytest.raises(CheckpointError, match=r"cannot be (parsed|decoded)|model_extra is not a dictionary"):
         load_weights(path, nn.Linear(1, 1))
     for name in ("show", "verify"):
         code, output = command(name, str(path))

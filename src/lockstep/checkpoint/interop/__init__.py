@@ -1,5 +1,5 @@
-"""Other programs' weight files: reading them into a model, and writing in their formats.
+"""Weight files of other programs: loading them into a model, and writing them.
 
-A file is recognised by its content, never by its name (`recognize.py`); nothing that is read can run code
-(`pickled.py`, `distributed.py`); prefixes that wrappers put before parameter names are found by structure (`names.py`).
+A file is recognised by its content, not by its name (`recognize.py`). Reading never runs code from a file
+(`pickled.py`, `distributed.py`). Prefixes that wrappers add to parameter names are removed (`names.py`).
 """

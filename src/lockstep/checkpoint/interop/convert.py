@@ -1,4 +1,4 @@
-"""Writing weights in the forms that other programs read: plain `.pt`, safetensors, torch.distributed.checkpoint."""
+"""Writing weights in the formats of other programs: `.pt`, safetensors, torch.distributed.checkpoint."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from lockstep.errors import CheckpointError
 from lockstep.torch_private import num_stored_elements
 
 Form = Literal["pt", "safetensors", "dcp"]
-"""A flat state_dict of torch.save, a safetensors file, or a folder of torch.distributed.checkpoint."""
+"""A flat state_dict written by torch.save, a safetensors file, or a directory of torch.distributed.checkpoint (DCP)."""
 
 _SUFFIXES: Mapping[str, Form] = {
     ".pt": "pt",
@@ -40,29 +40,29 @@ class Conversion:
     """What was read and what was written."""
 
     recognised: str
-    """What the source is and what was done to its names, in words."""
+    """The format of the source and the changes to its names, in words."""
     form: Form
-    """What was written."""
+    """The format that was written."""
     num_tensors: int
-    """How many tensors."""
+    """Number of tensors."""
     num_bytes: int
-    """How many bytes they have; a tensor under two names counts once."""
+    """Number of their bytes; a tensor under two names counts once."""
 
 
 def convert_weights(
     source: Path, target: Path, form: Form | None = None, *, key: str | None = None, force: bool = False
 ) -> Conversion:
-    """Write the weights at `source` to `target`, whole or not at all (local).
+    """Write the weights at `source` to `target`, atomically (local).
 
     Args:
-        source: What `load_weights` reads.
+        source: Any file or folder that `load_weights` reads.
         target: A file, or the folder for "dcp".
-        form: What to write; None to tell by the target's suffix.
+        form: The format to write; None to choose it by the target's suffix.
         key: As for `load_weights`.
-        force: Write over a file or folder of weights at `target`.
+        force: Replace an existing file or DCP folder at `target`.
 
     Raises:
-        CheckpointError: The source cannot be read, the target exists or cannot be written, or its form is not known.
+        CheckpointError: The source cannot be read, the target exists or cannot be written, or the format is not known.
     """
     form = _choose_form(target, form)
     _check_target(target, form, force=force)
@@ -77,7 +77,7 @@ def convert_weights(
     except KeyError as error:  # safetensors has no name for the dtype
         raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}.") from error
     except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{target} could not be written: {error}. What was there before still is.") from error
+        raise CheckpointError(f"{target} could not be written: {error}. Nothing at this path was changed.") from error
     return Conversion(
         recognised=_describe(weights, renaming, form, key),
         form=form,
@@ -89,44 +89,47 @@ def convert_weights(
 def _choose_form(target: Path, form: Form | None) -> Form:
     suffix_form = _SUFFIXES.get(target.suffix)
     if form is not None and form not in get_args(Form):
-        raise CheckpointError(f"{form!r} is no form to write. Expected one of: {', '.join(get_args(Form))}.")
+        raise CheckpointError(f"{form!r} is not a known format. Expected one of: {', '.join(get_args(Form))}.")
     if form is not None and suffix_form not in {None, form}:
         raise CheckpointError(
-            f"{target} would be taken for {suffix_form} by its name, and {form} was asked for. Rename it."
+            f"{target} has the suffix of format {suffix_form}, but format {form} was requested. Choose another name."
         )
     chosen = form or suffix_form
     if chosen is None:
         raise CheckpointError(
-            f"What to write to {target} cannot be told from its name. Expected .pt, .safetensors or .dcp, or say it: "
-            "--to pt, --to safetensors, --to dcp."
+            f"The format to write to {target} is not known from its suffix. Expected .pt, .safetensors or .dcp; for "
+            "another suffix, give --to pt, --to safetensors or --to dcp."
         )
     return chosen
 
 
 def _check_target(target: Path, form: Form, *, force: bool) -> None:
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Make it first.")
+        raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Create it first.")
     if not os.path.lexists(target):
         return
     if not force:
-        raise CheckpointError(f"{target} exists already. Choose another name, or write over it with --force.")
+        raise CheckpointError(f"{target} exists already. Choose another name, or replace it with --force.")
     is_sharded = target.is_dir() and ((target / METADATA_NAME).is_file() or not any(target.iterdir()))
     if target.is_dir() and not is_sharded:
-        raise CheckpointError(f"{target} is a folder of other files, which is not written over. Choose another name.")
+        raise CheckpointError(f"{target} is a folder of other files and is not replaced. Choose another name.")
     if target.is_dir() != (form == "dcp"):
         found = "folder" if target.is_dir() else "file"
-        raise CheckpointError(f"{target} is a {found}, and {form} is not. Remove it first, or choose another name.")
+        expected = "folder" if form == "dcp" else "file"
+        raise CheckpointError(
+            f"{target} is a {found}, but format {form} is a {expected}. Remove it first, or choose another name."
+        )
 
 
 @contextlib.contextmanager
 def _atomic_replace(target: Path) -> Iterator[Path]:
-    """Give a name beside `target` to write to, and put what was written there in its place when all went well."""
+    """Yield a temporary path in the same directory; rename it to `target` when the block ends without an exception."""
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     old = path.with_suffix(".old")
     try:
         yield path
         _fsync(path)
-        if target.is_dir():  # no folder is renamed onto one that holds something
+        if target.is_dir():  # rename(2) does not replace a directory that is not empty
             target.rename(old)
         path.replace(target)
         _fsync(target.parent)
@@ -150,13 +153,13 @@ def _fsync(path: Path) -> None:
 
 
 def _compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with no more memory than their values need; what was one tensor under two names stays one."""
+    """Return each tensor with a storage of just its size; names of one shared tensor still share one."""
     packed: dict[tuple[Any, ...], Tensor] = {}
     result = {}
     for name, tensor in tensors.items():
         plain = tensor.detach()
         if plain.layout is torch.strided and not plain.is_quantized:
-            plain = plain.resolve_conj().resolve_neg()  # safetensors writes the memory, whatever a flag says of it
+            plain = plain.resolve_conj().resolve_neg()  # safetensors writes raw memory and ignores these bits
             memory = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
             if memory not in packed:
                 fills_storage = plain.untyped_storage().nbytes() == plain.nbytes and plain.is_contiguous()
@@ -177,9 +180,9 @@ def _write_pt(path: Path, state: "OrderedDict[str, Any]") -> None:
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Write each name with values of its own, so that any reader finds all names."""
+    """Write shared tensors once per name, so that any reader finds all names."""
     path.touch()
-    mode = path.stat().st_mode  # safetensors makes its files for the owner alone
+    mode = path.stat().st_mode  # save_file makes its files readable for the owner only
     seen: set[int] = set()
     separate = {}
     for name, tensor in state.items():
@@ -192,13 +195,13 @@ def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
-    from torch.distributed.checkpoint import CheckpointException, save  # it imports much, for a few
+    from torch.distributed.checkpoint import CheckpointException, save  # deferred: it imports many modules
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank writes
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: only this process writes
         try:
             save(dict(state), checkpoint_id=path, no_dist=True)
-        except CheckpointException as error:  # no Exception; it wraps what this process raised while writing
+        except CheckpointException as error:  # a BaseException that wraps the error of this process
             raise error.failures[0][0] from error
 
 
@@ -208,9 +211,9 @@ _WRITERS = {"pt": _write_pt, "safetensors": _write_safetensors, "dcp": _write_dc
 def _describe(weights: ForeignWeights, renaming: Renaming, form: Form, key: str | None) -> str:
     notes = [describe_weights(weights, renaming)]
     if form == "safetensors" and weights.extra:
-        notes.append(f"left out, for safetensors holds tensors only: {', '.join(weights.extra)}")
+        notes.append(f"left out, because safetensors can hold only tensors: {', '.join(weights.extra)}")
     heads = first_components(renaming.names.values())
     if key is None and len(heads) == 1 and list(heads.values()) == [len(renaming.names)]:
         head = next(iter(heads))
-        notes.append(f"every name begins with '{head}.'; --key {head} drops that")
+        notes.append(f"every name begins with '{head}.'; --key {head} drops this prefix")
     return "; ".join(notes)

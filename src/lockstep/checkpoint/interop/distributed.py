@@ -1,8 +1,8 @@
-"""Reading folders of torch.distributed.checkpoint: `.metadata`, and the tensors' pieces in `*.distcp`.
+"""Reading folders of torch.distributed.checkpoint (DCP): `.metadata`, and chunks of tensors in `*.distcp`.
 
-`.metadata` is a pickle, and torch reads it as one; so is each value that is no tensor. Here the first is read by an
-unpickler that knows the dozen classes which torch writes into it and nothing else, the others with
-`weights_only=True`. torch's own reader then puts the pieces together, in this process alone.
+`.metadata` is a pickle, and so is each value that is not a tensor; torch unpickles them without restriction. Here
+`.metadata` is read by an unpickler that allows only the dozen classes which torch writes into it, and the other values
+with `weights_only=True`. torch's own reader then assembles the chunks, in this process only.
 """
 
 import io
@@ -50,17 +50,17 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "WindowsPath"): pathlib.PureWindowsPath,
 }
-"""All that `.metadata` may name, beside torch's dtypes."""
+"""All globals that `.metadata` may name, besides torch's dtypes."""
 
 
 class DistributedCheckpoint:
-    """A folder of torch.distributed.checkpoint, of which parts are read.
+    """A folder of torch.distributed.checkpoint.
 
     Args:
         path: The folder.
 
     Raises:
-        CheckpointError: `.metadata` is damaged, names what it should not, or speaks of files elsewhere.
+        CheckpointError: `.metadata` is damaged, names a global that is not allowed, or a file outside the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class DistributedCheckpoint:
             paths = self._metadata.planner_data or {}
             self._names = {tuple(paths.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
             self.structure = self._make_structure()
-            """The content without values: nested dictionaries with meta tensors, and None for all else."""
+            """The content without values: nested dictionaries of meta tensors, and None for everything else."""
         except UNREADABLE as error:
             raise self._damage_error(error) from error
 
@@ -85,23 +85,23 @@ class DistributedCheckpoint:
         return content
 
     def read(self, path: tuple[str, ...], names: Collection[str]) -> dict[str, Any]:
-        """Read the values under `names` in the dictionary that `path` leads to.
+        """Read the values under `names` in the nested dictionary at `path`.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or a value needs pickle.
+            CheckpointError: A file is missing or damaged, or a value cannot be read with `weights_only=True`.
         """
         heads = {(*path, name) for name in names}
         stored = {path_keys: name for path_keys, name in self._names.items() if path_keys[: len(path) + 1] in heads}
         try:
             values: dict[str, Any] = {name: self._empty_tensor(name) for name in stored.values()}
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no other rank reads
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: only this process reads
                 load(values, storage_reader=_Reader(self.path, self._metadata), planner=_Planner(), no_dist=True)
         except CheckpointError:
             raise
         except UNREADABLE as error:
             raise self._damage_error(error) from error
-        except CheckpointException as error:  # no Exception; it wraps what this process raised while reading
+        except CheckpointException as error:  # a BaseException that wraps the error of this process
             cause = error.failures[0][0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
@@ -114,27 +114,27 @@ class DistributedCheckpoint:
     def _damage_error(self, cause: BaseException) -> CheckpointError:
         reason = str(cause).strip().split("\n")[0] or type(cause).__name__
         return CheckpointError(
-            f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy it again, with "
-            "every *.distcp file."
+            f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy the folder again, "
+            "with every *.distcp file."
         )
 
     def _empty_tensor(self, name: str) -> Any:
         entry = self._metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        # What no piece covers would keep whatever the memory held.
+        # Elements that no chunk covers would keep uninitialized values.
         _check_chunks(name, entry)
         covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         if covered != math.prod(entry.size):
             raise CheckpointError(
-                f"{self.path} holds {covered} of the {math.prod(entry.size)} numbers of {name}: a rank's part "
-                "is missing."
+                f"{self.path} holds only {covered} of the {math.prod(entry.size)} elements of {name}: the chunks of a "
+                "rank are missing."
             )
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with metadata that was read safely."""
+    """torch's reader, with the metadata from our restricted unpickler."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -145,7 +145,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner, reading what is no tensor without pickle."""
+    """torch's planner, which reads values that are not tensors with `weights_only=True`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -156,16 +156,16 @@ class _Planner(DefaultLoadPlanner):
             self.state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{name} is no tensor and needs pickle, so it was not read. Its owner can leave it out of "
-                "the checkpoint."
+                f"{name} is not a tensor and needs pickle, so it was not read. Ask its author to leave it out of the "
+                "checkpoint."
             ) from error
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in C leaves nothing to override but names
+class _MetadataUnpickler(pickle._Unpickler):  # noqa: SLF001 - the C class has no `load_build` to override
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
 
     def load_build(self) -> None:
-        """Refuse to set attributes of what is no instance: those of a class or a function are everybody's."""
+        """Refuse to set attributes of classes, functions and enum members, which the whole process shares."""
         target = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(target, type | FunctionType | Enum):
             raise pickle.UnpicklingError(f"{target.__module__}.{getattr(target, '__qualname__', target)}")
@@ -189,7 +189,7 @@ def _set_nested(content: dict[Any, Any], path_keys: tuple[Any, ...], value: Any)
 
 
 def _with_lists(value: Any) -> Any:
-    """Turn dictionaries with numbers for keys into the lists that they were: no others have them there."""
+    """Turn dictionaries with integer keys back into lists; DCP writes such keys only for lists."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}
@@ -204,23 +204,25 @@ def _read_metadata(path: Path) -> Metadata:
     except pickle.UnpicklingError as error:
         if "." in str(error) and " " not in str(error):
             raise CheckpointError(
-                f"{file_path} names {error}, which torch.distributed.checkpoint does not write there. Reading it could "
-                "run any code, so it was not read."
+                f"{file_path} names {error}, which torch.distributed.checkpoint does not write there. Unpickling it "
+                "could run any code, so it was not read."
             ) from error
         raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
     except UNREADABLE as error:
         raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
-        if (path / name).exists() and not (path / name).is_file():  # opening a pipe would wait for ever
-            raise CheckpointError(f"{path / name} is no file. Copy the folder again.")
+        if (path / name).exists() and not (path / name).is_file():  # opening a named pipe would block
+            raise CheckpointError(f"{path / name} is not a regular file. Copy the folder again.")
     return metadata
 
 
 def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """Check that a tensor's pieces lie within it and not over each other, so that as many numbers as it has fill it.
+    """Check that the chunks of a tensor are within it and do not overlap.
+
+    Then they cover the tensor if they have as many elements as it has.
 
     Raises:
-        ValueError: They do not.
+        ValueError: A chunk is outside the tensor, or two overlap.
     """
     bounds = [
         tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -230,8 +232,8 @@ def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
     if any(
         not 0 <= begin < end <= size for each in bounds for (begin, end), size in zip(each, entry.size, strict=True)
     ):
-        raise ValueError(f"a piece of {name} lies outside it")
-    # Along the dimension that was cut most often, few pieces are beside each other.
+        raise ValueError(f"a chunk of {name} lies outside the tensor")
+    # Sort along the dimension with the most cuts, so that few pairs of chunks have to be compared.
     most_cut = max(range(len(entry.size)), key=lambda dim: len({each[dim] for each in bounds}), default=0)
     bounds.sort(key=lambda each: each[most_cut] if each else ())
     for number, each in enumerate(bounds):
@@ -239,11 +241,11 @@ def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
             if each and other[most_cut][0] >= each[most_cut][1]:
                 break
             if all(a < d and c < b for (a, b), (c, d) in zip(each, other, strict=True)):
-                raise ValueError(f"two pieces of {name} lie over each other")
+                raise ValueError(f"two chunks of {name} overlap")
 
 
 def _check_kinds(metadata: Any) -> Metadata:
-    """Check that unpickled metadata is of the right kinds and stays in its folder."""
+    """Check the types of unpickled metadata, and that all its file names are inside the folder."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it holds a {type(metadata).__name__}")
     for name, entry in metadata.state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""Whether named tensors fit a model, and one message that says all that does not. Pure."""
+"""Comparing the names and shapes in a file with those of a model, and one message with all differences. Pure."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,23 @@ Shape = tuple[int, ...]
 
 _SHOWN = 8
 _COMPARED = 2000
-"""Above this many names no near ones are looked for: it would take longer than reading them."""
+"""With more names than this, similar names are not searched for: the search would take longer than the loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWeights:
-    """What `load_weights` read, and what of it did not fit."""
+    """What `load_weights` read, and what did not fit the model."""
 
     recognised: str
-    """What the file is and what was done to its names, in words."""
+    """The format of the file and the changes to its names, in words."""
     missing: tuple[str, ...] = ()
-    """Names of the model that the file has not; they keep their values."""
+    """Names in the model that are not in the file; these tensors keep their values."""
     unexpected: tuple[str, ...] = ()
-    """Names of the file that the model has not."""
+    """Names in the file that are not in the model."""
     misshaped: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """Names with other shapes, with that in the file and that in the model; they keep their values."""
+    """Names with different shapes: (shape in the file, shape in the model); these tensors keep their values."""
     clashing: tuple[tuple[str, str], ...] = ()
-    """Pairs of names that are one tensor in the model and have different values in the file."""
+    """Pairs of names that share one tensor in the model, but have different values in the file."""
 
     @property
     def fits(self) -> bool:
@@ -39,7 +39,7 @@ def find_shape_mismatches(
 
     Args:
         found: Shapes in the file.
-        expected: Shapes in the model; None where a lazy module takes whatever comes.
+        expected: Shapes in the model; None for a lazy parameter, which takes any shape.
     """
     return {
         name: (shape, wanted)
@@ -49,13 +49,13 @@ def find_shape_mismatches(
 
 
 def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_rest: bool) -> str:
-    """Return one message with everything that does not fit.
+    """Return one message with all differences between the file and the model.
 
     Args:
-        loaded: What does not fit.
+        loaded: The differences.
         source: The file's name.
-        hint: A sentence on what may help, or nothing.
-        can_load_rest: Whether there is anything that fits.
+        hint: A sentence about what may help, or an empty string.
+        can_load_rest: Whether any tensor fits.
     """
     lines = [f"{source} does not fit the model ({loaded.recognised})."]
     if loaded.missing:
@@ -71,14 +71,14 @@ def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_r
         lines.append(f"{len(shapes)} of another shape: {_listed(shapes, separator='; ')}")
     if loaded.clashing:
         pairs = [f"{first} and {second}" for first, second in loaded.clashing]
-        lines.append(f"{len(pairs)} are one tensor in the model and differ in the file: {_listed(pairs)}")
+        lines.append(f"{len(pairs)} pairs are one tensor in the model and differ in the file: {_listed(pairs)}")
     advice = "Build the model as it was when the file was written"
-    advice += ", or load what fits with strict=False." if can_load_rest else "."
+    advice += ", or load only what fits with strict=False." if can_load_rest else "."
     return "\n  ".join([*lines, f"{hint} {advice}".strip()])
 
 
 def _is_same_shape(found: Shape, wanted: Shape) -> bool:
-    """Compare shapes as torch does: a scalar may have been written as a vector of one (before torch 0.4)."""
+    """Compare shapes as torch does: torch before 0.4 wrote a scalar as a vector with one element."""
     return found == wanted or (found == (1,) and wanted == ())
 
 
@@ -86,7 +86,7 @@ def _with_similar_name(name: str, candidates: Sequence[str]) -> str:
     near = [other for other in candidates if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")][:1]
     if not near and len(candidates) <= _COMPARED:
         near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
-    return f"{name} (near {near[0]})" if near else name
+    return f"{name} (similar to {near[0]})" if near else name
 
 
 def _listed(items: Sequence[str], count: int | None = None, separator: str = ", ") -> str:

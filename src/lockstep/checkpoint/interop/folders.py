@@ -1,4 +1,4 @@
-"""Which files of a folder hold its weights: a run's newest checkpoint, or the shards of a Hugging Face model."""
+"""Finding the weight files in a folder, such as the shards of a Hugging Face model."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from pathlib import Path
 from lockstep.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
-"""What the file is called that says in which shard each tensor lies."""
+"""Suffix of the file that maps each tensor to its shard file."""
 
 METADATA_NAME = ".metadata"
-"""The file that makes a folder one of torch.distributed.checkpoint."""
+"""The file that every folder of torch.distributed.checkpoint contains."""
 
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
 _USUAL_FILES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)
@@ -19,12 +19,12 @@ _SHOWN = 6
 
 
 def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
-    """Return the name of the file that holds a folder's weights, or of its index and what the index says.
+    """Return the name of a folder's weight file and None, or the name of its index and the index's weight map.
 
-    An index counts before a single file, and safetensors before pickles, as in the libraries that write them.
+    An index is preferred to a single file, and safetensors to pickles, as in the Hugging Face libraries.
 
     Raises:
-        CheckpointError: There is none, or there are several.
+        CheckpointError: There are no weights, or several files without an index.
     """
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
     for name in _USUAL_FILES:
@@ -37,13 +37,13 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
         return others[0], None
     if others:
         raise CheckpointError(
-            f"{folder} holds {len(others)} files of weights and no index: {', '.join(others[:_SHOWN])}. Name one "
-            "of them."
+            f"{folder} holds {len(others)} weight files and no index: {', '.join(others[:_SHOWN])}. Give the path of "
+            "one of them."
         )
     held = f"it holds {', '.join(files[:_SHOWN])}" if files else "it holds no files"
     raise CheckpointError(
         f"{folder} is a folder without weights: {held}. Expected a run directory, a folder of "
-        "torch.distributed.checkpoint or one of Hugging Face's."
+        "torch.distributed.checkpoint or the folder of a Hugging Face model."
     )
 
 
@@ -51,12 +51,12 @@ def _read_index(path: Path) -> Mapping[str, str]:
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of shards: {error!r}. Download it again.") from error
+        raise CheckpointError(f"{path} is not a valid index of shards: {error!r}. Download it again.") from error
     if not weight_map:
         raise CheckpointError(f"{path} is an index without shards. Download it again.")
     for file in {str(file) for file in weight_map.values()}:
         if Path(file).name != file or file in {"", ".", ".."}:
             raise CheckpointError(f"{path} points to {file!r}, outside its folder, so nothing was read.")
         if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} names the shard {file}, which is not there. Download the missing shards.")
+            raise CheckpointError(f"{path} names the shard {file}, which does not exist. Download the missing shards.")
     return {str(name): str(file) for name, file in weight_map.items()}

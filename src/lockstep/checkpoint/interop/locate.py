@@ -1,7 +1,7 @@
-"""Where in a file's content the weights are. Pure.
+"""Finding the weights in the content of a file. Pure.
 
-People save `model.state_dict()` alone, or in a dictionary with the optimizer, the epoch and what else they need.
-Weights are recognised by what they are, a dictionary from names to tensors; a name decides only between several.
+People save `model.state_dict()` alone, or in a dictionary with the optimizer, the epoch and other values. Weights are
+recognised as a dictionary from names to tensors. The name of such a dictionary matters only if there are several.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from lockstep.checkpoint.interop.names import first_components
 from lockstep.errors import CheckpointError
 
 USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "module", "weights")
-"""Under which key a file usually keeps its weights, beside other dictionaries of tensors."""
+"""Usual keys of the weights, in a file that also has other dictionaries of tensors."""
 EXTRA_STATE = "_extra_state"
-"""The last component of what a module's `get_extra_state` returned, which need not be a tensor."""
+"""Last component of the name of a module's extra state (`get_extra_state`), which need not be a tensor."""
 _NOT_WEIGHTS_PREFIXES = ("optim", "sched", "scaler")
 _SHOWN = 8
 _MAX_DEPTH = 5
-"""How deep weights are looked for; a dictionary may hold itself."""
+"""How deep weights are searched for; a dictionary may contain itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +30,23 @@ class LocatedWeights:
     path: tuple[str, ...]
     """The keys that lead to them; empty if the content itself is the weights."""
     prefix: str
-    """What stood before their names and was asked for with `key`."""
+    """The prefix of their names that `key` selected."""
     state: Mapping[str, Any]
-    """The weights: tensors, and extra state of modules, by name; `prefix` is no part of the names."""
+    """Tensors and extra state of modules, by name without `prefix`."""
     others: tuple[str, ...]
-    """Keys of other weights beside them, e.g. an average; numbers such as a best loss do not count."""
+    """Keys of other weights in the file, e.g. an average; not of single numbers such as a best loss."""
 
 
 def find_weights(content: Any, source: str, key: str | None = None) -> LocatedWeights:
-    """Find the weights in what a file holds.
+    """Find the weights in the content of a file.
 
     Args:
         content: What was read.
         source: The file's name, for messages.
-        key: What to take: a key in the content (`ema`, `nets.generator`) or the first components of names.
+        key: Which weights to use: a key in the content (`ema`, `nets.generator`), or the first components of names.
 
     Raises:
-        CheckpointError: There are none, there are several, or `key` leads nowhere.
+        CheckpointError: There are no weights, there are several, or nothing matches `key`.
     """
     if key is None:
         return _search(content, (), source)
@@ -65,7 +65,7 @@ def find_weights(content: Any, source: str, key: str | None = None) -> LocatedWe
 
 
 def is_weights(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Say whether `value` is a state_dict: names to tensors, and no other state_dict inside (down to `depth`)."""
+    """Return whether `value` is a state_dict: it maps names to tensors and contains no state_dict (down to `depth`)."""
     if not depth or not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
     inner = [item for name, item in value.items() if not _is_extra(name) and isinstance(item, Mapping)]
@@ -75,14 +75,14 @@ def is_weights(value: Any, depth: int = _MAX_DEPTH) -> bool:
 
 
 def split_extra(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[str, ...]]:
-    """Return the tensors, the modules' extra state, and the names of what is neither."""
+    """Return the tensors, the extra state of modules, and the names of all other values."""
     tensors = {name: item for name, item in state.items() if isinstance(item, Tensor)}
     extra = {name: item for name, item in state.items() if name not in tensors and _is_extra(name)}
     return tensors, extra, tuple(name for name in state if name not in tensors and name not in extra)
 
 
 def _follow_key(content: Any, key: str) -> tuple[Any, tuple[str, ...], str]:
-    """Walk down `content` along the dotted key; return where it ends, the path there and what is left of the key."""
+    """Follow a dotted key into `content`; return the innermost dictionary, its path and the rest of the key."""
     path: tuple[str, ...] = ()
     while key and isinstance(content, Mapping):
         parts = key.split(".")
@@ -103,13 +103,13 @@ def _search(content: Any, path: tuple[str, ...], source: str) -> LocatedWeights:
     choice = usual or [name for name in holders if not name.lower().startswith(_NOT_WEIGHTS_PREFIXES)]
     if len(choice) > 1:
         raise CheckpointError(
-            f"{source} holds several sets of weights: {_listed(choice)}. Say which to take with the key "
-            f"({choice[0]!r}, for example)."
+            f"{source} holds several sets of weights: {_listed(choice)}. Choose one with the key, for example "
+            f"{choice[0]!r}."
         )
     if not choice:
         raise CheckpointError(
-            f"{source} holds no weights: expected a dictionary of tensors by name, alone or under a key such as "
-            f"'state_dict' or 'model', and found {_describe(content)}."
+            f"{source} holds no weights. Expected a dictionary of tensors by name, alone or under a key such as "
+            f"'state_dict' or 'model', but found {_describe(content)}."
         )
     found = _search(entries[choice[0]], (*path, choice[0]), source)
     single = [name for name, value in entries.items() if isinstance(value, Tensor) and value.numel() > 1]

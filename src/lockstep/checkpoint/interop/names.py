@@ -1,9 +1,9 @@
-"""From the names in a file to the names in a model. Pure.
+"""Mapping the names in a file to the names in a model. Pure.
 
-Wrappers leave their own attribute in every name: DataParallel and DistributedDataParallel put `module.` in front,
-torch.compile puts `_orig_mod.` where it wrapped, a LightningModule whatever attribute holds the model. They are found
-by structure, a leading path component that *all* names share, never by replacing text: `encoder.module.weight` and
-`module_list.0.weight` are names like any other.
+Wrappers add attributes to names: DataParallel and DistributedDataParallel add the prefix `module.`, torch.compile
+adds `_orig_mod.` where it wrapped a module, a LightningModule adds the attribute that holds the model. A prefix is
+removed only if *all* names begin with this path component. Text is never replaced inside names:
+`encoder.module.weight` and `module_list.0.weight` stay as they are.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 WRAPPER = "module"
 """The attribute under which DataParallel and DistributedDataParallel hold the model."""
 COMPILED = "_orig_mod"
-"""The attribute under which torch.compile holds a module; it may stand anywhere in a name."""
+"""The attribute under which torch.compile holds a module; it may be anywhere in a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renaming:
-    """What becomes of the names in a file."""
+    """New names for the names in a file."""
 
     names: Mapping[str, str]
-    """From the name in the file to the new one; one to one."""
+    """From each name in the file to its new name; one to one."""
     notes: tuple[str, ...] = ()
-    """What was changed, in words."""
+    """The changes, in words."""
     dropped: str = ""
-    """What was taken from the front of every name, with its last dot."""
+    """The prefix that was removed from every name, with its last dot."""
     added: str = ""
-    """What was put there instead."""
+    """The prefix that was added to every name, with its last dot."""
 
     @property
     def is_wrapped(self) -> bool:
@@ -40,15 +40,15 @@ class Renaming:
 
 
 def plain_names(names: Collection[str]) -> Renaming:
-    """Drop what wrappers put into names, where no model says what they should be."""
+    """Return the renaming that removes what wrappers added, when there is no model to compare with."""
     return _renamed(names, _common_prefix(_by_uncompiled_name(names), WRAPPER), "", {})
 
 
 def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
-    """Choose the renaming that takes a file's names to a model's.
+    """Choose the renaming from a file's names to a model's.
 
-    In this order: what makes the two sets equal with the fewest components dropped; what makes one of them a part of
-    the other; else `module.` is dropped where the model has no child of that name.
+    The first of these that exists: a renaming that makes the two sets equal, with the fewest components changed; one
+    that makes one set a subset of the other; one that removes `module.`, if the model has no child of that name.
 
     Args:
         names: Names in the file.
@@ -72,7 +72,7 @@ def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
 
 
 def first_components(names: Iterable[str]) -> dict[str, int]:
-    """Return how many names lie under each first component, the most first."""
+    """Return the number of names under each first component, the largest first."""
     counts: dict[str, int] = {}
     for name in names:
         head, dot, _ = name.partition(".")
@@ -91,7 +91,7 @@ def _renamed(names: Collection[str], dropped: Collection[str], added: str, wante
     if old and old != added:
         notes.append(f"{old!r} dropped from {_count(len(names))}")
     if added and old != added:
-        notes.append(f"{added!r} put before {_count(len(names))}")
+        notes.append(f"{added!r} added to {_count(len(names))}")
     targets = {name: added + short.removeprefix(old) for short, name in plain.items()}
     return Renaming(
         names={name: wanted.get(target, target) for name, target in targets.items()},
@@ -102,13 +102,13 @@ def _renamed(names: Collection[str], dropped: Collection[str], added: str, wante
 
 
 def _by_uncompiled_name(names: Collection[str]) -> dict[str, str]:
-    """Return the names keyed by themselves without torch.compile's component, unless two would become one."""
+    """Return the names, keyed by the name without torch.compile's components; unchanged if two keys would be equal."""
     plain = {".".join(part for part in name.split(".") if part != COMPILED): name for name in names}
     return plain if len(plain) == len(names) else {name: name for name in names}
 
 
 def _common_prefix(names: Collection[str], only: str | None = None) -> list[str]:
-    """Return the path components that all names begin with, but for the last one; those equal to `only`, if given."""
+    """Return the path components that all names begin with, without the last; only those equal to `only`, if given."""
     split = [name.split(".") for name in names]
     leading: list[str] = []
     for column in zip(*(parts[:-1] for parts in split), strict=False):

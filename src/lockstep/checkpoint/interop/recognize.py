@@ -1,7 +1,7 @@
-"""Recognising a file or folder by its first bytes, and reading the weights in it.
+"""Recognising the format of a file or folder by its content, and reading the weights in it.
 
-What a file is called says little (`.ckpt` is Lightning's, ours, and TensorFlow's), so its content decides. Everything
-is read to the CPU: tensors remember the device they were saved from, which may be one that belongs to another worker.
+File names are ambiguous: Lightning, TensorFlow and Lockstep all use `.ckpt`. So the first bytes decide. Everything is
+read to the CPU: `torch.save` stores each tensor's device, which may belong to another worker here.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _OTHER_FORMATS = (
     (b"\x93NUMPY", "a single array of NumPy without a name: save a dictionary of tensors with torch.save"),
     (b"GGUF", "a GGUF file of llama.cpp: convert it to safetensors first"),
 )
-"""What else people pass, by first bytes, with what to do."""
+"""First bytes of other formats, with what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class ForeignWeights:
     """The weights of a file or folder, on the CPU."""
 
     tensors: Mapping[str, Tensor]
-    """By the names that stand in the file, but for what `key` asked for."""
+    """By the names in the file, without the prefix that `key` selected."""
     extra: Mapping[str, Any]
-    """Modules' extra state that is no tensor, by name."""
+    """Extra state of modules that is not a tensor, by name."""
     versions: Mapping[str, Any]
-    """By a module's path, the version that wrote its part (a state_dict's `_metadata`); empty without."""
+    """By module path, the version that wrote it (a state_dict's `_metadata`); empty if the file has none."""
     form: str
-    """What was recognised, in words."""
+    """The format, in words."""
     notes: tuple[str, ...]
     """What was left out, in words."""
 
@@ -58,14 +58,14 @@ class _Content:
 
 
 def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
-    """Read the weights at `path` to the CPU, whoever wrote them; nothing in them is executed (local).
+    """Read the weights at `path` to the CPU, in any known format; runs no code from them (local).
 
     Args:
         path: A file, a folder of shards or of torch.distributed.checkpoint, or a run directory.
-        key: Which of several sets of weights to take (`ema`), or under which first components (`model`).
+        key: Which of several sets of weights to use (`ema`), or the first components of their names (`model`).
 
     Raises:
-        CheckpointError: Nothing there, not weights, damaged, or in a form that could run code.
+        CheckpointError: The path does not exist, holds no weights, is damaged, or could run code.
     """
     try:
         if (path / METADATA_NAME).is_file():
@@ -75,14 +75,14 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     try:
         found = find_weights(content.value, str(path), key)
-    except TypeError as error:  # a pickle can give a dictionary attributes, `items` among them
-        raise CheckpointError(f"{path} holds a dictionary that is none: {error}.") from error
+    except TypeError as error:  # a pickle can set attributes of a dictionary, such as `items`
+        raise CheckpointError(f"{path} holds a dictionary with overwritten methods: {error}.") from error
     notes = _describe_others(found.others)
     return _weights(found.state, content, found.path, found.prefix, notes)
 
 
 def _read_distributed(path: Path, key: str | None) -> ForeignWeights:
-    from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # it imports much, for a few
+    from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # deferred: it imports many modules
 
     folder = DistributedCheckpoint(path)
     found = find_weights(folder.structure, str(path), key)
@@ -99,18 +99,18 @@ def _weights(
     unfilled = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unfilled:
         raise CheckpointError(
-            f"The weights hold {len(unfilled)} tensors on the meta device, {unfilled[0]} for one, which have no "
-            "values. Save them again from a model whose tensors are filled."
+            f"The weights contain {len(unfilled)} tensors on the meta device, for example {unfilled[0]}, which have no "
+            "values. Save them again from a model whose tensors have values."
         )
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]
     if nested:
         raise CheckpointError(
-            f"The weights hold {len(nested)} nested tensors, {nested[0]} for one, which have no shape."
+            f"The weights contain {len(nested)} nested tensors, for example {nested[0]}, which have no shape."
         )
     if rest:
-        notes = (*notes, f"left out, for they are no tensors: {', '.join(rest)}")
+        notes = (*notes, f"left out, because they are not tensors: {', '.join(rest)}")
     if prefix:
-        notes = (f"names under {prefix!r} taken", *notes)
+        notes = (f"only names under {prefix!r}", *notes)
     wrapped = f" wrapped in {'.'.join(path)!r}" if path and not content.form.startswith("a Lightning") else ""
     return ForeignWeights(
         tensors=tensors,
@@ -128,7 +128,7 @@ def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _describe_others(others: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"beside it other weights, left out: {', '.join(map(repr, others))}",) if others else ()
+    return (f"other weights in the file, left out: {', '.join(map(repr, others))}",) if others else ()
 
 
 def _read_folder(path: Path) -> _Content:
@@ -151,8 +151,8 @@ def _read_folder(path: Path) -> _Content:
     absent = [tensor for tensor in weight_map if tensor not in merged]
     if absent:
         raise CheckpointError(
-            f"{path / name} names {len(absent)} tensors that are not in its shards, {absent[0]} for one. Download the "
-            "shards and the index again, from one version."
+            f"{path / name} names {len(absent)} tensors that are not in its shards, for example {absent[0]}. Download "
+            "the shards and the index again, from one version."
         )
     return _Content(value=merged, form=f"{len(shards)} shards of {name.removesuffix(INDEX_SUFFIX)}")
 
@@ -173,7 +173,7 @@ def _read_file(path: Path) -> _Content:
     if head[8:9] == b"{":
         return _read_safetensors(path, int.from_bytes(head[:8], "little"), size)
     if is_tar(head):
-        raise refuse_pickle(path, "a tar archive as torch wrote before 0.1.10, or of other files,")
+        raise refuse_pickle(path, "a tar archive of torch before 0.1.10, or of other files,")
     if head[:1] == b"\x80":
         raise refuse_pickle(path, "a plain pickle")
     raise CheckpointError(_describe_unknown(path, head))
@@ -188,8 +188,8 @@ def _name_torch(value: Any) -> _Content:
 def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
     if header_size + 8 > size:
         raise CheckpointError(
-            f"{path} is a safetensors file and truncated: its header alone needs {header_size + 8} bytes and the file "
-            f"has {size}. Copy or download it again."
+            f"{path} is a truncated safetensors file: its header needs {header_size + 8} bytes, the file has {size}. "
+            "Copy or download it again."
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -198,13 +198,13 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
                 return _read_lockstep(path)
             if _SHARDING_KEY in metadata:
                 raise CheckpointError(
-                    f"{path} holds one rank's pieces of sharded tensors. Put the pieces together with torch's "
+                    f"{path} holds only one rank's part of sharded tensors. Join the files of all ranks with torch's "
                     "consolidate_safetensors_files first."
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged or truncated ({error}). Copy or download it again.") from error
-    # safetensors' save_model writes a shared tensor once and its other names here.
+    # safetensors' save_model writes a shared tensor once, and its other names into the metadata.
     aliases = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors and name not in tensors}
     return _Content(value={**tensors, **aliases}, form="a safetensors file")
 
@@ -213,7 +213,7 @@ def _read_lockstep(path: Path) -> _Content:
     checkpoint = load_checkpoint(path)
     extra = decode_state(checkpoint.manifest.model_extra or {}, checkpoint.optimizer)
     if not isinstance(extra, dict):
-        raise CheckpointError(f"{path}: its model_extra holds no values by name.")
+        raise CheckpointError(f"{path}: its model_extra is not a dictionary.")
     form = f"a Lockstep checkpoint after {checkpoint.manifest.global_step} steps"
     return _Content(value={**checkpoint.model, **extra}, form=form)
 
@@ -228,6 +228,6 @@ def _describe_unknown(path: Path, head: bytes) -> str:
     if text.startswith((b"{", b"[")):
         return f"{path} is JSON, not weights. Name the file that holds the tensors, or its folder."
     return (
-        f"{path} is no checkpoint that Lockstep knows: it begins with {head[:8]!r}. Expected a file of torch.save, "
+        f"{path} has no known checkpoint format: it begins with {head[:8]!r}. Expected a file of torch.save, "
         "safetensors or Lockstep, or a folder of them."
     )

@@ -1,4 +1,4 @@
-"""Loading a model's weights out of a file, whoever wrote it, without the rest of the run."""
+"""Loading weights from a file of any known format into a model."""
 
 import itertools
 from collections import OrderedDict
@@ -21,24 +21,24 @@ from lockstep.torch_private import TorchDispatchMode, set_state_dict_versions
 
 
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key: str | None = None) -> LoadedWeights:
-    """Copy the parameters and buffers at `path` into `model`, wherever it lies (local).
+    """Copy the parameters and buffers at `path` into `model`, on any device (local).
 
-    Reads checkpoints and run directories of Lockstep, files of `torch.save`, those of Lightning, safetensors, folders
-    of Hugging Face and of torch.distributed.checkpoint. What DataParallel, DistributedDataParallel, torch.compile or
-    a LightningModule put before the names is dropped. Nothing is executed, and no memory taken on any GPU: tensors are
-    read to the CPU and copied into the model's own, and so converted to its dtype.
+    Reads checkpoints and run directories of Lockstep, files of `torch.save`, Lightning and safetensors, and folders of
+    Hugging Face and of torch.distributed.checkpoint. Prefixes that DataParallel, DistributedDataParallel, torch.compile
+    or a LightningModule added to names are removed. No code from the file is executed. No GPU memory is allocated:
+    tensors are read to the CPU and copied into the model's tensors, which converts them to the model's dtypes.
 
     Args:
         path: The file or folder.
-        model: Its tensors are written to; if anything is refused, none is.
-        strict: Refuse what does not fit the model exactly; else load what fits, and return what did not. Where nothing
-            fits at all, that is refused too.
-        key: Which of several sets of weights in the file to take (`ema`), or under which first components of names
-            they are (`model`).
+        model: The model whose tensors are written. If an error is raised, none is written.
+        strict: Raise an error if names or shapes differ. If False, load what fits and return what does not; if nothing
+            fits, an error is raised too.
+        key: Which of several sets of weights in the file to use (`ema`), or the first components of their names
+            (`model`).
 
     Raises:
-        CheckpointError: Not readable, or in a form that could run code; or names or shapes are not the model's, with
-            all differences in one message.
+        CheckpointError: The file cannot be read or could run code, or names or shapes differ from the model's. One
+            message lists all differences.
         ValueError: The model is on the meta device.
     """
     targets = model.state_dict(keep_vars=True)
@@ -63,7 +63,7 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
 
 
 def describe_weights(weights: ForeignWeights, renaming: Renaming) -> str:
-    """Return in words what a file is and what was done to its names."""
+    """Return the format of a file and the changes to its names, in words."""
     form = weights.form
     if renaming.is_wrapped:
         form = form.replace("a state_dict", "a DataParallel or DistributedDataParallel state_dict", 1)
@@ -71,7 +71,7 @@ def describe_weights(weights: ForeignWeights, renaming: Renaming) -> str:
 
 
 class _SkipCopies(TorchDispatchMode):
-    """Leaves every tensor as it is: a load_state_dict inside shows what it would load."""
+    """Skip `Tensor.copy_`: in this mode `load_state_dict` reports missing and unexpected names and changes nothing."""
 
     def __torch_dispatch__(
         self, func: Any, _types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,10 +88,10 @@ def _compare(
     versions: Mapping[str, Any],
     recognised: str,
 ) -> LoadedWeights:
-    """Find what does not fit, as torch would: modules may rename what their earlier versions wrote."""
+    """Find what does not fit with `load_state_dict`, because modules rename entries of their earlier versions in it."""
     found = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     misshaped = find_shape_mismatches(found, {name: _shape(value) for name, value in targets.items()})
-    # Setting extra state is an effect, so that is compared by name.
+    # Setting extra state may have side effects, so extra state is only compared by name.
     plain = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
     with _SkipCopies():  # type: ignore[no-untyped-call]
         missing, unexpected = model.load_state_dict(as_state_dict(plain, versions, misshaped), strict=False)
@@ -119,11 +119,11 @@ def _bits_differ(first: Tensor, second: Tensor) -> bool:
         return True
     if torch.equal(first, second):
         return False
-    return first.layout is not torch.strided or raw_bytes(first) != raw_bytes(second)  # a NaN does not equal itself
+    return first.layout is not torch.strided or raw_bytes(first) != raw_bytes(second)  # torch.equal is False for a NaN
 
 
 def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names that are one tensor in the model, together."""
+    """Return the groups of names that share one tensor in the model."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in targets.items():
         if isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided and value.numel():
@@ -135,11 +135,11 @@ def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
 def as_state_dict(
     state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str] = ()
 ) -> "OrderedDict[str, Any]":
-    """Return a dictionary as `Module.state_dict` makes them.
+    """Return a dictionary of the kind that `Module.state_dict` returns.
 
     Args:
         state: Tensors and extra state by name.
-        versions: By a module's path, the version that wrote its part.
+        versions: By module path, the version that wrote it.
         without: Names to leave out.
     """
     left_out = set(without)
@@ -153,10 +153,10 @@ def _shape(value: Any) -> Shape | None:
 
 
 def _hint(state: Mapping[str, Any], targets: Mapping[str, Any]) -> str:
-    """Name the first component under which most of the model's names are in the file, if there is one."""
+    """Return a hint if more than half of the model's names are in the file under one first component."""
     for head in first_components(state):
         under = {name.removeprefix(f"{head}.") for name in state if name.startswith(f"{head}.")}
         matching = len(under & targets.keys())
         if 2 * matching > len(targets):
-            return f"Under {head!r} lie {matching} of the model's {len(targets)} names: key={head!r} takes those."
+            return f"The file has {matching} of the model's {len(targets)} names under {head!r}: pass key={head!r}."
     return ""

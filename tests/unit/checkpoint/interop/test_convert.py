@@ -134,16 +134,16 @@ def test_extra_state_goes_along_where_it_can(tmp_path: Path) -> None:
     for form in ("pt", "dcp"):
         convert_weights(tmp_path / "a.pt", tmp_path / f"b.{form}")
         assert load_weights(tmp_path / f"b.{form}", nn.Sequential(Counting(2, 2))).fits
-    assert "left out, for safetensors holds tensors only: 0._extra_state" in (
+    assert "left out, because safetensors can hold only tensors: 0._extra_state" in (
         convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors").recognised
     )
 
 
 def test_a_target_whose_name_says_another_form_is_refused(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="would be taken for safetensors"):
+    with pytest.raises(CheckpointError, match="has the suffix of format safetensors"):
         convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors", "pt")
-    with pytest.raises(CheckpointError, match="cannot be told from its name"):
+    with pytest.raises(CheckpointError, match="is not known from its suffix"):
         convert_weights(tmp_path / "a.pt", tmp_path / "b.xyz")
     with pytest.raises(CheckpointError, match="there is no folder"):
         convert_weights(tmp_path / "a.pt", tmp_path / "gone" / "b.safetensors")
@@ -168,7 +168,10 @@ def test_the_command_says_what_it_read_and_wrote(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0
     assert shown.output.split("\n")[:2] == [
-        f"{tmp_path / 'a.ckpt'}: a Lightning checkpoint; every name begins with 'model.'; --key model drops that",
+        (
+            f"{tmp_path / 'a.ckpt'}: a Lightning checkpoint; "
+            "every name begins with 'model.'; --key model drops this prefix"
+        ),
         f"{tmp_path / 'b.pt'}: pt, 9 tensors, 176 bytes",
     ]
     refused = CliRunner().invoke(app, arguments)

@@ -94,7 +94,7 @@ def test_a_malicious_pickle_is_named_and_not_run(
 def test_a_malicious_value_beside_the_weights_is_not_run_in_a_sharded_folder(tmp_path: Path, bomb: Malicious) -> None:
     with pytest.warns(UserWarning, match="single process"):
         save_sharded({"weight": torch.ones(2, 3), "_extra_state": bomb}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with pytest.raises(CheckpointError, match="_extra_state is no tensor and needs pickle"):
+    with pytest.raises(CheckpointError, match="_extra_state is not a tensor and needs pickle"):
         load_weights(tmp_path / "a", nn.Linear(3, 2, bias=False))
 
 
@@ -137,18 +137,18 @@ def test_pieces_that_do_not_make_the_tensor_are_refused(tmp_path: Path) -> None:
     entry = metadata.state_dict_metadata["weight"]
     entry.chunks[0].offsets = torch.Size([5, 5])
     path.write_bytes(pickle.dumps(metadata))
-    refuse(tmp_path / "a", "a piece of weight lies outside it")
+    refuse(tmp_path / "a", "a chunk of weight lies outside the tensor")
     entry.size, entry.chunks[0].offsets = torch.Size([4, 3]), torch.Size([0, 0])
     entry.chunks.append(entry.chunks[0])
     path.write_bytes(pickle.dumps(metadata))
-    refuse(tmp_path / "a", "two pieces of weight lie over each other")
+    refuse(tmp_path / "a", "two chunks of weight overlap")
 
 
 def test_a_pipe_in_a_sharded_folder_is_not_waited_for(tmp_path: Path) -> None:
     sharded(tmp_path / "a")
     (tmp_path / "a" / "__0_0.distcp").unlink()
     os.mkfifo(tmp_path / "a" / "__0_0.distcp")
-    refuse(tmp_path / "a", "__0_0.distcp is no file")
+    refuse(tmp_path / "a", "__0_0.distcp is not a regular file")
 
 
 def write_entries(path: Path, content: bytes, **others: bytes) -> None:
@@ -169,7 +169,7 @@ def test_a_small_archive_does_not_fill_the_memory(tmp_path: Path, monkeypatch: p
 def test_no_pickle_makes_tensors_on_a_gpu(tmp_path: Path) -> None:
     # torch allows it, and map_location does not hold for what is made so.
     write_entries(tmp_path / "a.pt", b"\x80\x02}X\x01\x00\x00\x00wctorch.cuda\nFloatTensor\nK\x06\x85Rs.")
-    refuse(tmp_path / "a.pt", "makes a torch.cuda.FloatTensor", "another worker's")
+    refuse(tmp_path / "a.pt", "creates a torch.cuda.FloatTensor", "belong to another worker")
 
 
 def test_a_dictionary_with_attributes_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_dictionary_with_attributes_of_its_own_is_refused(tmp_path: Path) -> N
 
 def test_an_index_of_any_depth_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
-    refuse(tmp_path, "is no index of shards")
+    refuse(tmp_path, "is not a valid index of shards")
 
 
 @pytest.mark.parametrize("name", ["../secret", "..", "/etc/hosts"])
@@ -199,7 +199,7 @@ def test_a_sharded_folder_without_a_ranks_part_is_refused(tmp_path: Path) -> Non
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     metadata.state_dict_metadata["weight"].size = torch.Size([4, 3])
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuse(tmp_path / "a", "6 of the 12 numbers of weight")
+    refuse(tmp_path / "a", "only 6 of the 12 elements of weight")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -239,7 +239,7 @@ def test_one_ranks_pieces_of_sharded_tensors_are_refused(tmp_path: Path) -> None
         torch.save({"weight": tensor}, tmp_path / "a.pt")
     finally:
         destroy_process_group()
-    refuse(tmp_path / "a.pt", "one rank's pieces of sharded tensors", "full_state_dict=True")
+    refuse(tmp_path / "a.pt", "one rank's part of sharded tensors", "full_state_dict=True")
 
 
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08\x00rest", "gzip"),
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b"PK\x03\x04 and no archive", "damaged or truncated"),
-        (b"weights? what weights?", "no checkpoint that Lockstep knows"),
+        (b"weights? what weights?", "has no known checkpoint format"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{'a'", "truncated"),
         (b"\x80\x04}.", "plain pickle"),
         (b"\x80\x02", "damaged or truncated"),
@@ -292,7 +292,7 @@ def test_content_without_weights_is_described(tmp_path: Path, content: Any, said
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="1 nested tensors, weight for one"):
+    with pytest.raises(CheckpointError, match="1 nested tensors, for example weight"):
         load_weights(tmp_path / "a.pt", nn.Linear(3, 2))
 
 
@@ -336,7 +336,7 @@ def test_folders_and_other_things_without_weights(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     for name in ("a.pt", "b.pt"):
         torch.save({"weight": torch.ones(1)}, tmp_path / "two" / name)
-    refuse(tmp_path / "two", "2 files of weights and no index: a.pt, b.pt")
+    refuse(tmp_path / "two", "2 weight files and no index: a.pt, b.pt")
     os.mkfifo(tmp_path / "pipe")
     refuse(tmp_path / "pipe", "neither a file nor a folder")
 
