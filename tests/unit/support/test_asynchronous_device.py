@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.comm.ordered_messages import OrderedStream
+from lockstep.comm.ordered_messages import OrderedMessages
 from lockstep.devices.asynchrony import is_asynchronous
 
 
@@ -163,7 +163,7 @@ def test_what_a_call_receives_is_there_after_wait() -> None:
 def reduce_in_order(world: World) -> list[float]:
     with asynchronous_device() as device:
         tensor = torch.tensor([1.0, 2.0]).to(device.name) * (world.rank + 1)
-        stream = OrderedStream(world, world.world_size)
+        stream = OrderedMessages(world, world.world_size)
         layout = [[(rank, rank + 1)] for rank in range(world.world_size)]
         with device.no_blocking_reads():
             stream.start({(world.rank, world.rank + 1): tensor}, tensor, layout)
