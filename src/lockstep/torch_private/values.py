@@ -16,10 +16,11 @@ __all__ = ["TorchDispatchMode", "default_device_of_thread", "num_stored_elements
 def default_device_of_thread() -> torch.device | None:
     """Return what `with torch.device(...)` or `torch.set_default_device` set in this thread, as given; None without.
 
+    The innermost counts, and what `set_default_device` set is the outermost.
     `torch.get_default_device` adds the current index, and does not tell the CPU from nothing.
     """
     modes = _get_current_function_mode_stack()
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 
 def num_stored_elements(tensor: Tensor) -> int:

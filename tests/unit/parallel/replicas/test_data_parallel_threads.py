@@ -86,6 +86,12 @@ def test_replicas_have_the_callers_default_device() -> None:
     assert seen_by_replicas(lambda: torch.zeros(1).device.type) == ["cpu"] * 3
 
 
+def test_replicas_have_the_innermost_of_their_callers_default_devices() -> None:
+    # Replicas in other threads had the outermost.
+    with torch.device("cpu"), torch.device("meta"):
+        assert seen_by_replicas(lambda: torch.zeros(1).device.type) == ["meta"] * 3
+
+
 def test_replicas_have_the_callers_context_variables() -> None:
     name = contextvars.ContextVar("name", default="nobody")
     token = name.set("the caller")
