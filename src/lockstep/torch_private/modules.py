@@ -1,6 +1,6 @@
 """What modules, optimizers and torch's own wrappers keep inside."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -57,7 +57,7 @@ forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forwa
 optimizer_step_pre_hooks: Callable[[Optimizer], Mapping[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 """An optimizer's step pre-hooks by number: for finding the one guard that several trainers share."""
 
-find_tensors: Callable[[Any], list[Tensor]] = _find_tensors
+find_tensors: Callable[[Any], Iterable[Tensor]] = _find_tensors
 """The tensors in a module's output, found as torch's own DDP finds them (lists, dictionaries, dataclasses, RRefs)."""
 
 warn_of_unequal_devices: Callable[[list[int]], None] = _check_balance

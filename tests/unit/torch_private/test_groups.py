@@ -1,0 +1,185 @@
+"""What we rely on of torch's process groups; each assertion says what breaks without it. One process is enough."""
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lockstep.torch_private import (
+    AnyFuture,
+    backend_of,
+    default_group,
+    default_timeout,
+    device_types,
+    gloo_num_threads,
+    gloo_options,
+    list_groups,
+    localize_tensor_parallel,
+    register_backend,
+    root_mesh,
+    set_default_backend,
+    set_timeout,
+    store_of,
+)
+
+CPU = torch.device("cpu")
+EXIT = "exit notices: the other ranks would wait for one that is done until their timeout"
+DESTROYED = "a group that was destroyed would be used"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo: Any = ProcessGroupGloo
+    device = gloo.create_device(hostname="127.0.0.1", lazy_init=True)
+    return gloo(store, rank, size, gloo_options(devices=[device], timeout=timeout, num_threads=1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_are_listed_until_they_are_destroyed() -> None:
+    world = dist.group.WORLD
+    assert list_groups() == [world], EXIT
+    group = dist.new_group([0])
+    assert list_groups() == [world, group], EXIT
+    dist.destroy_process_group(group)
+    assert list_groups() == [world], DESTROYED
+    dist.destroy_process_group()
+    assert list_groups() == [], DESTROYED
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_group_has_a_store_with_keys_of_its_own() -> None:
+    group = dist.new_group([0])
+    first, second = store_of(default_group()), store_of(group)
+    first.set("key", "first")
+    second.set("key", "second")
+    assert (first.get("key"), second.get("key")) == (b"first", b"second"), "stall messages of two groups would mix"
+    dist.destroy_process_group(group)
+    assert store_of(group) is None, DESTROYED
+
+
+def test_a_group_that_torch_did_not_make_has_no_store() -> None:
+    assert store_of(ProcessGroup(HashStore(), 0, 1)) is None, DESTROYED
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_default_group_is_the_world() -> None:
+    assert default_group() is dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="not been initialized"):
+        default_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_default_timeout_is_that_of_a_group_made_without_one() -> None:
+    options: Any = backend_of(default_group(), CPU).options
+    assert default_timeout("gloo") == options._timeout, "set-up would wait for another time than torch does"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_has_backends_by_device() -> None:
+    group = default_group()
+    assert CPU in device_types(group), "comparing calls would ask a GPU"
+    tensor = torch.ones(2)
+    backend_of(group, CPU).allreduce([tensor]).wait()
+    with pytest.raises(RuntimeError):
+        backend_of(group, torch.device("xpu"))
+
+
+def test_a_bare_group_works_with_backends_that_are_registered() -> None:
+    group = ProcessGroup(HashStore(), 0, 1)
+    kind = ProcessGroup.BackendType.GLOO
+    register_backend(group, CPU, kind, make_gloo(HashStore(), 0, 1, timedelta(seconds=30)))
+    set_default_backend(group, kind)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    group.barrier().wait()
+    assert tensor.tolist() == [1.0, 1.0], "checked groups make their calls through such a one"
+    assert device_types(group) == [CPU]
+
+
+def test_gloo_works_over_the_interface_of_our_choice_and_waits_as_long_as_it_is_told() -> None:
+    store, results = HashStore(), [torch.ones(2), torch.ones(2)]
+    backends: dict[int, Any] = {}
+
+    def reduce(rank: int) -> None:
+        backends[rank] = make_gloo(store, rank, 2, timedelta(seconds=1))
+        backends[rank].allreduce([results[rank]]).wait()
+
+    threads = [threading.Thread(target=reduce, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each.tolist() for each in results] == [[2.0, 2.0]] * 2, "the shm backend's sparse and GPU tensors"
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        backends[0].allreduce([torch.ones(2)]).wait()
+    assert 0.5 < time.monotonic() - begin < 20, "the shm backend: a lost rank would be noticed after half an hour"
+
+
+def test_gloo_has_threads() -> None:
+    assert gloo_num_threads() >= 1, "DDP's logging data"
+    options = gloo_options(devices=[], timeout=timedelta(seconds=3), num_threads=5)
+    assert options._threads == 5
+
+
+def test_a_timeout_is_set() -> None:
+    options = gloo_options(devices=[], timeout=timedelta(seconds=3), num_threads=1)
+    set_timeout(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_nccl_has_a_timeout_of_this_name() -> None:
+    options = dist.ProcessGroupNCCL.Options()
+    set_timeout(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7), "checked groups: NCCL would wait for ten minutes"
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_future_is_one() -> None:
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    future: Any = work.get_future().then(lambda done: done.value()[0])
+    future.wait()
+    assert isinstance(future, AnyFuture), "DDP: communication hooks that torch takes would be refused"
+    assert isinstance(torch.futures.Future(), AnyFuture)
+    assert not isinstance(torch.ones(2), AnyFuture)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mesh_knows_what_it_was_cut_from() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    assert root_mesh(mesh) == mesh, "DDP: a model on a mesh of its own would be taken for a tensor-parallel one"
+    assert root_mesh(mesh["data"]) == mesh, "DDP: a tensor-parallel model would not be seen as one"
+    assert mesh["data"] != mesh
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_parallel_module_is_local_between_forwards() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
+    net = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+    seen: list[type] = []
+    net[0].register_forward_pre_hook(lambda module, _: seen.append(type(module.weight)))
+    localize_tensor_parallel(net)
+    assert not any(isinstance(each, DTensor) for each in net.parameters()), "DDP: DTensors do not go into buckets"
+    output: Tensor = net(torch.ones(1, 2))
+    output.sum().backward()
+    assert seen == [DTensor], "DDP: such a module would compute with its own part alone"
+    assert all(type(each.grad) is Tensor for each in net.parameters())

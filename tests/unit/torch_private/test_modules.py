@@ -1,0 +1,303 @@
+"""What we rely on of what modules and optimizers keep inside; each assertion says what breaks without it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import parallel
+from torch.nn.utils import parametrizations
+
+from lockstep.torch_private import (
+    AnyBatchNorm,
+    buffer_registry,
+    check_comm_hook,
+    find_tensors,
+    former_parameters_of,
+    forward_pre_hooks,
+    has_forward_or_backward_hooks,
+    ignored_names,
+    make_replica_shell,
+    module_registry,
+    non_persistent_buffer_names,
+    optimizer_step_pre_hooks,
+    parameter_registry,
+    separate_registries,
+    set_precision_attributes,
+    set_state_dict_versions,
+    warn_of_unequal_devices,
+)
+
+CHANGES = "the reducer: a model that was changed after wrapping would go unseen"
+REPLICAS = "DataParallel: a replica would share tensors or children with the module"
+STATISTICS = "the trainer: shards would start from each other's BatchNorm statistics"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_parameter("absent", None)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + 1
+        return self.layer(x)
+
+
+def change_nothing(_net: nn.Linear) -> None:
+    pass
+
+
+def assign(net: nn.Linear) -> None:
+    net.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def cast(net: nn.Linear) -> None:
+    net.to(torch.float64)
+
+
+def load_by_assigning(net: nn.Linear) -> None:
+    net.load_state_dict({name: torch.zeros_like(value) for name, value in net.state_dict().items()}, assign=True)
+
+
+def parametrize(net: nn.Linear) -> None:
+    parametrizations.weight_norm(net)
+
+
+def use_again(net: nn.Linear) -> None:
+    net.twin = net.weight
+
+
+@pytest.mark.parametrize("change", [assign, load_by_assigning, parametrize, use_again])
+def test_changes_show_in_the_registry_that_was_taken_before(change: Callable[[nn.Linear], None]) -> None:
+    net = nn.Linear(2, 2)
+    registry = parameter_registry(net)
+    before = list(registry.values())
+    change(net)
+    assert parameter_registry(net) is registry, CHANGES
+    assert list(map(id, registry.values())) != list(map(id, before)), CHANGES
+
+
+@pytest.mark.parametrize("change", [change_nothing, cast])
+def test_what_keeps_parameters_keeps_the_registry(change: Callable[[nn.Linear], None]) -> None:
+    net = nn.Linear(2, 2)
+    registry, before = parameter_registry(net), [net.weight, net.bias]
+    change(net)
+    assert [id(each) for each in parameter_registry(net).values()] == list(map(id, before)), "plans are made anew"
+    assert parameter_registry(net) is registry
+
+
+def test_registries_show_what_names_hide() -> None:
+    net = Net()
+    net.twin = net.layer
+    assert parameter_registry(net) == {"absent": None}, REPLICAS
+    assert list(buffer_registry(net)) == ["mean", "count"]
+    assert module_registry(net) == {"layer": net.layer, "twin": net.layer}, "convert_sync_batchnorm: a name is lost"
+
+
+def test_a_new_module_shows_in_the_registry_that_was_taken_before() -> None:
+    net = Net()
+    registry = module_registry(net)
+    net.more = nn.Linear(2, 2)
+    del net.layer
+    assert registry == {"more": net.more}, CHANGES
+
+
+def test_a_buffer_that_a_forward_assigns_takes_the_place_of_the_old_one() -> None:
+    net = Net()
+    registry, old = buffer_registry(net), net.mean
+    net(torch.ones(1, 2))
+    assert registry["mean"] is net.mean, STATISTICS
+    assert net.mean is not old
+    registry["mean"] = old
+    assert net.mean is old, STATISTICS
+
+
+def test_buffers_outside_the_state_are_named() -> None:
+    net = Net()
+    assert set(non_persistent_buffer_names(net)) == {"count"}, "checkpoints: no warning of what they leave out"
+    assert "count" not in net.state_dict()
+    assert "mean" in net.state_dict()
+
+
+def test_forward_pre_hooks_are_listed_until_they_are_removed() -> None:
+    net = nn.Linear(2, 2)
+
+    def hook(_module: nn.Module, _inputs: Any, _kwargs: Any) -> None:
+        pass
+
+    handle = net.register_forward_pre_hook(hook, with_kwargs=True)
+    assert list(forward_pre_hooks(net).values()) == [hook], "DDP: hooks of a wrapper that is gone would go on"
+    handle.remove()
+    assert not forward_pre_hooks(net)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.Module.register_forward_hook,
+        nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+    ],
+)
+def test_hooks_that_a_call_runs_are_seen(register: Any) -> None:
+    net = nn.Linear(2, 2)
+    assert not has_forward_or_backward_hooks(net)
+    handle = register(net, lambda *_: None)
+    assert has_forward_or_backward_hooks(net), "DataParallel: hooks on a compiled module would be lost without a word"
+    handle.remove()
+    assert not has_forward_or_backward_hooks(net)
+
+
+def test_hooks_on_a_state_do_not_count() -> None:
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(lambda *_: None)
+    assert not has_forward_or_backward_hooks(net), "DataParallel: such a module would be refused"
+
+
+def test_a_copy_with_registries_of_its_own_leaves_the_module_alone() -> None:
+    net = Net()
+    twin = Net.__new__(Net)
+    state = dict(net.__dict__)
+    separate_registries(state)
+    twin.__dict__.update(state)
+    twin.add_module("layer", nn.Identity())
+    twin.mean = torch.ones(2)
+    twin.register_parameter("absent", nn.Parameter(torch.ones(1)))
+    assert isinstance(net.layer, nn.Linear), "convert_sync_batchnorm would change the layer that it replaces"
+    assert net.mean.tolist() == [0.0, 0.0]
+    assert net.absent is None
+
+
+@pytest.mark.parametrize("make", [Net, lambda: nn.LSTM(2, 2), lambda: nn.BatchNorm1d(2), lambda: nn.Linear(2, 2)])
+def test_a_shell_has_registries_of_its_own(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    parameters, buffers = dict(parameter_registry(module)), dict(buffer_registry(module))
+    children = dict(module_registry(module))
+    shell = make_replica_shell(module)
+    assert type(shell) is type(module), "DataParallel: a replica of another class"
+    assert former_parameters_of(shell) == {}
+    for name, parameter in parameters.items():
+        assert parameter_registry(shell).get(name) is None, "a parameter of the module would be a replica's too"
+        parameter_registry(shell)[name] = None
+        if parameter is not None:
+            object.__setattr__(shell, name, parameter + 1)
+            assert getattr(shell, name) is not parameter, "DataParallel: a replica would use the module's parameter"
+    for name in buffers:
+        buffer_registry(shell)[name] = torch.ones(1)
+    for name in children:
+        module_registry(shell)[name] = nn.Identity()
+    vars(shell)["anything"] = 1
+    assert list(map(id, parameter_registry(module).values())) == list(map(id, parameters.values())), REPLICAS
+    assert list(map(id, buffer_registry(module).values())) == list(map(id, buffers.values())), REPLICAS
+    assert module_registry(module) == children, REPLICAS
+    assert not hasattr(module, "anything"), REPLICAS
+
+
+def test_parameters_have_the_names_of_either_precision() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    set_precision_attributes(parameter, torch.bfloat16)
+    named: Any = parameter
+    assert named._fp_param.data_ptr() == parameter.data_ptr()
+    assert named._mp_param.dtype is torch.bfloat16
+    assert named._mp_param.numel() == 0
+
+
+@pytest.mark.parametrize(("version", "missing"), [(1, []), (2, ["num_batches_tracked"])])
+def test_a_module_converts_what_an_earlier_version_wrote(version: int, missing: list[str]) -> None:
+    layer = nn.BatchNorm1d(2)
+    state = nn.BatchNorm1d(2).state_dict()
+    del state["num_batches_tracked"]
+    set_state_dict_versions(state, {"": {"version": version}})
+    found = layer.load_state_dict(state, strict=False)
+    assert found.missing_keys == missing, "load_weights: files that an older torch wrote would be refused"
+
+
+def test_names_that_torch_was_told_to_ignore_are_read() -> None:
+    net = nn.Linear(2, 2)
+    assert ignored_names(net) == ()
+    parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["bias"])
+    assert ignored_names(net) == ("bias",), "DDP: parameters that another system trains would be averaged"
+
+
+def good_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    raise NotImplementedError
+
+
+def hook_with_another_name(_state: object, _mine: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    raise NotImplementedError
+
+
+def hook_of_another_type(_state: object, bucket: int) -> torch.futures.Future[Tensor]:
+    raise NotImplementedError
+
+
+def hook_with_another_result(_state: object, bucket: dist.GradBucket) -> int:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        (good_hook, None),
+        (hook_with_another_name, KeyError),
+        (hook_of_another_type, ValueError),
+        (hook_with_another_result, ValueError),
+    ],
+)
+def test_the_signature_of_a_hook_is_checked(hook: Callable[..., Any], error: type[Exception] | None) -> None:
+    wrapper = parallel.DistributedDataParallel.__new__(parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.logger = None  # all that a wrapper needs for it
+    if error is None:
+        check_comm_hook(wrapper, hook)
+    else:
+        with pytest.raises(error):
+            check_comm_hook(wrapper, hook)
+
+
+@dataclass
+class Output:
+    scores: Tensor
+    hidden: tuple[Tensor, ...]
+    name: str = "x"
+
+
+def test_tensors_are_found_in_every_output_that_torch_knows() -> None:
+    one, two, three, four = (torch.zeros(1) for _ in range(4))
+    found = find_tensors({"a": Output(one, (two,)), "b": [three, 1, None], "c": {"d": four}})
+    assert list(map(id, found)) == list(map(id, [one, two, three, four])), "DDP: a backward would not be seen to begin"
+
+
+def test_step_pre_hooks_are_listed_and_called() -> None:
+    called: list[str] = []
+
+    def hook(*_arguments: Any) -> None:
+        called.append("hook")
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    handle = optimizer.register_step_pre_hook(hook)
+    assert hook in optimizer_step_pre_hooks(optimizer).values(), "Trainer: a second one would guard a second time"
+    optimizer.step()
+    assert called == ["hook"]
+    handle.remove()
+    assert hook not in optimizer_step_pre_hooks(optimizer).values()
+
+
+def test_every_batch_norm_is_one() -> None:
+    kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
+    assert all(issubclass(kind, AnyBatchNorm) for kind in kinds), "convert_sync_batchnorm: a layer stays local"
+    assert not issubclass(nn.InstanceNorm1d, AnyBatchNorm), "its statistics are one sample's"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks GPUs for their memory")
+@pytest.mark.filterwarnings("error")
+def test_a_gpu_is_as_large_as_itself() -> None:
+    warn_of_unequal_devices([0, 0])
