@@ -4,14 +4,19 @@ torch's `device_ids` are numbers of GPUs, and scripts use them as such (`f"cuda:
 accelerator stays a number here; the CPU, which torch's DataParallel does not know, is `torch.device("cpu")`.
 """
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 
 from lockstep.errors import DeviceError
 
-DeviceId = int | str | torch.device
-"""An accelerator's number, or a device or its name; -1 is the CPU, as in torch's functional form."""
+DeviceId = SupportsIndex | str | torch.device | torch.cuda.device | torch.xpu.device
+"""An accelerator's number, or a device or its name; -1 is the CPU, as in torch's functional form.
+
+`torch.cuda.device(1)`, a context manager, means device 1 here; torch's DataParallel takes it for the current device.
+"""
 
 _CPU = torch.device("cpu")
 
@@ -30,11 +35,15 @@ def as_device(device_id: DeviceId) -> torch.device:
         DeviceError: It is not here.
         TypeError: It is neither a number nor a device nor a device's name.
     """
-    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
+    if isinstance(device_id, torch.cuda.device | torch.xpu.device):
+        device_id = f"{'cuda' if isinstance(device_id, torch.cuda.device) else 'xpu'}:{device_id.idx}"
+    if isinstance(device_id, bool) or not isinstance(device_id, SupportsIndex | str | torch.device):
         raise TypeError(
             f"{device_id!r} names no device. Say the number of a GPU, a torch.device or a name such as "
             '"cuda:1" or "cpu".'
         )
+    if isinstance(device_id, SupportsIndex):
+        device_id = operator.index(device_id)
     if device_id == -1:
         return _CPU
     kind = _accelerator_type()

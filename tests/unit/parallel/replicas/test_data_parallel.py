@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.parallel.replicas.replicated import CPU, THREE, TWO
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrizations
 
 from lockstep.errors import DeviceError
 from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.replicas.devices import as_ids
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -360,6 +362,19 @@ def test_devices_that_make_no_sense() -> None:
         with pytest.raises(DeviceError, match="can be seen here"):
             DataParallel(net, ["cpu", device])
     assert DataParallel(net, TWO, output_device=-1).output_device == CPU
+
+
+def test_all_that_torch_takes_for_a_device_means_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.cuda.device(1) was a TypeError; torch's DataParallel takes it for the current device.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    devices = [0, torch.device("cuda:1"), "cuda:0", torch.cuda.device(1), torch.device("cuda"), np.int64(1)]
+    assert as_ids(devices) == [0, 1, 0, 1, 1, 1]
+    with pytest.raises(DeviceError, match="on device 'cuda:2', but 2 of cuda can be seen here"):
+        as_ids([torch.cuda.device(2)])
+    with pytest.raises(DeviceError, match="can be seen here"):
+        as_ids([torch.xpu.device(0)])
 
 
 def test_module_on_another_device_is_refused_in_torchs_words() -> None:
