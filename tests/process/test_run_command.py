@@ -184,6 +184,30 @@ def test_a_script_that_spawns_its_processes_itself_runs_unchanged(tmp_path: Path
     assert found.stdout.splitlines() == ["sum 2.0"] * 2, found.stderr
 
 
+NESTED = """
+import os, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, world_size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_script_that_spawns_its_processes_itself_is_refused_where_it_was_started_several_times(
+    tmp_path: Path, marker: str
+) -> None:
+    # It waited for half an hour: each copy's processes look for a rendezvous on a port that nobody serves.
+    write(tmp_path, NESTED)
+    found = run(tmp_path, "--workers", "2", "--devices", "cpu", "script.py", marker)
+    assert found.returncode == 1
+    assert "the script starts its own workers" in found.stderr
+    assert "Start the script once, with `python script.py` or with --workers 1" in found.stderr
+    assert not bearing(marker)
+
+
 def test_a_single_worker_is_as_by_hand(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     write(tmp_path / "package", "import sys\nprint('read', input(), sys.argv[1:])\nsys.exit(7)", "__main__.py")

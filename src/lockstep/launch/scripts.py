@@ -26,6 +26,7 @@ from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.environment import ScriptPlace, device_variables, share_cores, world_variables
 from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
 from lockstep.launch.lines import Tail
+from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
 from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory
 from lockstep.launch.sessions import Sessions, exit_code
@@ -117,9 +118,11 @@ def run_script(job: ScriptJob) -> Ending:
         stack.callback(crew.close)
         kills = read_oom_kills()
         crew.start(rendezvous)
-        stop = crew.wait(mailbox)
+        stop = crew.wait(mailbox, rendezvous)
         killer = name_killer(kills, read_oom_kills())
         crew.end(mailbox, stop)
+        if crew.is_nested:
+            return Ending(1, describe_nesting(job.world_size, job.program[-1]))
         return crew.judge(killer) if stop is None else crew.judge_stopped(stop)
 
 
@@ -151,6 +154,7 @@ class _ScriptCrew:
 
     def __init__(self, job: ScriptJob) -> None:
         self._job = job
+        self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
         # A single worker has the terminal for itself, as if started by hand: it may ask, and show a progress bar.
@@ -192,14 +196,27 @@ class _ScriptCrew:
             os.close(stderr)
         self._workers.append(_ScriptWorker(rank, process, tail))
 
-    def wait(self, mailbox: SignalMailbox) -> Signals | None:
-        """Wait until all have ended, or one has failed and nobody has before it; return a signal that asks to stop."""
+    def wait(self, mailbox: SignalMailbox, rendezvous: Rendezvous) -> Signals | None:
+        """Wait until all have ended, or one has failed and nobody has before it; return a signal that asks to stop.
+
+        `is_nested` says afterwards whether they are to be stopped because they wait for what will not come.
+        """
         deadline: float | None = None
+        watch = NestingWatch()
+        looked_at = time.monotonic()
         while any(worker.exit_code is None for worker in self._workers):
             seconds = None if deadline is None else max(deadline - time.monotonic(), 0)
-            if (stop := mailbox.wait(seconds)) is not None:
+            is_watched = deadline is None and rendezvous.is_served and not rendezvous.was_found.is_set()
+            if (stop := mailbox.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
                 return stop
             self._look()
+            now = time.monotonic()
+            if is_watched and now - looked_at >= LOOK_SECONDS:
+                seen = look_at([worker.process.pid for worker in self._workers])
+                self.is_nested = watch.is_nested(seen, now - looked_at) and not rendezvous.was_found.is_set()
+                looked_at = now
+                if self.is_nested:
+                    break
             if deadline is None and any(worker.has_failed() for worker in self._workers):
                 deadline = time.monotonic() + _SETTLE_SECONDS
             if deadline is not None and time.monotonic() >= deadline:

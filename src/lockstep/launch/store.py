@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.launch.readiness import wait_to_read
@@ -28,6 +28,8 @@ class Rendezvous:
     """On loopback."""
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
+    was_found: threading.Event = field(default_factory=threading.Event)
+    """Set when the first process connects to the store that the launcher serves."""
 
 
 def open_store() -> "TCPStore":
@@ -60,20 +62,23 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
             return
         reserved.listen(_BACKLOG)
         over, bell = os.pipe()
-        serving = threading.Thread(target=_serve_when_asked, args=(reserved, over), name="rendezvous")
+        rendezvous = Rendezvous(port, is_served=True)
+        arguments = (reserved, over, rendezvous.was_found)
+        serving = threading.Thread(target=_serve_when_asked, args=arguments, name="rendezvous")
         serving.start()
         try:
-            yield Rendezvous(port, is_served=True)
+            yield rendezvous
         finally:
             os.close(bell)
             serving.join()
             os.close(over)
 
 
-def _serve_when_asked(listener: socket.socket, over: int) -> None:
+def _serve_when_asked(listener: socket.socket, over: int, was_found: threading.Event) -> None:
     """Serve the store from the first connection on, until `over` is closed at its other end."""
     ready = wait_to_read(listener.fileno(), over)
     if over not in ready:
+        was_found.set()
         store = _serve(listener)
         wait_to_read(over)
         del store
