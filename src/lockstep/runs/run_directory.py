@@ -11,6 +11,7 @@ runs/digits/
 """
 
 import contextlib
+import glob
 import itertools
 import json
 import re
@@ -100,7 +101,7 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     found = {
         int(match[1] or 1): path
-        for path in _RUNS.glob(f"{name}*")
+        for path in _RUNS.glob(f"{glob.escape(name)}*")
         if (match := numbered.fullmatch(path.name)) and find_checkpoints(path)
     }
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name

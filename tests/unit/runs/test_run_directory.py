@@ -40,12 +40,14 @@ def test_a_directory_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
         make_run_directory("file/run", "digits")
 
 
-def test_the_newest_numbered_run_is_resumed() -> None:
+@pytest.mark.parametrize("name", ["digits", "lr[0.1]", "lr*", "a?"])
+def test_the_newest_numbered_run_is_resumed(name: str) -> None:
+    # A name with brackets was taken for a pattern, which does not match itself: the first run was resumed.
     for _ in range(11):
-        (make_run_directory(None, "digits") / "step-1.ckpt").touch()
-    make_run_directory(None, "digits")  # one that failed before it saved anything
-    make_run_directory(None, "digits-extra")
-    assert find_run_directory(None, "digits") == Path("runs/digits-11")
+        (make_run_directory(None, name) / "step-1.ckpt").touch()
+    make_run_directory(None, name)  # one that failed before it saved anything
+    make_run_directory(None, f"{name}-extra")
+    assert find_run_directory(None, name) == Path(f"runs/{name}-11")
 
 
 def test_no_run_to_resume_is_explained() -> None:
