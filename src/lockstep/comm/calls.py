@@ -17,20 +17,6 @@ from lockstep.errors import CollectiveMismatchError
 
 LONGEST_CALL = 1000
 """Bytes of the longest description."""
-TORCH_NAMES: Final = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "allgather_coalesced": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-}
-"""What torch.distributed, and so the user, calls a method of a group."""
-
-
 _PURPOSE: Final = ContextVar("what the calls of this thread are for", default="")
 
 

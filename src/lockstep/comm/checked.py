@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
-from lockstep.comm.calls import LONGEST_CALL, TORCH_NAMES, describe_call, explain_mismatch
+from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
+from lockstep.comm.collectives import Collective, add_collectives
 from lockstep.comm.shm.arguments import read_allocation
-from lockstep.comm.shm.arithmetic import split_operation
 from lockstep.comm.shm.call_comparer import make_shared_memory_comparer
 from lockstep.comm.shm.rendezvous import GroupMembers
 from lockstep.compiler import keep_compiler_out_of_methods
@@ -113,6 +113,7 @@ class GlooComparer:
 
 @final
 @keep_compiler_out_of_methods
+@add_collectives
 class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for the devices that were asked for, behind an agreement on every call.
 
@@ -142,92 +143,27 @@ class CheckedProcessGroup(ProcessGroup):
         self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
         self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner)
 
-    def allreduce(self, *arguments: Any) -> Work:
-        """Agree, then all-reduce."""
-        return self._call("allreduce", arguments, _listed(arguments[0]), _reduce_op(arguments))
-
-    def allreduce_coalesced(self, *arguments: Any) -> Work:
-        """Agree, then all-reduce several tensors."""
-        return self._call("allreduce_coalesced", arguments, arguments[0], _reduce_op(arguments))
-
-    def broadcast(self, *arguments: Any) -> Work:
-        """Agree, then broadcast."""
-        return self._call("broadcast", arguments, _listed(arguments[0]), self._root("from", arguments))
-
-    def reduce(self, *arguments: Any) -> Work:
-        """Agree, then reduce to the root."""
-        detail = f"{_reduce_op(arguments)}, {self._root('to', arguments)}"
-        return self._call("reduce", arguments, _listed(arguments[0]), detail)
-
-    def allgather(self, *arguments: Any) -> Work:
-        """Agree, then gather a list everywhere."""
-        return self._call("allgather", arguments, _listed(arguments[1]))
-
-    def all_gather_single(self, *arguments: Any) -> Work:
-        """Agree, then gather one tensor everywhere."""
-        return self._call("_allgather_base", arguments, [arguments[1]])
-
-    def allgather_coalesced(self, *arguments: Any) -> Work:
-        """Agree, then gather several lists everywhere."""
-        return self._call("allgather_coalesced", arguments, arguments[1])
-
-    def all_gather_single_coalesced(self, *arguments: Any) -> Work:
-        """Agree, then gather several tensors everywhere."""
-        return self._call("allgather_into_tensor_coalesced", arguments, arguments[1])
-
-    def reduce_scatter(self, *arguments: Any) -> Work:
-        """Agree, then reduce and scatter a list."""
-        return self._call("reduce_scatter", arguments, _listed(arguments[0]), _reduce_op(arguments))
-
-    def reduce_scatter_single(self, *arguments: Any) -> Work:
-        """Agree, then reduce and scatter one tensor."""
-        return self._call("_reduce_scatter_base", arguments, [arguments[0]], _reduce_op(arguments))
-
-    def reduce_scatter_single_coalesced(self, *arguments: Any) -> Work:
-        """Agree, then reduce and scatter several tensors."""
-        return self._call("reduce_scatter_tensor_coalesced", arguments, arguments[0], _reduce_op(arguments))
-
-    def alltoall(self, *arguments: Any) -> Work:
-        """Agree on the dtype, then exchange lists."""
-        return self._call("alltoall", arguments, [arguments[1][0].new_empty(0)])
-
-    def all_to_all_single(self, *arguments: Any) -> Work:
-        """Agree on dtype and row shape, then exchange rows."""
-        return self._call("alltoall_base", arguments, [arguments[1][:0]])
-
-    def gather(self, *arguments: Any) -> Work:
-        """Agree, then gather a list on the root."""
-        return self._call("gather", arguments, _listed(arguments[1]), self._root("to", arguments))
-
-    def scatter(self, *arguments: Any) -> Work:
-        """Agree, then scatter the root's list."""
-        return self._call("scatter", arguments, _listed(arguments[0]), self._root("from", arguments))
-
-    def barrier(self, opts: Any = None) -> Work:
-        """Agree, then wait for all."""
-        return self._call("barrier", () if opts is None else (opts,), [])
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
+        """Compare one call of the table's, then make it (collective)."""
+        call = collective.read(arguments, keywords)
+        description = collective.describe(call, self._names)
+        return self._compare_then(description, lambda: self._forward(collective.methods[0], call.arguments))
 
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
-        self._agree_then(call, lambda: None)
+        self._compare_then(call, lambda: None)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Send, unchecked."""
-        return self._hand_on("send", (tensors, dst, tag))
+        return self._forward("send", (tensors, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive, unchecked."""
-        return self._hand_on("recv", (tensors, src, tag))
+        return self._forward("recv", (tensors, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive from any rank, unchecked."""
-        return self._hand_on("recv_anysource", (tensors, tag))
+        return self._forward("recv_anysource", (tensors, tag))
 
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
@@ -254,12 +190,7 @@ class CheckedProcessGroup(ProcessGroup):
         self._close()
         self._inner = None
 
-    def _call(self, name: str, arguments: Sequence[Any], tensors: Sequence[Tensor], detail: str = "") -> Work:
-        kinds = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-        call = describe_call(TORCH_NAMES.get(name, name), kinds, detail)
-        return self._agree_then(call, lambda: self._hand_on(name, arguments))
-
-    def _agree_then(self, call: bytes, action: Callable[[], Result]) -> Result:
+    def _compare_then(self, call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
         try:
             self._comparer.compare_calls(call)
@@ -270,15 +201,8 @@ class CheckedProcessGroup(ProcessGroup):
             self._comparer.fail(error)
             raise
 
-    def _root(self, direction: str, arguments: Sequence[Any]) -> str:
-        roots = [argument.rootRank for argument in arguments if hasattr(argument, "rootRank")]
-        roots += [argument for argument in arguments if isinstance(argument, int)]
-        root = roots[0] if roots else 0
-        is_there = 0 <= root < len(self._names)  # if not, the backend says so
-        return f"{direction} rank {self._names[root] if is_there else root}"
-
-    def _hand_on(self, name: str, arguments: Sequence[Any]) -> Work:
-        work: Work = getattr(self._require_inner(), name)(*arguments)
+    def _forward(self, name: str, arguments: Sequence[Any]) -> Work:
+        work: Work = getattr(self._require_inner(), name)(*(value for value in arguments if value is not None))
         return work
 
     def _require_inner(self) -> Any:
@@ -333,15 +257,3 @@ def _close(pid: int, comparer: CallComparer, inner: ProcessGroup) -> None:
     if os.getpid() == pid:  # a forked child has copies of these, but is no member
         comparer.close()
         inner.shutdown()
-
-
-def _listed(tensors: Any) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _reduce_op(arguments: Sequence[Any]) -> str:
-    for argument in arguments:
-        operation = getattr(argument, "reduceOp", argument)
-        if isinstance(operation, dist.ReduceOp):
-            return str(split_operation(operation)[0]).rpartition(".")[2].lower()
-    return "sum"

@@ -263,9 +263,9 @@ def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: 
 def _start_in_shared_memory(reduction: FlatReduction, group: ShmProcessGroup, call: bytes, *, waits: bool) -> dist.Work:
     own = reduction.layout[reduction.world.rank]
     parts = [reduction.partials[node] for node in own]
-    options = dist.AllreduceOptions()
-    options.asyncOp = not waits
-    return group.ordered_all_reduce(parts, reduction.out, reduction.layout, reduction.num_shards, call, options)
+    return group.ordered_all_reduce(
+        parts, reduction.out, reduction.layout, reduction.num_shards, call, is_async=not waits
+    )
 
 
 def _describe(tensor: Tensor) -> str:

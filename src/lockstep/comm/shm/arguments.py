@@ -64,6 +64,19 @@ def copy_into(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Check that a tensor is dense.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name}: the tensor has layout {tensor.layout}, expected a dense one; sparse ones can only be summed over "
+            "all ranks. Give tensor.to_dense()."
+        )
+
+
 def check_writable(tensors: Sequence[Tensor]) -> None:
     """Check that every element has memory of its own.
 

@@ -90,6 +90,11 @@ def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpTy
     return state if isinstance(state, tuple) else (op, None)
 
 
+def operation_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
+    """Return the name of a reduce operation in lower case, as in messages."""
+    return _kind_name(split_operation(op)[0])
+
+
 def reduce_into(
     out: Tensor, parts: Sequence[Tensor], how: Reduction, steps: Sequence[Step], copies: Sequence[Tensor] = ()
 ) -> None:
@@ -105,6 +110,12 @@ def reduce_into(
     if out.numel() == 0:
         return
     block = max(_BLOCK_BYTES // out.element_size(), 1)
+    if out.numel() <= block:  # cutting tensors takes longer than adding short ones
+        scratch = [torch.empty_like(out) for _ in range(_num_scratch(steps, len(parts)))]
+        _reduce_block(parts, out, scratch, steps, how)
+        for copy in copies:
+            copy.copy_(out)
+        return
     columns = [tensor.split(block) for tensor in (*parts, out, *copies)]
     scratch = [torch.empty_like(columns[0][0]) for _ in range(_num_scratch(steps, len(parts)))]
     for row in zip(*columns, strict=True):
@@ -169,9 +180,14 @@ def _num_scratch(steps: Sequence[Step], num_parts: int) -> int:
     return max((step.target + 1 - num_parts for step in steps), default=0) if steps else 0
 
 
+@lru_cache(maxsize=64)
+def _kind_name(kind: Any) -> str:
+    return str(kind).rpartition(".")[2].lower()
+
+
 @lru_cache(maxsize=256)
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
-    name = str(kind).rpartition(".")[2].lower()
+    name = _kind_name(kind)
     combine = (_OVER_BOOLEANS if dtype is torch.bool else _OVER_NUMBERS).get(kind)
     if combine is None:
         raise TypeError(f"ReduceOp.{name.upper()} has no meaning for {dtype}; cast the tensor to a number type first.")

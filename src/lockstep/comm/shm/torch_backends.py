@@ -1,5 +1,6 @@
 """Groups of other backends within a shared-memory group, for what has no form in shared memory."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -24,7 +25,7 @@ class TorchBackends:
         self._timeout = timeout
         self._made: dict[str, Any] = {}
 
-    def call(self, device: torch.device, name: str, arguments: tuple[Any, ...]) -> Work:
+    def call(self, device: torch.device, name: str, arguments: Sequence[Any]) -> Work:
         """Do the collective `name` on the backend for `device`."""
         work: Work = getattr(self._on(device), name)(*(value for value in arguments if value is not None))
         return work

@@ -1,0 +1,351 @@
+"""The table of collectives: what Lockstep knows of each one of torch.distributed, described once.
+
+Comparing calls (`checked.py`) and the shm backend (`shm/group.py`) read it; their methods are made from it. `send`,
+`recv` and `monitored_barrier` are not in it: they are not calls that all ranks make alike.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from lockstep.comm.calls import describe_call
+from lockstep.comm.collective_call import CollectiveCall
+from lockstep.comm.shm import operations
+from lockstep.comm.shm.arguments import read_list
+from lockstep.comm.shm.arithmetic import operation_name
+from lockstep.comm.shm.phases import PhaseExchange
+
+_Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
+_Group = TypeVar("_Group", bound=type)
+
+
+class Compared(Enum):
+    """What must agree between ranks about the tensors of a call."""
+
+    INPUTS = "dtype and shape of the inputs"
+    OUTPUTS = "dtype and shape of the outputs"
+    DTYPE = "dtype of the first input"
+    ROWS = "dtype of the input, and the shape of a row"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective."""
+
+    name: str
+    """Its name in torch.distributed, for messages."""
+    summary: str
+    """What it does, in a sentence."""
+    methods: tuple[str, ...]
+    """Names of the group's method. The first is the oldest, which torch's groups and backends have."""
+    parameters: tuple[str, ...]
+    """Names of the method's parameters: first those with tensors and splits, then the options."""
+    tensors: Callable[[Sequence[Any]], _Tensors]
+    """Returns outputs and inputs, given the arguments."""
+    compared: Compared
+    """What must agree between ranks, beside the name."""
+    reduces: bool = False
+    """Whether the reduce operation must agree too."""
+    root: str = ""
+    """Whether the root must agree too, and how to name it: `"from"` or `"to"`; empty if there is none."""
+    is_coalesced: bool = False
+    """Whether one call stands for one call per tensor."""
+    check: Callable[[PhaseExchange, CollectiveCall], None] = operations.check_nothing
+    """Checks the arguments, before the shm backend makes the call."""
+    run: Callable[[PhaseExchange, CollectiveCall], None]
+    """Makes the call in shared memory."""
+
+    def read(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveCall:
+        """Return what a call is about.
+
+        Args:
+            arguments: What the group's method got.
+            keywords: What it got by name.
+
+        Raises:
+            TypeError: An argument is missing, or unknown.
+        """
+        num_tensors = len(self.parameters) - 1
+        if keywords or len(arguments) < num_tensors:
+            arguments = self._bind(arguments, keywords)
+        outputs, inputs = self.tensors(arguments)
+        return CollectiveCall(self.name, arguments, outputs, inputs, arguments[num_tensors:])
+
+    def compared_tensors(self, call: CollectiveCall) -> Sequence[Tensor]:
+        """Return the tensors of which something must agree; they also decide which backend carries the call."""
+        return call.outputs if self.compared is Compared.OUTPUTS else call.inputs
+
+    def describe(self, call: CollectiveCall, names: Sequence[int]) -> bytes:
+        """Describe a call by all that must agree between ranks.
+
+        Args:
+            call: The call.
+            names: What messages call each rank: its rank in the default group.
+        """
+        details: list[str] = []
+        if self.reduces:
+            details.append(call.reductions[0].name if call.reductions else operation_name(call.op))
+        if self.root:
+            root = call.root
+            # torch's backends refuse a root that is not there, each in its own words
+            details.append(f"{self.root} rank {names[root] if 0 <= root < len(names) else root}")
+        tensors = self.compared_tensors(call)
+        if self.compared is Compared.INPUTS or self.compared is Compared.OUTPUTS:
+            kinds = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        else:
+            kinds = tuple([(tensor.dtype, torch.Size([])) for tensor in tensors[:1]])
+        if self.compared is Compared.ROWS:
+            details.append(f"rows of {list(tensors[0].shape[1:])}")
+        return describe_call(self.name, kinds, ", ".join(details))
+
+    def _bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        rest = self.parameters[len(arguments) :]
+        missing = [name for name in rest[:-1] if name not in keywords]
+        unknown = [name for name in keywords if name not in rest]
+        if missing or unknown:
+            raise TypeError(f"{self.name}: missing arguments {missing}, unknown arguments {unknown}.")
+        return [*arguments, *(keywords[name] for name in rest if keywords.get(name) is not None)]
+
+
+class MakesCollectives(Protocol):
+    """A group whose methods `add_collectives` makes."""
+
+    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
+        """Make one call (collective)."""
+
+
+def add_collectives(group: _Group) -> _Group:
+    """Give a class the methods that torch calls by name, as a decorator; each calls `make_call`."""
+    for collective in COLLECTIVES:
+        for name in collective.methods:
+            method = _method_for(collective)
+            method.__name__ = name
+            method.__qualname__ = f"{group.__name__}.{name}"
+            method.__doc__ = collective.summary
+            setattr(group, name, method)
+    return group
+
+
+def _method_for(collective: Collective) -> Callable[..., Work]:
+    def method(self: MakesCollectives, *arguments: Any, **keywords: Any) -> Work:
+        return self.make_call(collective, arguments, keywords)
+
+    return method
+
+
+# -- Where the tensors are among the arguments -------------------------------------------------------------------------
+
+
+def _in_place(arguments: Sequence[Any]) -> _Tensors:
+    tensors = _as_list(arguments[0])
+    return tensors, tensors
+
+
+def _outputs_and_inputs(arguments: Sequence[Any]) -> _Tensors:
+    return _as_list(arguments[0]), _as_list(arguments[1])
+
+
+def _list_of_outputs(arguments: Sequence[Any]) -> _Tensors:
+    return read_list(arguments[0]), _as_list(arguments[1])
+
+
+def _list_of_inputs(arguments: Sequence[Any]) -> _Tensors:
+    return _as_list(arguments[0]), read_list(arguments[1])
+
+
+def _rows_of_outputs(arguments: Sequence[Any]) -> _Tensors:
+    return [tensor for row in arguments[0] for tensor in row], arguments[1]
+
+
+def _none(_: Sequence[Any]) -> _Tensors:
+    return (), ()
+
+
+def _as_list(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+_IN_PLACE = ("tensors", "opts")
+_LISTS = ("output_tensors", "input_tensors", "opts")
+_PAIR = ("output", "input", "opts")
+
+COLLECTIVES: Final = (
+    Collective(
+        name="all_reduce",
+        summary="Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.",
+        methods=("allreduce",),
+        parameters=_IN_PLACE,
+        tensors=_in_place,
+        compared=Compared.INPUTS,
+        reduces=True,
+        check=operations.check_one,
+        run=operations.run_all_reduce,
+    ),
+    Collective(
+        name="all_reduce_coalesced",
+        summary="Do `allreduce` for each tensor, as one call.",
+        methods=("allreduce_coalesced",),
+        parameters=_IN_PLACE,
+        tensors=_in_place,
+        compared=Compared.INPUTS,
+        reduces=True,
+        is_coalesced=True,
+        run=operations.run_all_reduce,
+    ),
+    Collective(
+        name="broadcast",
+        summary="Replace one tensor by the root's.",
+        methods=("broadcast",),
+        parameters=_IN_PLACE,
+        tensors=_in_place,
+        compared=Compared.INPUTS,
+        root="from",
+        check=operations.check_one,
+        run=operations.run_broadcast,
+    ),
+    Collective(
+        name="reduce",
+        summary="Replace one tensor, on the root, by its reduction over all ranks.",
+        methods=("reduce",),
+        parameters=_IN_PLACE,
+        tensors=_in_place,
+        compared=Compared.INPUTS,
+        reduces=True,
+        root="to",
+        check=operations.check_one,
+        run=operations.run_reduce,
+    ),
+    Collective(
+        name="all_gather",
+        summary="Collect one tensor of every rank, in rank order, in a list of tensors of its shape.",
+        methods=("allgather",),
+        parameters=_LISTS,
+        tensors=_list_of_outputs,
+        compared=Compared.INPUTS,
+        check=operations.check_gather_everywhere,
+        run=operations.run_gather,
+    ),
+    Collective(
+        name="all_gather_into_tensor",
+        summary="Collect one tensor of every rank, one after another in rank order, in one tensor.",
+        methods=("_allgather_base", "all_gather_single"),
+        parameters=_PAIR,
+        tensors=_outputs_and_inputs,
+        compared=Compared.INPUTS,
+        check=operations.check_outputs_of_all,
+        run=operations.run_gather_single,
+    ),
+    Collective(
+        name="all_gather_coalesced",
+        summary="Do `allgather` for each input, as one call; `output_tensors[rank][i]` takes input i of that rank.",
+        methods=("allgather_coalesced",),
+        parameters=_LISTS,
+        tensors=_rows_of_outputs,
+        compared=Compared.INPUTS,
+        is_coalesced=True,
+        check=operations.check_rows_of_outputs,
+        run=operations.run_gather_rows,
+    ),
+    Collective(
+        name="all_gather_into_tensor_coalesced",
+        summary="Do `all_gather_single` for each pair, as one call.",
+        methods=("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        parameters=_LISTS,
+        tensors=_outputs_and_inputs,
+        compared=Compared.INPUTS,
+        is_coalesced=True,
+        check=operations.check_outputs_of_all,
+        run=operations.run_gather_single,
+    ),
+    Collective(
+        name="reduce_scatter",
+        summary="Reduce the r-th tensor of every rank's list into the output of rank r.",
+        methods=("reduce_scatter",),
+        parameters=_LISTS,
+        tensors=_list_of_inputs,
+        compared=Compared.OUTPUTS,
+        reduces=True,
+        check=operations.check_reduce_scatter,
+        run=operations.run_reduce_scatter,
+    ),
+    Collective(
+        name="reduce_scatter_tensor",
+        summary="Reduce one tensor, cut into one equal piece per rank, so that rank r has piece r of the result.",
+        methods=("_reduce_scatter_base", "reduce_scatter_single"),
+        parameters=_PAIR,
+        tensors=_outputs_and_inputs,
+        compared=Compared.OUTPUTS,
+        reduces=True,
+        check=operations.check_inputs_for_all,
+        run=operations.run_reduce_scatter_single,
+    ),
+    Collective(
+        name="reduce_scatter_tensor_coalesced",
+        summary="Do `reduce_scatter_single` for each pair, as one call.",
+        methods=("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        parameters=_LISTS,
+        tensors=_outputs_and_inputs,
+        compared=Compared.OUTPUTS,
+        reduces=True,
+        is_coalesced=True,
+        check=operations.check_inputs_for_all,
+        run=operations.run_reduce_scatter_single,
+    ),
+    Collective(
+        name="all_to_all",
+        summary="Send the q-th input to rank q, and take the r-th output from rank r; shapes may differ by pair.",
+        methods=("alltoall",),
+        parameters=_LISTS,
+        tensors=_outputs_and_inputs,
+        compared=Compared.DTYPE,
+        check=operations.check_all_to_all,
+        run=operations.run_all_to_all,
+    ),
+    Collective(
+        name="all_to_all_single",
+        summary="Do `alltoall` with the rows of one tensor: equal shares, or as many rows per rank as the splits say.",
+        methods=("alltoall_base", "all_to_all_single"),
+        parameters=("output", "input", "output_split_sizes", "input_split_sizes", "opts"),
+        tensors=_outputs_and_inputs,
+        compared=Compared.ROWS,
+        check=operations.check_all_to_all_single,
+        run=operations.run_all_to_all_single,
+    ),
+    Collective(
+        name="gather",
+        summary="Collect one tensor of every rank, in rank order, on the root.",
+        methods=("gather",),
+        parameters=_LISTS,
+        tensors=_list_of_outputs,
+        compared=Compared.INPUTS,
+        root="to",
+        check=operations.check_gather,
+        run=operations.run_gather,
+    ),
+    Collective(
+        name="scatter",
+        summary="Give every rank one tensor of the root's list.",
+        methods=("scatter",),
+        parameters=_LISTS,
+        tensors=_list_of_inputs,
+        compared=Compared.OUTPUTS,
+        root="from",
+        check=operations.check_scatter,
+        run=operations.run_scatter,
+    ),
+    Collective(
+        name="barrier",
+        summary="Return when every rank has come here.",
+        methods=("barrier",),
+        parameters=("opts",),
+        tensors=_none,
+        compared=Compared.INPUTS,
+        run=operations.run_barrier,
+    ),
+)
+"""Every collective that a process group of torch can make."""

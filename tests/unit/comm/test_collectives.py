@@ -1,0 +1,90 @@
+"""The table of collectives: it knows every collective of torch, and both kinds of groups read it."""
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.checked import CheckedProcessGroup
+from lockstep.comm.collectives import COLLECTIVES, Collective
+from lockstep.comm.shm.group import ShmProcessGroup
+
+BY_NAME = {collective.name: collective for collective in COLLECTIVES}
+NOT_IN_THE_TABLE = {"monitored_barrier", "send", "recv", "recv_anysource"}
+"""Those that not all ranks make alike."""
+ONE, TWO = torch.ones(3), torch.ones(2, dtype=torch.float64)
+
+
+def describe(name: str, *arguments: Any, **keywords: Any) -> str:
+    collective = BY_NAME[name]
+    return collective.describe(collective.read(arguments, keywords), names=(0, 5)).decode()
+
+
+def test_no_collective_of_torch_is_missing() -> None:
+    # A method that is not overridden would go to torch's C++ class, which has no backend for it, or checks nothing.
+    words = ("reduce", "gather", "scatter", "alltoall", "all_to_all", "broadcast", "barrier")
+    torchs = {name for name in vars(dist.ProcessGroup) if any(word in name for word in words)}
+    known = {name for collective in COLLECTIVES for name in collective.methods}
+    assert torchs - known - NOT_IN_THE_TABLE == set()
+    for group in (ShmProcessGroup, CheckedProcessGroup):
+        assert known <= set(vars(group))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda collective: collective.name)
+def test_torch_has_the_first_name(collective: Collective) -> None:
+    assert hasattr(dist.ProcessGroup, collective.methods[0])
+    if not collective.is_coalesced:  # those are never handed to a backend alone
+        assert hasattr(dist.ProcessGroupGloo, collective.methods[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("all_reduce", ([ONE],), "all_reduce(sum, float32 [3])"),
+        ("all_reduce", (ONE, dist.ReduceOp.MAX), "all_reduce(max, float32 [3])"),
+        ("all_reduce_coalesced", ([ONE, TWO],), "all_reduce_coalesced(sum, float32 [3], float64 [2])"),
+        ("broadcast", ([ONE],), "broadcast(from rank 0, float32 [3])"),
+        ("broadcast", (ONE, 1), "broadcast(from rank 5, float32 [3])"),
+        ("broadcast", (ONE, 7), "broadcast(from rank 7, float32 [3])"),
+        ("reduce", (ONE, 1, dist.ReduceOp.MIN), "reduce(min, to rank 5, float32 [3])"),
+        ("all_gather", ([[ONE, ONE]], [TWO]), "all_gather(float64 [2])"),
+        ("all_gather_coalesced", ([[ONE, TWO]] * 2, [ONE, TWO]), "all_gather_coalesced(float32 [3], float64 [2])"),
+        ("reduce_scatter", ([TWO], [[ONE, ONE]]), "reduce_scatter(sum, float64 [2])"),
+        ("all_to_all", ([ONE, ONE], [TWO, TWO]), "all_to_all(float64 [])"),
+        ("all_to_all_single", (ONE, torch.ones(2, 3, 4), [], []), "all_to_all_single(rows of [3, 4], float32 [])"),
+        ("gather", ([[ONE, ONE]], [ONE], 1), "gather(to rank 5, float32 [3])"),
+        ("scatter", ([TWO], [[TWO, TWO]]), "scatter(from rank 0, float64 [2])"),
+        ("barrier", (), "barrier()"),
+        ("barrier", (dist.BarrierOptions(),), "barrier()"),
+    ],
+)
+def test_a_call_is_described_by_what_must_agree(name: str, arguments: Any, said: str) -> None:
+    assert describe(name, *arguments) == said
+
+
+def test_options_say_operation_root_and_whether_the_caller_waits() -> None:
+    options = dist.ReduceOptions()
+    options.reduceOp, options.rootRank, options.asyncOp = dist.ReduceOp.PRODUCT, 1, False
+    call = BY_NAME["reduce"].read(([ONE], options), {})
+    assert (call.op, call.root, call.is_async) == (dist.ReduceOp.PRODUCT, 1, False)
+    assert BY_NAME["barrier"].read((), {}).is_async
+
+
+def test_arguments_may_be_given_by_name() -> None:
+    options = dist.BarrierOptions()
+    options.timeout = datetime.timedelta(seconds=3)
+    assert BY_NAME["barrier"].read((), {"opts": options}).options == [options]
+    call = BY_NAME["all_gather_into_tensor"].read((TWO,), {"input": ONE})
+    assert call.outputs == [TWO]
+    assert call.inputs == [ONE]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [((TWO,), {}, r"missing arguments \['input'\]"), ((TWO, ONE), {"root": 1}, r"unknown arguments \['root'\]")],
+)
+def test_arguments_that_no_such_method_has_are_refused(arguments: Any, keywords: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        BY_NAME["all_gather_into_tensor"].read(arguments, keywords)
