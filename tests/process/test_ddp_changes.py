@@ -25,9 +25,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import lockstep as ls
 from lockstep.comm import current_world
 from lockstep.errors import LockstepError
-from lockstep.reduce import BucketLimits, CommHook, GradBucket, TrainedModel, plan_buckets
-from lockstep.reduce.bucket_schedule import Exchange
-from lockstep.reduce.bucket_set import lay_out
+from lockstep.reduce import BucketLimits, CommHook, GradBucket, HookReduction, TrainedModel, plan_buckets
+from lockstep.reduce.bucket_schedule import BucketSchedule
+from lockstep.reduce.bucket_set import allocate_buckets
+from lockstep.reduce.status_message import StatusTrailer
 
 Answers = dict[str, Any]
 
@@ -637,12 +638,13 @@ def two_threads(_rank: int, answers: Answers) -> None:
     assert world.group is not None
     model = TrainedModel(net)
     plan = plan_buckets([each.spec for each in model.trained], BucketLimits(sizes_bytes=(1,)), only_gradients=True)
-    layout = lay_out(plan, model.trained, world.group, as_view=True)
-    exchange = Exchange(world, layout, skips_unused=False)
-    exchange.hook = CommHook(function=hook, state=None)
-    for bucket in layout.buckets:
+    bucket_set = allocate_buckets(plan, model.trained, world.group, as_view=True)
+    reduction = HookReduction(CommHook(function=hook, state=None), world)
+    schedule = BucketSchedule(world, reduction, purpose="a test")
+    schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+    for bucket in bucket_set.buckets:
         bucket.num_pending = 0
-    threads = [threading.Thread(target=exchange.send_full) for _ in range(2)]
+    threads = [threading.Thread(target=schedule.send_full) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

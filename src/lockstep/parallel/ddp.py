@@ -35,13 +35,24 @@ from lockstep.parallel.module_arguments import (
 )
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
-from lockstep.parallel.module_sync import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, Survivor
+from lockstep.parallel.module_sync import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, ModuleSync
 from lockstep.parallel.statistics import Statistics, describe_wrapper
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
-from lockstep.reduce import CommHook, Notes, Reducer, ReducerOptions, TrainedModel, check_same_model
+from lockstep.reduce import (
+    CommHook,
+    GroupStatus,
+    HookReduction,
+    KeepLocalGradients,
+    MeanReduction,
+    Reducer,
+    ReducerOptions,
+    TrainedModel,
+    check_same_model,
+)
 
 _BROADCAST_BYTES = 250 << 20
+_PURPOSE = "a wrapped model's backward"
 
 
 class DistributedDataParallel(torch_parallel.DistributedDataParallel):
@@ -163,6 +174,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.use_side_stream_for_tensor_copies = False
         self.logger: Any = Statistics()
         self._limits = limits
+        self._mean = MeanReduction(self._world)
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
         self._has_warned_of_uneven_batches = False
@@ -193,6 +205,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         """Begin to reduce the gradients of the module (local)."""
         close_orphans(self.module)
         options = ReducerOptions(
+            purpose=_PURPOSE,
             limits=self._limits,
             as_view=self.gradient_as_bucket_view,
             dtype=_reduce_dtype(self.mixed_precision),
@@ -202,20 +215,18 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         )
         self.reducer: Any = None  # torch's attribute is of another type
         if model.trained:
-            self.reducer = Reducer(model, self._world, options)
+            self._mean = MeanReduction(self._world)
+            self.reducer = Reducer(model, self._world, options, self._mean, KeepLocalGradients(self._mean))
+            self.reducer.on_status = _WeakCall(weakref.WeakMethod(self._look_at_status))
+        sync = self._sync = ModuleSync(model, self._world, self.reducer, syncs_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
-            self.reducer.on_notes(_WeakCall(weakref.WeakMethod(self._take_notes)))
-        survivor = self._survivor = Survivor(model, self._world, self.reducer, syncs_buffers=self.forward_sync_buffers)
-        if self.reducer is not None:
-            start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(survivor.start_buffers)
-            self.reducer.send_besides(partial(_start_buffers, start, otherwise))
+            start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
+            self.reducer.schedule.send_besides = partial(_start_buffers, start, otherwise)
         before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
         # On the inner module, so that a forward through `.module` is seen as well.
-        survivor.handles += [
-            self.module.register_forward_pre_hook(
-                ModuleHook(before, survivor.before_forward, survivor), with_kwargs=True
-            ),
-            self.module.register_forward_hook(ModuleHook(after, survivor.after_forward, survivor), with_kwargs=True),
+        sync.handles += [
+            self.module.register_forward_pre_hook(ModuleHook(before, sync.before_forward, sync), with_kwargs=True),
+            self.module.register_forward_hook(ModuleHook(after, sync.after_forward, sync), with_kwargs=True),
         ]
 
     # -- Forward -------------------------------------------------------------------------------------------------------
@@ -226,7 +237,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
         Collective in training mode if the module has buffers that are broadcast.
         """
-        if not self._survivor.has_group:
+        if not self._sync.has_group:
             raise GroupError(
                 "The process group over which this module was wrapped was destroyed. Make a new one with "
                 "ls.init_process_group() and wrap the module again, or call the module itself to use it on one rank."
@@ -271,13 +282,13 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self._sync_buffers_from(self._buffer_source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
-            self.reducer.begin_forward()
+            self.reducer.times.begin_forward()
 
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
             self._sync_buffers_from(0)
-        self._survivor.after_forward(module, inputs, kwargs, output)
+        self._sync.after_forward(module, inputs, kwargs, output)
         if self._delayed is not None:
             self._delayed.prepare()
 
@@ -311,7 +322,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
-            self.reducer.wait_at_end(futures)
+            self.reducer.schedule.wait_at_end(futures)
 
     def _start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
@@ -329,12 +340,12 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether gradients are averaged; False within `no_sync`."""
-        return self.reducer is None or self.reducer.synchronizes
+        return self.reducer is None or self.reducer.watch.synchronizes
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         if self.reducer is not None:
-            self.reducer.synchronizes = value
+            self.reducer.watch.synchronizes = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -363,7 +374,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = hook.__qualname__
         if self.reducer is not None:
-            self.reducer.use_hook(CommHook(function=hook, state=state))
+            self._use_hook(state, hook)
+
+    def _use_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        reduction = HookReduction(CommHook(function=hook, state=state), self._world)
+        self.reducer.use_reduction(reduction, only_gradients=True)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__name__", "").startswith("bf16_compress"):
@@ -383,11 +398,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self._comm_hook_name = str(comm_hook_type)
 
-    def _take_notes(self, notes: Notes) -> None:
-        if notes.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
+    def _look_at_status(self, status: GroupStatus) -> None:
+        if status.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
             self._has_warned_of_uneven_batches = True
             if self._world.rank == 0:
-                warn_of_uneven_batches(notes.batch_sizes)
+                warn_of_uneven_batches(status.batch_sizes)
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
 
@@ -429,7 +444,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
-            self.reducer.divide_by(int(num_ranks.item()))
+            self._mean.divide_by(int(num_ranks.item()))
         tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
 
     def _reduces_after_this_forward(self) -> bool:
@@ -457,7 +472,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             [tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group, source
         )
         if self.reducer is not None:
-            self.reducer.divide_by(self._world.world_size)
+            self._mean.divide_by(self._world.world_size)
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 
@@ -510,11 +525,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         """Do nothing: sparse gradients need none."""
 
     def _reconnect(self) -> None:
-        self._survivor.close()
+        self._sync.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
         for hook, state in self._comm_hooks:
             if self.reducer is not None:
-                self.reducer.use_hook(CommHook(function=hook, state=state))
+                self._use_hook(state, hook)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; as torch's, only with the default group.
@@ -529,7 +544,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             )
         self._check_default_group()  # type: ignore[no-untyped-call]
         state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_world", "_survivor", "_delayed", "_comm_hooks"):
+        for name in ("process_group", "reducer", "_world", "_sync", "_mean", "_delayed", "_comm_hooks"):
             del state[name]
         return state
 
@@ -550,13 +565,13 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 class _WeakCall:
     """Calls a method as long as its owner lives."""
 
-    def __init__(self, method: "weakref.WeakMethod[Callable[[Notes], None]]") -> None:
+    def __init__(self, method: "weakref.WeakMethod[Callable[[GroupStatus], None]]") -> None:
         self._method = method
 
-    def __call__(self, notes: Notes) -> None:
+    def __call__(self, status: GroupStatus) -> None:
         call = self._method()
         if call is not None:
-            call(notes)
+            call(status)
 
 
 def _start_buffers(

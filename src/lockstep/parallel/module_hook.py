@@ -12,30 +12,30 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lockstep.parallel.module_sync import Survivor
+from lockstep.parallel.module_sync import ModuleSync
 
 
 @final
 class ModuleHook:
-    """Calls its wrapper's method with what the hook gets, or the survivor's when the wrapper is gone.
+    """Calls its wrapper's method with what the hook gets, or the module sync's when the wrapper is gone.
 
     A copy of it calls nothing.
 
     Args:
         method: Of the wrapper.
-        otherwise: Of the survivor.
-        survivor: What outlives the wrapper.
+        otherwise: Of the module sync.
+        module_sync: What outlives the wrapper.
     """
 
     def __init__(
         self,
         method: "weakref.WeakMethod[Callable[..., None]]",
         otherwise: Callable[..., None],
-        survivor: Survivor,
+        module_sync: ModuleSync,
     ) -> None:
         self._method = method
         self._otherwise = otherwise
-        self.survivor = survivor
+        self.module_sync = module_sync
 
     @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable, but without importing the compiler at once
     def __call__(self, *arguments: Any) -> None:
@@ -59,7 +59,7 @@ def close_orphans(module: nn.Module) -> None:
     """End what goes on for wrappers of this module that are gone: it is about to be wrapped anew (local)."""
     for hook in list(module._forward_pre_hooks.values()):  # noqa: SLF001 - torch has no public name for them
         if isinstance(hook, ModuleHook) and hook.is_orphaned:
-            hook.survivor.close()
+            hook.module_sync.close()
 
 
 def _nothing(*_arguments: Any) -> None:

@@ -28,7 +28,7 @@ BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
 
 
 @final
-class Survivor:
+class ModuleSync:
     """Does around a forward what a wrapper without `join` and hooks of its own does.
 
     Args:
@@ -61,10 +61,10 @@ class Survivor:
         self._reducer.finish_interrupted()
         if module.training and torch.is_grad_enabled():
             buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
-            if buffers and self._reducer.synchronizes:
+            if buffers and self._reducer.watch.synchronizes:
                 with self._reducer.waiting_for("buffers before a forward"), calls_for(BUFFERS_BEFORE_FORWARD):
                     broadcast_tensors(buffers, self._world.group)
-            self._reducer.begin_forward()
+            self._reducer.times.begin_forward()
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""

@@ -113,7 +113,7 @@ def describe_wrapper(
     if backend == "gloo":
         facts["gloo_num_threads"] = dist.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]  # noqa: SLF001
     if reducer is not None:
-        facts["num_buckets_reduced"] = reducer.num_buckets_sent
+        facts["num_buckets_reduced"] = reducer.schedule.num_buckets_sent
         unused = [bucket.slots[index].parameter.nbytes for bucket in reducer.buckets for index in bucket.absent]
         if unused or options.get("find_unused_parameters"):
             facts["unused_parameter_size"] = sum(unused)

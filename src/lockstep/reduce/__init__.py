@@ -1,7 +1,9 @@
 """Reduction: from gradients on every worker to the reduced gradient on all of them.
 
 A *bucket* is a flat buffer that holds many gradients and travels as one message; a *plan* says which gradient lies
-where in which bucket; the *reducer* watches gradients arrive and sends each bucket when it is full.
+where in which bucket. A *reducer* has three parts, none of which knows the others: what watches a backward
+(`backward_watch`), what schedules buckets (`bucket_schedule`), and how one bucket is reduced (`bucket_reduction`,
+`tree_reduction`).
 
 Invariants:
 
@@ -9,9 +11,12 @@ Invariants:
 - Buckets travel in the same order on every rank, whatever the order in which gradients arrive.
 - What is reduced is the content of `.grad` *after* accumulation. Where ranks agree on what was accumulated before,
   reducing again gives the same, so a backward may be reduced as often as it comes.
-- A parameter that no rank had a gradient for keeps its `.grad` as it was. [Note: presence]
+- A parameter that no rank had a gradient for keeps its `.grad` as it was. [Note: used-parameter counts]
+- A backward that fails on one rank is an error of that backward on every rank. [Note: a whole backward]
 """
 
+from lockstep.reduce.backward_policy import KeepLocalGradients
+from lockstep.reduce.bucket_reduction import HookReduction, MeanReduction
 from lockstep.reduce.comm_hook import CommHook, GradBucket
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
@@ -19,18 +24,23 @@ from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
 from lockstep.reduce.reducer import Reducer
 from lockstep.reduce.same_model import check_same_model
 from lockstep.reduce.shard_reducer import ShardReducer
-from lockstep.reduce.status import Notes
+from lockstep.reduce.status import GroupStatus
+from lockstep.reduce.tree_reduction import TreeReduction
 
 __all__ = [
     "BucketLimits",
     "CommHook",
     "GradBucket",
-    "Notes",
+    "GroupStatus",
+    "HookReduction",
+    "KeepLocalGradients",
+    "MeanReduction",
     "ParameterSpec",
     "Reducer",
     "ReducerOptions",
     "ShardReducer",
     "TrainedModel",
+    "TreeReduction",
     "check_same_model",
     "plan_buckets",
 ]

@@ -1,131 +1,141 @@
-"""The messages of a reduction: buckets in plan order, then the notes; and who is waited for meanwhile.
+"""What schedules buckets: which one may be sent, in what order, and what travels with the last message.
 
-[Note: one hook at a time] A communication hook such as PowerSGD's makes further calls when its first is done. With the
-hooks of two buckets at work, it would depend on the moment which rank makes which call first.
+Buckets are sent in the order of the plan, whatever the order in which gradients arrive: ranks must send in one order.
 
-[Note: notes on a GPU] To read a note is to wait for the device. So there a rank reads in one step what was said in the
-last one, except when its own model has changed, which is rare and cannot wait.
+    gradients arrive        `send_full`    buckets, up to the first that is not full
+    the backward ends       `complete`     the rest; the status of this rank; what the owner sends besides
+                                           then wait for all, and read the status of all ranks
+
+[Note: a whole backward] The last message leaves at the end of a backward and says whether it came there. A rank whose
+backward ended in an exception sends what the others wait for when it next comes by, with a status that says so. So all
+ranks get an error for that backward, and are in step if they all go on; none waits without end.
 """
 
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import OrderedReductions, World, calls_for, runs_in_callers_thread
-from lockstep.reduce.bucket import read_numbers
-from lockstep.reduce.bucket_set import Bucket, Layout
-from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
-from lockstep.reduce.partials import Partials
-from lockstep.reduce.status import Note, Notes, read_notes, write_note
+from lockstep.comm import World, calls_for, runs_in_callers_thread
+from lockstep.reduce.bucket_reduction import BucketReduction, Finish, start_all_reduce
+from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets
+from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
+from lockstep.reduce.status_message import StatusChannel, StatusTrailer
 from lockstep.reduce.times import StepTimes
-from lockstep.shards import Node
-
-_NUM_NAMES = 3
-"""So many parameters of a bucket are named."""
+from lockstep.reduce.waits import Waits
 
 
 @final
-class Exchange:
+class BucketSchedule:
     """Sends the buckets of one backward after the other.
 
     Args:
-        world: The workers.
-        layout: The buckets.
+        world: The ranks; there is a group.
+        reduction: How a bucket is reduced.
+        purpose: What the messages are for, in words that the owner chooses: ranks compare them, and errors show them.
         skips_unused: Whether buckets of which nothing arrived are not sent.
-        num_shards: Add in the order of the tree over so many shards; None for the group's order.
 
     Attributes:
-        layout: The buckets; may be replaced between two backwards.
-        hook: What reduces a bucket in place of an all-reduce.
-        scale: By what gradients are multiplied before they are added, unless a hook does it.
+        reduction: How a bucket is reduced; may be replaced between two backwards.
         num_buckets_sent: How many buckets of the last backward were sent.
         times: When the parts of the last step began and ended.
+        waits: What this rank waits for.
         on_end_of_backward: Called when the last gradient has arrived.
         send_besides: Starts what is to travel beside the gradients, just before the last message, and returns what
             waits for it and takes it.
-        partials: What this rank's shards have given before the backward whose gradients are sent.
-        nodes: The subtrees whose sums each rank will have then, in rank order: its partials that are kept, then the sum
-            in the bucket.
     """
 
-    def __init__(self, world: World, layout: Layout, *, skips_unused: bool, num_shards: int | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        reduction: BucketReduction,
+        *,
+        purpose: str,
+        skips_unused: bool = False,
+    ) -> None:
         assert world.group is not None
-        self.layout = layout
-        self.hook: CommHook | None = None
-        self.scale = 1.0
+        self.reduction = reduction
         self.num_buckets_sent = 0
         self.times = StepTimes()
+        self.waits = Waits()
         self.on_end_of_backward: Callable[[], None] = _do_nothing
-        self.send_besides: Callable[[], Callable[[], None]] = _send_nothing
-        self.partials = Partials()
-        self.nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
-        self._ordered = None if num_shards is None else OrderedReductions(world, num_shards)
+        self.send_besides: Callable[[], Finish] = _send_nothing
         self._world = world
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = runs_in_callers_thread(world.group)
+        self._purpose = purpose
         self._skips_unused = skips_unused
-        self._sending = threading.RLock()
-        self._finishes: list[Callable[[], object]] = []
-        self._take_besides: Callable[[], None] = _do_nothing
+        self._bucket_set = no_buckets()
+        self._status: StatusChannel = StatusTrailer(self._bucket_set.trailer)
+        self._lock = threading.RLock()
+        self._finishes: list[Finish] = []
+        self._finish_besides: Finish = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
-        self._unread: tuple[Tensor, torch.Event] | None = None
-        self._waiting_since = math.inf
-        self._waiting_for: int | str = 0
+
+    @property
+    def purpose(self) -> str:
+        """What the messages are for."""
+        return self._purpose
+
+    def use(self, bucket_set: BucketSet, status: StatusChannel) -> None:
+        """Send these buckets from now on, and the status over this channel; called between two backwards."""
+        self._bucket_set, self._status = bucket_set, status
+
+    def drop_buckets(self) -> None:
+        """Hold no buckets, until there are others."""
+        self._bucket_set = no_buckets()
+        self._status = StatusTrailer(self._bucket_set.trailer)
 
     def begin(self) -> None:
         """Begin with the next backward."""
         self.num_buckets_sent = 0
         self.times.begin_backward()
 
-    def has_left(self, bucket: Bucket) -> bool:
+    def was_sent(self, bucket: Bucket) -> bool:
         """Whether a bucket of this backward was sent."""
-        return any(sent is bucket for sent in self.layout.buckets[: len(self._finishes)])
+        return any(sent is bucket for sent in self._bucket_set.buckets[: len(self._finishes)])
 
     def send_full(self) -> None:
-        """Send buckets in plan order, up to the first that is not full: ranks must send in one order.
+        """Send buckets in plan order, up to the first that is not full.
 
-        The message with the notes waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
+        The message with the status waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
         per device, may have filled a bucket at once.
         """
-        buckets = self.layout.buckets
-        num_free = len(buckets) - (self.layout.last_message is None)
-        with self._sending:
+        buckets = self._bucket_set.buckets
+        num_free = len(buckets) - (self._bucket_set.extra_message is None)
+        with self._lock:
             while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
                 self._send(len(self._finishes))
 
-    def complete(self, note: Note) -> Notes | None:
-        """Send what has not left, wait for everything, and return what the ranks said, if it is read by now."""
+    def complete(self, status: RankStatus) -> GroupStatus:
+        """Send what was not sent yet, wait for everything, and return the status of all ranks (collective)."""
         self.times.end_backward()
         self.on_end_of_backward()
-        self._waiting_since, self._waiting_for = time.monotonic(), 0
-        numbers = write_note(note, self._world.rank, self._world.world_size)
-        buckets, last_message = self.layout.buckets, self.layout.last_message
-        while len(self._finishes) < len(buckets):
-            is_last = len(self._finishes) == len(buckets) - 1
-            self._send(len(self._finishes), numbers if is_last and last_message is None else ())
-        if last_message is not None and len(self._finishes) == len(buckets):
-            self._finish_hook()
-            _write(numbers, self.layout.notes)
-            self._all_reduce(last_message, [], is_last=True)
+        self.waits.begin(0)
+        bucket_set = self._bucket_set
+        self._status.post(write_status(status, self._world.rank, self._world.world_size))
+        num_buckets = len(bucket_set.buckets)
+        while len(self._finishes) < num_buckets:
+            is_last = len(self._finishes) == num_buckets - 1
+            self._send(len(self._finishes), is_last_message=is_last and bucket_set.extra_message is None)
+        if bucket_set.extra_message is not None and len(self._finishes) == num_buckets:
+            self._finish_previous()
+            start = partial(start_all_reduce, bucket_set.extra_message, self._group)
+            self._start(start, is_last_message=True)
         self._wait()
         self._wait_besides()
         while self._awaited:
             self._awaited.pop().wait()
+        received = self._status.receive()
         self.times.end()
-        return self._read_notes(now=note.has_changed)
+        return read_status(received)
 
-    def expect_nothing(self) -> None:
-        """Let this rank's part of what is still to be sent be empty."""
-        self.partials = Partials()
-        self.partials.kept = [{} for _ in self.nodes[self._world.rank][1:]]
+    def describe_wait(self) -> str:
+        """Return in words what this rank waits for; empty if it does not."""
+        return self.waits.describe(self._bucket_set.buckets)
 
     def wait_at_end(self, futures: "Sequence[torch.futures.Future[object]]") -> None:
         """Let the next backward wait for these at its end."""
@@ -134,118 +144,57 @@ class Exchange:
     def reset(self) -> None:
         """Forget a backward."""
         self._finishes.clear()
-        self._take_besides = _do_nothing
-        self._waiting_since = math.inf
-        for bucket in self.layout.buckets:
+        self._finish_besides = _do_nothing
+        self.waits.end()
+        for bucket in self._bucket_set.buckets:
             bucket.reset()
 
-    @contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        """Let a wait within, which is not the exchange's own, count as one."""
-        self._waiting_for, self._waiting_since = what, time.monotonic()
-        try:
-            yield
-        finally:
-            self._waiting_for, self._waiting_since = 0, math.inf
-
-    def waited(self) -> float:
-        """Return for how many seconds this rank has waited by now; below zero if it does not."""
-        return time.monotonic() - self._waiting_since
-
-    def describe_wait(self) -> str:
-        """Return in words what this rank waits for; empty if it does not."""
-        if not math.isfinite(self._waiting_since):
-            return ""
-        if isinstance(self._waiting_for, str):
-            return f"waits for {self._waiting_for}"
-        buckets = self.layout.buckets
-        if self._waiting_for >= len(buckets):
-            return "waits for the last message of a backward"
-        names = [slot.name for slot in buckets[self._waiting_for].slots]
-        more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
-        shown = ", ".join(names[:_NUM_NAMES]) + more
-        return f"waits for bucket {self._waiting_for + 1} of {len(buckets)} ({shown})"
-
-    def _send(self, index: int, note: Sequence[float] = ()) -> None:
-        bucket = self.layout.buckets[index]
+    def _send(self, index: int, *, is_last_message: bool = False) -> None:
+        bucket = self._bucket_set.buckets[index]
         if self._skips_unused and not any(slot.has_arrived or slot.is_unsynced for slot in bucket.slots):
-            bucket.presence.zero_()
+            bucket.used_counts.zero_()
             self._finishes.append(_do_nothing)
             return
         self.times.begin_messages()
         self.num_buckets_sent += 1
-        bucket.prepare(self.scale if self.hook is None else 1.0)
-        if note:
-            _write(note, self.layout.notes)
-        if self.hook is None:
-            kept = bucket.add(self.partials) if self._ordered is not None else []
-            self._all_reduce(bucket.message, kept, is_last=bool(note))
-            return
-        self._finish_hook()
-        is_last = index == len(self.layout.buckets) - 1
-        future = self.hook.start(GradBucket(bucket, index, is_last=is_last))
-        self._finishes.append(lambda: bucket.take(result_of(future)))
+        bucket.prepare(self.reduction.scale)
+        self._finish_previous()
+        is_last = index == len(self._bucket_set.buckets) - 1
+        start = partial(self.reduction.all_reduce, bucket, index=index, is_last=is_last)
+        self._start(start, is_last_message=is_last_message)
 
-    def _all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, is_last: bool) -> None:
-        if is_last:
-            self._take_besides = self.send_besides()
-        number = 1 + len(self._finishes)
-        with calls_for(f"bucket {number} of the gradients of a wrapped model's backward"):
-            self._start_all_reduce(message, kept, waits=is_last and self._group_uses_this_thread)
+    def _start(self, start: "Callable[..., Finish]", *, is_last_message: bool) -> None:
+        if is_last_message:
+            self._finish_besides = self.send_besides()
+        waits = is_last_message and self._group_uses_this_thread
+        with calls_for(f"bucket {1 + len(self._finishes)} of the gradients of {self._purpose}"):
+            if waits:
+                # The group's calls run one after the other; so it is known which one is waited for, and an error of one
+                # is raised before this rank waits in the next, to which the others may never come.
+                self._wait()
+                self._wait_besides()
+                self.waits.turn_to(len(self._finishes))
+            self._finishes.append(start(waits=waits))
 
-    def _start_all_reduce(self, message: Tensor, kept: Sequence[Tensor], *, waits: bool) -> None:
-        if waits:
-            # The group's calls run one after the other; so it is known which one is waited for, and an error of one is
-            # heard before this rank waits in the next, to which the others may never come.
-            self._wait()
-            self._wait_besides()
-            self._waiting_for = len(self._finishes)
-        if self._ordered is not None:
-            mine = self.nodes[self._world.rank]
-            partials = dict(zip(mine, [*kept, message], strict=True))
-            self._finishes.append(self._ordered.start(partials, message, self.nodes, waits=waits))
-            return
-        work = dist.all_reduce(message, group=self._group, async_op=not waits)
-        self._finishes.append(_do_nothing if work is None else work.wait)
+    def _finish_previous(self) -> None:
+        """Wait for the reduction that was started last, if only one may be under way."""
+        if self.reduction.is_one_at_a_time and self._finishes:
+            self._finishes[-1]()
 
     def _wait(self) -> None:
-        for number, finish in enumerate(self._finishes):
-            self._waiting_for = number
+        for index, finish in enumerate(self._finishes):
+            self.waits.turn_to(index)
             finish()
 
     def _wait_besides(self) -> None:
-        take, self._take_besides = self._take_besides, _do_nothing
-        take()
-
-    def _finish_hook(self) -> None:
-        """Wait for the hook that was started last. [Note: one hook at a time]."""
-        if self.hook is not None and self._finishes:
-            self._finishes[-1]()
-
-    def _read_notes(self, *, now: bool) -> Notes | None:
-        """Return what the ranks said. [Note: notes on a GPU]."""
-        notes = self.layout.notes
-        if now or notes.device.type == "cpu":
-            self._unread = None
-            return read_notes(read_numbers(notes))
-        before = self._unread
-        self._unread = notes.to("cpu", non_blocking=True), torch.Event(notes.device.type)
-        self._unread[1].record()
-        if before is None:
-            return None
-        numbers, event = before
-        event.synchronize()
-        return read_notes(read_numbers(numbers))
+        finish, self._finish_besides = self._finish_besides, _do_nothing
+        finish()
 
 
 def _do_nothing() -> None:
     """Stand for a message that was not sent."""
 
 
-def _send_nothing() -> Callable[[], None]:
+def _send_nothing() -> Finish:
     """Stand for an owner that has nothing to send besides."""
     return _do_nothing
-
-
-def _write(numbers: Sequence[float], place: Tensor) -> None:
-    place.copy_(torch.tensor(numbers, dtype=torch.float32))

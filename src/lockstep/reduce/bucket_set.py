@@ -1,4 +1,4 @@
-"""From a plan to buffers: the buckets of a model, and where presence and notes are written."""
+"""From a plan to buffers: the buckets of a model, and where used-parameter counts and status trailer are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import allocate_buffer
-from lockstep.reduce.bucket import DenseBucket, Slot
+from lockstep.reduce.dense_bucket import DenseBucket
 from lockstep.reduce.model import TrainedParameter
-from lockstep.reduce.plan import Plan
+from lockstep.reduce.plan import ReductionPlan
+from lockstep.reduce.slot import Slot
 from lockstep.reduce.sparse_bucket import SparseBucket, SparseSlot
 
 Bucket = DenseBucket | SparseBucket
@@ -19,25 +20,30 @@ AnySlot = Slot | SparseSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BucketSet:
     """The buckets of a plan, at work."""
 
     buckets: tuple[Bucket, ...]
     """In the order in which they travel."""
-    notes: Tensor
-    """Where this rank's notes are written and those of all ranks are read; a part of the last message."""
-    last_message: Tensor | None
-    """Presence and notes, if they have a message of their own, after that of the last bucket."""
+    trailer: Tensor
+    """The part of the last message where the status is written and read; empty if it travels otherwise."""
+    extra_message: Tensor | None
+    """Counts and trailer, if they have a message of their own, after that of the last bucket."""
 
 
-def empty_layout() -> Layout:
-    """Return one without buckets."""
-    return Layout(buckets=(), notes=torch.zeros(0), last_message=None)
+def no_buckets() -> BucketSet:
+    """Return a set without buckets."""
+    return BucketSet(buckets=(), trailer=torch.zeros(0), extra_message=None)
 
 
-def lay_out(
-    plan: Plan, trained: Sequence[TrainedParameter], group: ProcessGroup, *, as_view: bool, of_shards: bool = False
-) -> Layout:
+def allocate_buckets(
+    plan: ReductionPlan,
+    trained: Sequence[TrainedParameter],
+    group: ProcessGroup,
+    *,
+    as_view: bool,
+    holds_partials: bool = False,
+) -> BucketSet:
     """Allocate the buckets of a plan (local).
 
     Args:
@@ -45,12 +51,12 @@ def lay_out(
         trained: The parameters that it was made for.
         group: The group that will reduce them, which may have memory of its own for that.
         as_view: Whether `.grad` should be a view, as torch understands it.
-        of_shards: Whether ranks run several shards each; see `DenseBucket`.
+        holds_partials: See `DenseBucket`.
     """
     num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
     extra = None
-    if not plan.notes_ride:
-        extra = torch.zeros(num_slots + plan.num_notes, device=plan.buckets[0].device)
+    if plan.has_extra_message:
+        extra = torch.zeros(num_slots + plan.trailer_length, device=plan.buckets[0].device)
     buckets: list[Bucket] = []
     offset = 0
     buffer = None
@@ -59,14 +65,14 @@ def lay_out(
         if not bucket.is_sparse:
             buffer = allocate()
         if extra is not None:
-            presence = extra[offset : offset + len(bucket.slots)]
+            used_counts = extra[offset : offset + len(bucket.slots)]
         else:
             assert buffer is not None
-            presence = buffer[bucket.num_gradient_elements :][: len(bucket.slots)]
+            used_counts = buffer[bucket.num_gradient_elements :][: len(bucket.slots)]
         offset += len(bucket.slots)
         if bucket.is_sparse:
             only = trained[bucket.slots[0].parameter]
-            buckets.append(SparseBucket(only.spec.name, only.parameter, presence))
+            buckets.append(SparseBucket(only.spec.name, only.parameter, used_counts))
         else:
             assert buffer is not None
             buckets.append(
@@ -74,21 +80,19 @@ def lay_out(
                     bucket,
                     trained,
                     buffer,
-                    presence,
+                    used_counts,
                     as_view=as_view,
                     allocate=allocate,
-                    of_shards=of_shards,
+                    holds_partials=holds_partials,
                 )
             )
-    if extra is not None:
-        notes = extra[num_slots:]
-    else:
-        assert buffer is not None
-        notes = buffer[buffer.numel() - plan.num_notes :]
+    last = extra if extra is not None else buffer
+    assert last is not None
+    trailer = last[last.numel() - plan.trailer_length :]
     for each in buckets:
         if isinstance(each, DenseBucket):
-            each.count_holders(notes)
-    return Layout(buckets=tuple(buckets), notes=notes, last_message=extra)
+            each.count_holders(trailer)
+    return BucketSet(buckets=tuple(buckets), trailer=trailer, extra_message=extra)
 
 
 def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:

@@ -3,8 +3,8 @@
 [Note: order of arrival] The plan is made anew once, after the first reduction, in the order in which gradients arrived
 on rank 0: modules are often used in another order than they were registered in.
 
-[Note: a changed model] A rank that finds other parameters than the plan has says so in a note, and then all ranks,
-at the same point, compare their models, plan anew and reduce what the old plan had no place for.
+[Note: a changed model] A rank that finds other parameters than the plan has says so in its status, and then all ranks,
+at the end of that backward, compare their models, plan anew and reduce what the old plan had no place for.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,36 +16,36 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.bucket import Slot
-from lockstep.reduce.bucket_set import AnySlot, Bucket, Layout, empty_layout, lay_out
+from lockstep.reduce.bucket_set import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.plan import Plan, plan_buckets
+from lockstep.reduce.plan import ReductionPlan, plan_buckets
 from lockstep.reduce.same_model import check_same_model, check_same_values
 from lockstep.reduce.shared_parameters import claim, give_up
-from lockstep.reduce.status import Notes, num_notes
+from lockstep.reduce.slot import Slot
+from lockstep.reduce.status import status_length
+from lockstep.reduce.status_message import StatusChannel, StatusOverHosts, StatusTrailer, has_cpu_backend
 
 
 @final
-class LivePlan:
+class CurrentPlan:
     """The buckets of a model, kept up to date.
 
     Args:
         model: The model.
         world: The workers.
         options: How gradients are reduced.
-        let_go: Lets go of all that others hold of the layout, before there is memory for a new one.
+        release: Drops all that others hold of the buckets, before there is memory for new ones.
 
     Attributes:
-        layout: The buckets.
+        bucket_set: The buckets.
         has_changed: Whether this rank's model was found to differ from the plan.
         is_in_order: Whether the plan is that of the order of arrival.
     """
 
-    def __init__(self, model: TrainedModel, world: World, options: ReducerOptions, let_go: Callable[[], None]) -> None:
+    def __init__(self, model: TrainedModel, world: World, options: ReducerOptions, release: Callable[[], None]) -> None:
         assert world.group is not None
-        self._let_go = let_go
+        self._release = release
         self.has_changed = False
         self.is_in_order = False
         self._model = model
@@ -59,13 +59,19 @@ class LivePlan:
         self._arrived: list[AnySlot] = []
         self._order: list[int] = []
         self._plan = self._make()
-        self.layout = self._lay_out()
+        self.bucket_set = self._allocate()
         claim(self._dense_slots)
 
     @property
     def slots(self) -> list[AnySlot]:
         """All places, in the order in which they travel."""
-        return [slot for bucket in self.layout.buckets for slot in bucket.slots]
+        return [slot for bucket in self.bucket_set.buckets for slot in bucket.slots]
+
+    def make_status_channel(self, purpose: str) -> StatusChannel:
+        """Return what carries the ranks' status in reductions of these buckets; `purpose` says of what."""
+        if self._status_by_hosts:
+            return StatusOverHosts(self._group, purpose)
+        return StatusTrailer(self.bucket_set.trailer)
 
     @property
     def _dense_slots(self) -> list[Slot]:
@@ -77,7 +83,7 @@ class LivePlan:
 
     def slot_of(self, parameter: nn.Parameter) -> tuple[AnySlot, Bucket]:
         """Return the place of a parameter of the plan, and its bucket."""
-        places = ((slot, bucket) for bucket in self.layout.buckets for slot in bucket.slots)
+        places = ((slot, bucket) for bucket in self.bucket_set.buckets for slot in bucket.slots)
         return next((slot, bucket) for slot, bucket in places if slot.parameter is parameter)
 
     def use_only_gradients(self) -> None:
@@ -103,8 +109,8 @@ class LivePlan:
     def learn_order(self) -> None:
         """Take rank 0's order of arrival for the next plan, if it is wanted (collective). [Note: order of arrival].
 
-        At the end of the first reduction on every rank, on one whose backward has failed too: what the others do
-        cannot depend on that, for on a GPU they do not know it yet.
+        At the end of the first reduction on every rank, on one whose backward has failed too: it is one call more,
+        which no rank may leave out.
         """
         if not self.wants_order:
             return
@@ -113,12 +119,12 @@ class LivePlan:
         order = [index[id(slot.parameter)] for slot in self._arrived]
         seen = set(order)
         order += [number for number in reversed(range(len(index))) if number not in seen]
-        told = torch.tensor(order, device=self._model.trained[0].parameter.device)
-        dist.broadcast(told, group=self._group, group_src=0)
-        self._order = told.tolist()
+        sent = torch.tensor(order, device=self._model.trained[0].parameter.device)
+        dist.broadcast(sent, group=self._group, group_src=0)
+        self._order = sent.tolist()
 
     def use_order(self) -> bool:
-        """Use the order that was learnt, if one was since; return whether there is a new layout.
+        """Use the order that was learnt, if one was since; return whether there are new buckets.
 
         Called when the next backward begins: until then gradients may lie in the old buckets.
         """
@@ -136,11 +142,11 @@ class LivePlan:
     def look(self) -> list[nn.Parameter]:
         """See whether the model has changed; return the parameters that the plan does not have and that are new here.
 
-        What no longer fits the plan is left out of it until all ranks have been told. Asked in every backward: a model
+        What no longer fits the plan is left out of it until all ranks know. Asked in every backward: a model
         that was frozen for a backward which reduced nothing may be as it was again. [Note: a changed model]
         """
         if not self._model.has_changed():
-            if self.has_changed:  # it was, and nobody was told: it has changed back since
+            if self.has_changed:  # it was, and no reduction said so: it has changed back since
                 self.has_changed = False
                 for slot in self.slots:
                     slot.fits = True
@@ -165,22 +171,17 @@ class LivePlan:
         self._noticed += new
         return new
 
-    def follow(self, notes: Notes, scale: float) -> None:
+    def follow(self, scale: float) -> None:
         """Compare models, plan anew, and reduce what the old plan had no place for (collective).
 
+        Called on every rank where one at least has changed.
+
         Args:
-            notes: What the ranks said, of which one at least has changed.
             scale: By what gradients are multiplied before they are added.
 
         Raises:
             ParameterMismatchError: The ranks' models differ, or new parameters have different values.
         """
-        if notes.num_changed < self._world.world_size and self.layout.notes.device.type != "cpu":
-            # The others hear of it a step later, so there is no comparing. [Note: notes on a GPU]
-            raise ParameterMismatchError(
-                f"The model has changed on {notes.num_changed} of {self._world.world_size} ranks, "
-                f"{'this one included' if self.has_changed else 'not on this one'}. Change it alike on every rank."
-            )
         unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
         before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}
         self._model.look()
@@ -192,19 +193,19 @@ class LivePlan:
     def _reduce_late(self, late: Sequence[TrainedParameter], scale: float) -> list[AnySlot]:
         """Reduce what the plan has no place for; return the places that it has had for that (collective)."""
         plan = plan_buckets([each.spec for each in late], self._options.limits)
-        layout = lay_out(plan, late, self._group, as_view=self._options.as_view)
-        for bucket in layout.buckets:
+        bucket_set = allocate_buckets(plan, late, self._group, as_view=self._options.as_view)
+        for bucket in bucket_set.buckets:
             for slot in bucket.slots:
                 slot.has_arrived = slot.parameter.grad is not None
                 if isinstance(slot, Slot) and id(slot.parameter) in self._elsewhere:
-                    slot.look_elsewhere()
+                    slot.find_in_other_memory()
             bucket.prepare(scale)
             dist.all_reduce(bucket.message, group=self._group)
-        if layout.last_message is not None:
-            dist.all_reduce(layout.last_message, group=self._group)
-        for bucket in layout.buckets:
-            bucket.settle()
-        return [slot for bucket in layout.buckets for slot in bucket.slots]
+        if bucket_set.extra_message is not None:
+            dist.all_reduce(bucket_set.extra_message, group=self._group)
+        for bucket in bucket_set.buckets:
+            bucket.write_back()
+        return [slot for bucket in bucket_set.buckets for slot in bucket.slots]
 
     # -- Making plans --------------------------------------------------------------------------------------------------
 
@@ -221,34 +222,37 @@ class LivePlan:
         unsynced = {id(slot.parameter) for slot in self.slots if slot.is_unsynced}
         ours = {id(slot.parameter) for slot in [*self._dense_slots, *late] if slot.has_gradient_in_place}
         give_up(self._dense_slots)
-        self.layout = empty_layout()
-        self._let_go()
-        self.layout = self._lay_out()
+        self.bucket_set = no_buckets()
+        self._release()
+        self.bucket_set = self._allocate()
         claim(self._dense_slots)
         for slot in self.slots:
             slot.is_unsynced = id(slot.parameter) in unsynced
             if id(slot.parameter) in ours:
                 slot.adopt()  # lest it is taken for one that somebody put elsewhere
 
-    def _make(self) -> Plan:
+    def _make(self) -> ReductionPlan:
         dtype = self._options.dtype
         specs = [each.spec if dtype is None else replace(each.spec, dtype=dtype) for each in self._model.trained]
-        if self._options.num_shards is not None:
+        if self._options.holds_partials:
             specs = [replace(spec, is_sparse=False) for spec in specs]
+        # [Note: two planes] in `lockstep.reduce.status_message`.
+        is_asynchronous = any(map(self._options.is_asynchronous, {spec.device for spec in specs}))
+        self._status_by_hosts = is_asynchronous and has_cpu_backend(self._group)
         return plan_buckets(
             specs,
             self._options.limits,
             order=self._order,
-            num_notes=num_notes(self._world.world_size),
+            trailer_length=0 if self._status_by_hosts else status_length(self._world.world_size),
             only_gradients=self._only_gradients,
-            notes_apart=self._options.skips_unused,
+            has_extra_message=self._options.skips_unused,
         )
 
-    def _lay_out(self) -> Layout:
-        return lay_out(
+    def _allocate(self) -> BucketSet:
+        return allocate_buckets(
             self._plan,
             self._model.trained,
             self._group,
             as_view=self._options.as_view,
-            of_shards=self._options.num_shards is not None,
+            holds_partials=self._options.holds_partials,
         )

@@ -1,7 +1,7 @@
 """Are the gradients numbers? Asked of a sum, which only reads: it is a number only if all that is in it are.
 
-A sum that is not finite is a suspicion, for sums of large numbers overflow. So it is for whoever asks to look closer
-then, and nothing depends on what was summed with what.
+A sum that is not finite does not prove that a gradient is not, for sums of large numbers overflow. So whoever asks must
+then look at each gradient, and nothing depends on what was summed with what.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @torch.no_grad()
-def sum_to_suspect(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float64 scalar on `device` that is not finite if any number in the tensors is not (local)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     small: list[Tensor] = []

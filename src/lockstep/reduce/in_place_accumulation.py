@@ -1,18 +1,20 @@
-"""Letting autograd add a shard's gradients to a partial. [Note: lent partials] in `lockstep.reduce.partials`.
+"""Letting autograd add a shard's gradients to a partial, in place.
 
-[Note: what may be lent] A partial may be what `.grad` holds during a backward if that gives the sums of the tree, and
-if nobody sees it who expects the gradient of one shard. `may_be_lent` asks for both:
+[Note: accumulating in place] in `lockstep.reduce.partials` says what for.
+
+[Note: what may be added to in place] A partial may be what `.grad` holds during a backward if that gives the sums of
+the tree, and if nobody sees it who expects the gradient of one shard. `may_accumulate_in_place` asks for both:
 
 - A backward runs another one inside, as a reentrant checkpoint does: parameters may get their gradients in several
-  additions. In the first step nothing is lent; whether any worker had such backwards in any step decides for all that
-  follow. ([Note: a backward inside a backward])
+  additions. In the first step nothing is added in place; whether any worker had such backwards in any step decides for
+  all that follow. ([Note: a backward inside a backward])
 - A loss function runs a backward of its own before it returns: its gradients wait in `.grad` for those of the loss.
 - A sparse gradient whose indices repeat is added in several additions.
 - A hook of the user's, run after accumulation, is to see one shard's gradient.
 
 [Note: a backward inside a backward] Autograd numbers the graph tasks of a process. If the number after a backward is
-not the next one, then something in it ran a backward of its own. All workers are told; the step in which that is first
-seen, if it is not the first, fails on all of them alike, whether anything was lent there or not.
+not the next one, then something in it ran a backward of its own. All workers learn of it; the step in which that is
+first seen, if it is not the first, fails on all of them alike, whether anything was added in place there or not.
 """
 
 from collections.abc import Sequence
@@ -24,16 +26,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.reduce.backward_watch import NO_TASK, current_task
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, separate, take_gradients
 
-_current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
 _GRADIENT = attrgetter("grad")
 _VERSION = attrgetter("_version")
-_NO_TASK = -1
 
 
-def may_be_lent(
+def may_accumulate_in_place(
     partial: AbstractSet[nn.Parameter],
     *,
     adds_once: bool,
@@ -41,7 +42,7 @@ def may_be_lent(
     sparse: AbstractSet[nn.Parameter],
     hooked: AbstractSet[nn.Parameter],
 ) -> AbstractSet[nn.Parameter]:
-    """Return the parameters of a partial that autograd may add to. [Note: what may be lent].
+    """Return the parameters of a partial that autograd may add to. [Note: what may be added to in place].
 
     Args:
         partial: The parameters that it has gradients of.
@@ -56,39 +57,36 @@ def may_be_lent(
 
 
 @final
-class Lender:
-    """Lends partials to the backwards of shards, if that gives the sums of the tree.
+class InPlaceAccumulation:
+    """Lets the backwards of shards add to partials, where that gives the sums of the tree.
 
     Args:
         trained: The parameters that are trained.
 
     Attributes:
+        adds_once: Whether all workers' backwards so far have run no others inside.
         hooked: Parameters whose gradients others look at.
         ran_inner: Whether a backward of this step has run another inside.
     """
 
     def __init__(self, trained: Sequence[TrainedParameter]) -> None:
         self._parameters = [each.parameter for each in trained]
+        self.adds_once = False
         self.hooked: set[nn.Parameter] = set()
         self.ran_inner = False
-        self._adds_once = False
         self._sparse = {each.parameter for each in trained if each.spec.is_sparse}
-        self._task = _NO_TASK
+        self._task = NO_TASK
         self._is_waiting = False
-        self._lent: Gradients | None = None
+        self._target: Gradients | None = None
         self._rest: Gradients = {}
         self._versions: list[int] = []
-        self._probe = _Probe()
+        self._task_counter = _TaskCounter()
 
     def begin_step(self) -> None:
         """Forget a step that may have ended in the middle of a backward."""
         self.ran_inner = False
-        self._task = _NO_TASK
-        self._lent, self._rest, self._versions = None, {}, []
-
-    def trust(self, *, adds_once: bool) -> None:
-        """Take in what all workers' backwards have shown: whether they run no others inside."""
-        self._adds_once = adds_once
+        self._task = NO_TASK
+        self._target, self._rest, self._versions = None, {}, []
 
     def watch(self, loss: Tensor) -> None:
         """See what the backward from `loss` does."""
@@ -100,15 +98,15 @@ class Lender:
             for parameter, gradient in waiting.items():
                 parameter.grad = gradient
 
-    def lend(self, partial: Gradients) -> Merge | None:
-        """Let `.grad` be what the gradients to come are to be added to, if anything may be lent.
+    def offer(self, partial: Gradients) -> Merge | None:
+        """Let `.grad` be the partial that the gradients to come are to be added to, as far as that may be.
 
         Returns:
-            What is left to be added, where the gradients go to buckets; None if nothing was lent.
+            What is left to be added, where the gradients go to buckets; None if nothing may be added in place.
         """
-        chosen = may_be_lent(
+        chosen = may_accumulate_in_place(
             partial.keys(),
-            adds_once=self._adds_once,
+            adds_once=self.adds_once,
             is_waiting=self._is_waiting,
             sparse=self._sparse,
             hooked=self.hooked,
@@ -116,44 +114,44 @@ class Lender:
         if not chosen:
             return None
         self._rest = {parameter: partial.pop(parameter) for parameter in partial.keys() - chosen}
-        self._lent = partial
+        self._target = partial
         for parameter, gradient in partial.items():
             parameter.grad = gradient
         self._versions = list(map(_VERSION, partial.values()))
-        return Merge(gradients=self._rest, lent=chosen)
+        return Merge(gradients=self._rest, in_place=chosen)
 
     def take(self) -> tuple[Gradients, int]:
         """Return the gradients of a shard whose backward is over, and to how many partials they were added."""
-        self._learn()
-        lent, rest = self._lent, self._rest
-        self._lent, self._rest = None, {}
-        if lent is None:
+        self._look_for_inner_tasks()
+        target, rest = self._target, self._rest
+        self._target, self._rest = None, {}
+        if target is None:
             return take_gradients(self._parameters, self._sparse), 0
-        versions = zip(lent.values(), map(_VERSION, lent.values()), self._versions, strict=True)
+        versions = zip(target.values(), map(_VERSION, target.values()), self._versions, strict=True)
         untouched = [gradient for gradient, version, before in versions if version == before]
         with torch.no_grad():
             add_zero(untouched)
         found = take_gradients(self._parameters, self._sparse)
-        summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in lent.items()}
+        summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in target.items()}
         return {**summed, **add_gradients(rest, found)}, 1
 
-    def forget(self) -> None:
+    def end_in_buckets(self) -> None:
         """End a shard whose gradients have gone to buckets."""
-        self._lent, self._rest = None, {}
-        self._learn()
+        self._target, self._rest = None, {}
+        self._look_for_inner_tasks()
 
-    def _learn(self) -> None:
+    def _look_for_inner_tasks(self) -> None:
         """See whether a backward that is over ran others inside."""
-        task, self._task = self._task, _NO_TASK
-        if task != _NO_TASK and not self.ran_inner and self._probe.next_task() != task + 1:
+        task, self._task = self._task, NO_TASK
+        if task != NO_TASK and not self.ran_inner and self._task_counter.next_task() != task + 1:
             self.ran_inner = True
 
     def _note_task(self, _gradient: Tensor) -> None:
-        self._task = _current_task()
+        self._task = current_task()
 
 
 @final
-class _Probe:
+class _TaskCounter:
     """Finds out the number of the next graph task, by a task of its own."""
 
     def __init__(self) -> None:
@@ -169,4 +167,4 @@ class _Probe:
         return self._found
 
     def _note(self, _gradient: Tensor) -> None:
-        self._found = _current_task()
+        self._found = current_task()

@@ -1,10 +1,12 @@
 """How a reducer reduces."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.reduce.plan import BucketLimits
+from lockstep.reduce.status_message import is_asynchronous
 
 _TORCHS_LIMITS = BucketLimits()
 
@@ -13,20 +15,21 @@ _TORCHS_LIMITS = BucketLimits()
 class ReducerOptions:
     """What the owner of a reducer chooses."""
 
+    purpose: str
+    """What is reduced, in words: ranks compare it, and errors show it."""
     limits: BucketLimits = _TORCHS_LIMITS
     """Sizes of the buckets."""
-    average: bool = True
-    """Divide by the number of ranks (before adding, as torch does, so that half precision does not overflow)."""
     as_view: bool = True
     """Whether `.grad` is a view into its bucket as torch understands it; it lies there in any case."""
     dtype: torch.dtype | None = None
     """Reduce in this dtype; None for that of each parameter."""
     follows_arrival: bool = True
     """Whether to plan anew in the order of arrival. [Note: order of arrival]"""
-    num_shards: int | None = None
-    """Add in the order of the tree over so many shards, of which each rank runs several; None for the group's order.
-    With it gradients are dense, and what is accumulated without synchronising is left to `Partials`."""
+    holds_partials: bool = False
+    """Whether what `.grad` holds before a backward is a partial sum of the same step; then gradients are dense."""
     compares_buffers: bool = True
     """Whether buffers must agree between ranks when the model is seen to have changed."""
     skips_unused: bool = False
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
+    is_asynchronous: Callable[[torch.device], bool] = is_asynchronous
+    """Whether work on a device goes on after the call that starts it; tests say so of the CPU."""

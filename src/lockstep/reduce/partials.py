@@ -6,10 +6,10 @@ added to in place, and what was added is freed. With k shards that makes as many
 [Note: an absent gradient] A parameter that a shard did not use counts as +0.0 there, not as nothing: on another number
 of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
 
-[Note: lent partials] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while its
-backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie in
-fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
-once to each parameter; when it does so is asked in `lockstep.reduce.in_place_accumulation`.
+[Note: accumulating in place] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while
+its backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie
+in fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
+once to each parameter; `lockstep.reduce.in_place_accumulation` says when it does.
 
 [Note: gradients in one memory] Where two parameters are added through views, `position[None] + kind[None]`, autograd
 gives both the same memory as gradient. What is done in place to one would be done to the other, and so to each twice.
@@ -32,8 +32,8 @@ class Merge:
 
     gradients: Gradients
     """What is to be added there."""
-    lent: Collection[nn.Parameter] = ()
-    """Parameters whose gradients it was added to as they came. [Note: lent partials]."""
+    in_place: Collection[nn.Parameter] = ()
+    """Parameters whose gradients autograd added to it as they came. [Note: accumulating in place]."""
 
 
 @final
@@ -60,8 +60,8 @@ class Partials:
             gradients = add_gradients(self.kept.pop(), gradients)
         self.kept.append(gradients)
 
-    def expect(self, num_sums: int, first: Merge | None = None) -> None:
-        """Set apart the `num_sums` partials on top, to which gradients will be added as they arrive.
+    def set_aside(self, num_sums: int, first: Merge | None = None) -> None:
+        """Set aside the `num_sums` partials on top, to which gradients will be added as they arrive.
 
         Args:
             num_sums: How many.
@@ -70,14 +70,14 @@ class Partials:
         self.merged = [] if first is None else [first]
         self.merged += [Merge(gradients=self.kept.pop()) for _ in range(num_sums)]
 
-    def have(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: nn.Parameter) -> bool:
         """Whether any partial has a gradient of this parameter."""
         return any(parameter in gradients for gradients in self.kept) or any(
-            parameter in merge.gradients or parameter in merge.lent for merge in self.merged
+            parameter in merge.gradients or parameter in merge.in_place for merge in self.merged
         )
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Drop all."""
         self.kept, self.merged = [], []
 
 

@@ -7,15 +7,19 @@ is small, for nothing of the backward is left to hide its way.
 A bucket of n parameters:
 
     offset 0                                                                         num_elements
-    | gradient 0 | pad | gradient 1 | pad | ... | gradient n-1 | pad | presence 0 .. n-1 | notes |
-    ^ every gradient starts on a multiple of 64 bytes              ^ [Note: presence]  ^ in the last bucket only
+    | gradient 0 | pad | gradient 1 | pad | ... | gradient n-1 | pad | used counts | status trailer |
+    ^ every gradient starts on a multiple of 64 bytes                | n numbers   | in the last bucket only
 
-[Note: presence] After the gradients each bucket carries one number per parameter: how many ranks had a gradient for
-it. It costs no message of its own, and tells a parameter that nobody used (its `.grad` must stay untouched) from one
-whose gradients happen to add up to zero. `lockstep.reduce.status` says what the last bucket carries besides.
+[Note: used-parameter counts] After the gradients each bucket carries one number per parameter: how many ranks had a
+gradient for it. It costs no message of its own, and tells a parameter that nobody used (its `.grad` must stay
+untouched) from one whose gradients happen to add up to zero. The number is compared with zero only: in bfloat16 the
+ones of 300 ranks add up to 256, but never to zero.
+
+`lockstep.reduce.status` says what is in the status trailer, which may also travel otherwise
+(`lockstep.reduce.status_message`).
 
 A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
-buckets hold gradients without gaps, and presence and notes travel in a message of their own.
+buckets hold gradients without gaps, and counts and trailer travel in a message of their own.
 """
 
 from collections.abc import Sequence
@@ -89,21 +93,21 @@ class BucketPlan:
     is_sparse: bool
     """Whether its one gradient is sparse; then it has no buffer."""
     num_gradient_elements: int
-    """Length of the part with the gradients; presence numbers begin here if they ride along."""
+    """Length of the part with the gradients; used-parameter counts begin here if the bucket carries them."""
     num_elements: int
     """Length of the buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReductionPlan:
     """The layout of all buckets."""
 
     buckets: tuple[BucketPlan, ...]
     """In the order in which they travel."""
-    notes_ride: bool
-    """Whether presence and notes are in the buckets; else they have a message of their own."""
-    num_notes: int
-    """How many numbers the last message carries besides gradients and presence."""
+    has_extra_message: bool
+    """Whether used-parameter counts and status trailer have a message of their own; else they are in the buckets."""
+    trailer_length: int
+    """How many numbers the last message carries besides gradients and counts."""
 
 
 def plan_buckets(
@@ -111,10 +115,10 @@ def plan_buckets(
     limits: BucketLimits,
     *,
     order: Sequence[int] = (),
-    num_notes: int = 0,
+    trailer_length: int = 0,
     only_gradients: bool = False,
-    notes_apart: bool = False,
-) -> Plan:
+    has_extra_message: bool = False,
+) -> ReductionPlan:
     """Lay out the gradients of `specs`, given in registration order, in buckets in the order they should travel.
 
     Args:
@@ -122,9 +126,9 @@ def plan_buckets(
         limits: Sizes of the buckets.
         order: Indices of the specs in the order in which their gradients are expected; empty for the reverse of the
             order of registration.
-        num_notes: How many numbers the last message carries besides.
+        trailer_length: How many numbers the last message carries besides.
         only_gradients: Keep buckets free of all but gradients.
-        notes_apart: Let notes travel in a message of their own.
+        has_extra_message: Let counts and trailer travel in a message of their own.
 
     Raises:
         ValueError: An order that does not name each spec once.
@@ -132,11 +136,11 @@ def plan_buckets(
     if order and sorted(order) != list(range(len(specs))):
         raise ValueError(f"The order {list(order)} is not one of {len(specs)} gradients: each must be named once.")
     members = _assign(specs, limits, order or range(len(specs) - 1, -1, -1))
-    notes_ride = not (only_gradients or notes_apart or any(spec.is_sparse for spec in specs))
-    buckets = [_lay_out(specs, group, carries_presence=notes_ride, align=not only_gradients) for group in members]
-    if notes_ride:
-        buckets[-1] = replace(buckets[-1], num_elements=buckets[-1].num_elements + num_notes)
-    return Plan(buckets=tuple(buckets), notes_ride=notes_ride, num_notes=num_notes)
+    has_extra_message = has_extra_message or only_gradients or any(spec.is_sparse for spec in specs)
+    buckets = [_lay_out(specs, group, has_counts=not has_extra_message, align=not only_gradients) for group in members]
+    if not has_extra_message:
+        buckets[-1] = replace(buckets[-1], num_elements=buckets[-1].num_elements + trailer_length)
+    return ReductionPlan(buckets=tuple(buckets), has_extra_message=has_extra_message, trailer_length=trailer_length)
 
 
 def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequence[int]) -> list[list[int]]:
@@ -159,9 +163,7 @@ def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequenc
     return sorted([*closed, *open_buckets.values()], key=lambda members: place[members[-1]])
 
 
-def _lay_out(
-    specs: Sequence[ParameterSpec], members: Sequence[int], *, carries_presence: bool, align: bool
-) -> BucketPlan:
+def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int], *, has_counts: bool, align: bool) -> BucketPlan:
     first = specs[members[0]]
     step = max(ALIGNMENT_BYTES // first.dtype.itemsize, 1) if align else 1
     slots = []
@@ -175,5 +177,5 @@ def _lay_out(
         slots=tuple(slots),
         is_sparse=first.is_sparse,
         num_gradient_elements=offset,
-        num_elements=offset + len(slots) * carries_presence,
+        num_elements=offset + len(slots) * has_counts,
     )

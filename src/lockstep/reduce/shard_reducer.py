@@ -2,7 +2,7 @@
 
     worker with shards 0 1 2 of 5          partials, a stack
     -----------------------------          -----------------
-    begin                                  turns: (0), (1, adds to 1 partial), (2)
+    begin                                  tasks: (0), (1, adds to 1 partial), (2)
     shard 0: backward, `end`               [0]
     shard 1: backward, `end`               [0 + 1]
     shard 2: backward                      kept [0 + 1]; as gradients of shard 2 arrive, buckets leave with both
@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import World
-from lockstep.reduce.finite_check import sum_to_suspect
-from lockstep.reduce.in_place_accumulation import Lender
+from lockstep.reduce.backward_policy import LeaveLocalGradients
+from lockstep.reduce.finite_check import sum_for_finite_check
+from lockstep.reduce.in_place_accumulation import InPlaceAccumulation
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
+from lockstep.reduce.tree_reduction import TreeReduction
 from lockstep.shards import ShardTask, partial_nodes_by_size, plan_shard_tasks
 
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_PURPOSE = "a training step"
 
 
 @final
@@ -43,7 +46,7 @@ class ShardReducer:
     """
 
     def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
-        self._lender = Lender(model.trained)
+        self._in_place = InPlaceAccumulation(model.trained)
         self._world = world
         self._num_shards = num_shards
         self._partials = Partials()
@@ -52,98 +55,100 @@ class ShardReducer:
         self._on_last_gradient: Callable[[], None] = _do_nothing
         self._parameters = [each.parameter for each in model.trained]
         self._hooks: list[tuple[int, ...]] = []
+        self._tree: TreeReduction | None = None
         self._reducer: Reducer | None = None
         if world.group is not None and world.world_size > 1:
-            options = ReducerOptions(limits=limits, average=False, as_view=False, num_shards=num_shards)
-            self._reducer = Reducer(model, world, options)
+            options = ReducerOptions(purpose=_PURPOSE, limits=limits, as_view=False, holds_partials=True)
+            self._tree = TreeReduction(world, num_shards)
+            self._reducer = Reducer(model, world, options, self._tree, LeaveLocalGradients(world))
+            # Only in the last task of a step: a backward between two steps is the user's own.
+            self._reducer.watch.synchronizes = False
 
     @property
     def ran_inner(self) -> bool:
         """Whether a backward of the last step ran another one inside here."""
-        return self._lender.ran_inner
+        return self._in_place.ran_inner
 
     def trust(self, *, adds_once: bool) -> None:
         """Take in what all workers' backwards have shown: whether they run no others inside (local).
 
         Until then, and if they do, each shard's gradients are taken whole before they are added.
         """
-        self._lender.trust(adds_once=adds_once)
+        self._in_place.adds_once = adds_once
         if self._reducer is not None and not adds_once:
-            self._reducer.wait_for_ends()
+            self._reducer.watch.wait_for_ends()
 
     def on_last_gradient(self, call: Callable[[], None]) -> None:
         """Call `call` when the gradients of a worker's last shard are computed, before the wait for others (local)."""
         self._on_last_gradient = call
         if self._reducer is not None:
-            self._reducer.on_end_of_backward(call)
+            self._reducer.schedule.on_end_of_backward = call
 
     def begin(self, ranges: Sequence[range]) -> list[ShardTask]:
-        """Begin with a step, for which no parameter has a gradient; return this worker's turns (local).
+        """Begin with a step, for which no parameter has a gradient; return this worker's tasks (local).
 
         Args:
             ranges: The shards of every worker, in rank order.
         """
-        turns = plan_shard_tasks(ranges[self._world.rank], self._num_shards)
-        self._last = turns[-1]
+        tasks = plan_shard_tasks(ranges[self._world.rank], self._num_shards)
+        self._last = tasks[-1]
         self._partials = Partials()
-        self._lender.begin_step()
+        self._in_place.begin_step()
         self._look_at_hooks()
-        if self._reducer is not None:
-            self._reducer.synchronizes = False
+        if self._reducer is not None and self._tree is not None:
+            self._reducer.watch.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
-            self._reducer.expect_last(
-                self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges]
-            )
-        return turns
+            self._tree.expect(self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges])
+        return tasks
 
-    def mark(self, loss: Tensor, turn: ShardTask) -> None:
-        """Mark where the backward of a turn begins (local)."""
-        self._lender.watch(loss)
-        lent = None
-        if turn.num_sums:
-            lent = self._lender.lend(self._partials.kept[-1])
-        if lent is not None:
+    def mark(self, loss: Tensor, task: ShardTask) -> None:
+        """Mark where the backward of a task begins (local)."""
+        self._in_place.watch(loss)
+        merge = None
+        if task.num_sums:
+            merge = self._in_place.offer(self._partials.kept[-1])
+        if merge is not None:
             self._partials.kept.pop()
         if self._reducer is None:
             return
-        if turn == self._last:
-            self._partials.expect(turn.num_sums - (lent is not None), first=lent)
-            self._reducer.synchronizes = True
+        if task == self._last:
+            self._partials.set_aside(task.num_sums - (merge is not None), first=merge)
+            self._reducer.watch.synchronize_once()
         self._reducer.mark(loss)
 
-    def end(self, turn: ShardTask) -> None:
-        """End a turn, whether or not it had a backward; after the last one gradients are whole (then collective)."""
-        if self._reducer is None or turn != self._last:
-            gradients, num_added = self._lender.take()
-            self._partials.push(gradients, turn.num_sums - num_added)
-            if turn == self._last:
+    def end(self, task: ShardTask) -> None:
+        """End a task, whether or not it had a backward; after the last one gradients are whole (then collective)."""
+        if self._reducer is None or task != self._last:
+            gradients, num_added = self._in_place.take()
+            self._partials.push(gradients, task.num_sums - num_added)
+            if task == self._last:
                 self._on_last_gradient()
                 for parameter, gradient in self._partials.kept.pop().items():
                     parameter.grad = gradient
             return
-        self._lender.forget()
+        self._in_place.end_in_buckets()
         if self._reducer.num_reductions == self._num_reductions:  # no backward, or one without gradients
-            if not self._reducer.synchronizes:
-                self._partials.expect(turn.num_sums)
-                self._reducer.synchronizes = True
+            if not self._reducer.watch.synchronizes:
+                self._partials.set_aside(task.num_sums)
+                self._reducer.watch.synchronize_once()
             self._reducer.reduce_without_backward()
         self._partials.clear()
 
     def sum_to_suspect(self, device: torch.device) -> Tensor:
         """Return a number that is not finite if a gradient of the step that has ended is not (local).
 
-        Each worker looks at its slice of every bucket, so it is true of the numbers of all workers together: of the
-        slices, as of the gradients of one that is alone. See `lockstep.reduce.finite_check`.
+        Each worker looks at its segment of every bucket, so it is true of the numbers of all workers together: of the
+        segments, as of the gradients of one that is alone. See `lockstep.reduce.finite_check`.
         """
         if self._reducer is None:
-            return sum_to_suspect((each.grad for each in self._parameters if each.grad is not None), device)
-        slices = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
-        return sum_to_suspect((parts[self._world.rank] for parts in slices), device)
+            return sum_for_finite_check((each.grad for each in self._parameters if each.grad is not None), device)
+        segments = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
+        return sum_for_finite_check((parts[self._world.rank] for parts in segments), device)
 
     def fail(self) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective)."""
         self._partials.clear()
-        self._lender.begin_step()
+        self._in_place.begin_step()
         if self._reducer is not None:
             self._reducer.fail()
 
@@ -162,7 +167,7 @@ class ShardReducer:
         self._hooks = self._list_hooks()
         num_own = int(self._reducer is not None)
         with_hooks = zip(self._parameters, self._hooks, strict=True)
-        self._lender.hooked = {parameter for parameter, hooks in with_hooks if len(hooks) > num_own}
+        self._in_place.hooked = {parameter for parameter, hooks in with_hooks if len(hooks) > num_own}
 
     def _list_hooks(self) -> list[tuple[int, ...]]:
         return [tuple(hooks or ()) for hooks in map(_HOOKS, self._parameters)]

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Final
 
-from lockstep.reduce.bucket import Slot
+from lockstep.reduce.slot import Slot
 
 _PLACES: Final[dict[int, "weakref.WeakSet[Slot]"]] = {}
 """The places of each parameter in layouts that are in use."""
@@ -40,4 +40,4 @@ def give_up(slots: Iterable[Slot]) -> None:
         places.discard(slot)
         if len(places) == 1:
             for place in places:
-                place.own()
+                place.use_bucket()

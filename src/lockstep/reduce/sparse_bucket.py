@@ -31,7 +31,7 @@ class SparseSlot:
     def adopt(self) -> None:
         """Do nothing, likewise."""
 
-    def take_again(self) -> None:
+    def take_second(self) -> None:
         """Do nothing, likewise."""
 
     @property
@@ -39,7 +39,7 @@ class SparseSlot:
         """Whether `.grad` is a place: never, there is none."""
         return False
 
-    def take_away(self) -> Tensor | None:
+    def detach_gradient(self) -> Tensor | None:
         """Take the gradient away from the parameter and return it."""
         gradient, self.parameter.grad = self.parameter.grad, None
         return gradient
@@ -49,9 +49,9 @@ class SparseSlot:
 class SparseBucket:
     """A sparse gradient on its way."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, presence: Tensor) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, used_counts: Tensor) -> None:
         self.slots = [SparseSlot(name, parameter)]
-        self.presence = presence
+        self.used_counts = used_counts
         self.num_pending = 1
         self.absent: list[int] = []
         self._message = _nothing(parameter)
@@ -80,7 +80,7 @@ class SparseBucket:
             )
         self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
         slot.is_unsynced = slot.is_unsynced and gradient is not None
-        self.presence.fill_(int(slot.has_arrived or slot.is_unsynced))
+        self.used_counts.fill_(int(slot.has_arrived or slot.is_unsynced))
 
     def add(self, _partials: Partials) -> list[Tensor]:
         """Add nothing: where ranks run several shards each, gradients are dense."""
@@ -90,11 +90,11 @@ class SparseBucket:
         """Let `result`, which a hook made, be the reduced gradient."""
         self._message = result
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Give the parameter its reduced gradient, if any rank had one."""
         (slot,) = self.slots
         self.absent = [] if slot.has_arrived else [0]
-        if slot.fits and self.presence.item() > 0:
+        if slot.fits and self.used_counts.item() > 0:
             slot.parameter.grad = self._message.coalesce()
         slot.is_unsynced = False
 

@@ -1,9 +1,10 @@
-"""What the ranks tell each other with the last message of a reduction, besides gradients. Pure: numbers in and out.
+"""What the ranks tell each other in each reduction, besides gradients. Pure: numbers in and out.
 
-    | failed | changed | batch size of rank 0: 3 digits | ... | of the last rank: 3 digits |
+    | rank 0: flags, batch size in 3 digits | rank 1: ... | ... |
 
-All are added up over the ranks, in the dtype of a bucket. So a number that only one rank writes comes through whole if
-it is small enough for any dtype: bfloat16 holds integers up to 256, hence digits to the base of 128.
+All are added up over the ranks, as a rule in the dtype of a bucket. Sums of many ranks are not exact in all of them:
+bfloat16 holds integers up to 256 only, so that 300 ranks' ones add up to 256. Therefore each number is written by one
+rank alone, the others add zeros to it, and none is larger than 127: digits to the base of 128.
 """
 
 from collections.abc import Sequence
@@ -11,29 +12,31 @@ from dataclasses import dataclass
 
 _BASE = 128
 _NUM_DIGITS = 3
-_NUM_FLAGS = 2
+_NUM_PER_RANK = 1 + _NUM_DIGITS
+_FAILED = 1
+_CHANGED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What one rank says."""
+class RankStatus:
+    """How one rank's backward went."""
 
     has_failed: bool = False
-    """Its backward ended in an exception, so its gradients are not whole."""
+    """It ended in an exception, so its gradients are not whole."""
     has_changed: bool = False
     """Its model has other parameters than the plan."""
     batch_size: int = 0
-    """How many samples its gradients come from; 0 if it does not know."""
+    """How many samples its gradients come from; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notes:
-    """What all ranks said."""
+class GroupStatus:
+    """How the backwards of all ranks went."""
 
-    num_failed: int
-    """How many ranks' backwards ended in an exception."""
-    num_changed: int
-    """How many ranks' models have changed."""
+    failed: tuple[int, ...]
+    """The ranks whose backward ended in an exception."""
+    changed: tuple[int, ...]
+    """The ranks whose model has changed."""
     batch_sizes: tuple[int, ...]
     """Samples of each rank; 0 where it is not known."""
 
@@ -44,27 +47,32 @@ class Notes:
         return self.batch_sizes if len(known) > 1 else ()
 
 
-def num_notes(world_size: int) -> int:
-    """Return how many numbers the notes of so many ranks take."""
-    return _NUM_FLAGS + _NUM_DIGITS * world_size
+def status_length(world_size: int) -> int:
+    """Return how many numbers the status of so many ranks takes."""
+    return _NUM_PER_RANK * world_size
 
 
-def write_note(note: Note, rank: int, world_size: int) -> list[float]:
+def write_status(status: RankStatus, rank: int, world_size: int) -> list[float]:
     """Return the numbers that `rank` adds."""
-    numbers = [float(note.has_failed), float(note.has_changed)]
-    numbers += [0.0] * (_NUM_DIGITS * world_size)
-    rest = min(note.batch_size, _BASE**_NUM_DIGITS - 1)
-    for digit in range(_NUM_DIGITS):
-        numbers[_NUM_FLAGS + _NUM_DIGITS * rank + digit] = float(rest % _BASE)
+    numbers = [0.0] * status_length(world_size)
+    start = _NUM_PER_RANK * rank
+    numbers[start] = float(_FAILED * status.has_failed + _CHANGED * status.has_changed)
+    rest = min(status.batch_size, _BASE**_NUM_DIGITS - 1)
+    for digit in range(1, _NUM_PER_RANK):
+        numbers[start + digit] = float(rest % _BASE)
         rest //= _BASE
     return numbers
 
 
-def read_notes(numbers: Sequence[float]) -> Notes:
-    """Return what the ranks said, from the sums of their numbers."""
-    digits = [round(number) for number in numbers[_NUM_FLAGS:]]
-    sizes = [
-        sum(digit * _BASE**place for place, digit in enumerate(digits[start : start + _NUM_DIGITS]))
-        for start in range(0, len(digits), _NUM_DIGITS)
-    ]
-    return Notes(num_failed=round(numbers[0]), num_changed=round(numbers[1]), batch_sizes=tuple(sizes))
+def read_status(numbers: Sequence[float]) -> GroupStatus:
+    """Return the status of all ranks, from the sums of their numbers."""
+    whole = [round(number) for number in numbers]
+    flags = whole[::_NUM_PER_RANK]
+    return GroupStatus(
+        failed=tuple(rank for rank, flag in enumerate(flags) if flag & _FAILED),
+        changed=tuple(rank for rank, flag in enumerate(flags) if flag & _CHANGED),
+        batch_sizes=tuple(
+            sum(digit * _BASE**place for place, digit in enumerate(whole[start + 1 : start + _NUM_PER_RANK]))
+            for start in range(0, len(whole), _NUM_PER_RANK)
+        ),
+    )

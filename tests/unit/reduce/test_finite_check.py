@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.reduce.finite_check import sum_to_suspect
+from lockstep.reduce.finite_check import sum_for_finite_check
 
 CPU = torch.device("cpu")
 
@@ -15,8 +15,8 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_finite_numbers_are_not_suspected(dtype: torch.dtype) -> None:
-    total = sum_to_suspect(tensors(dtype), CPU)
+def test_finite_numbers_have_a_finite_sum(dtype: torch.dtype) -> None:
+    total = sum_for_finite_check(tensors(dtype), CPU)
     assert total.dtype == torch.float64
     assert total == 100.0 * (3 + (1 << 15) + 1000)
 
@@ -24,12 +24,12 @@ def test_finite_numbers_are_not_suspected(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_one_bad_number_is_suspected(bad: float, dtype: torch.dtype, number: int) -> None:
+def test_one_bad_number_makes_the_sum_not_finite(bad: float, dtype: torch.dtype, number: int) -> None:
     found = tensors(dtype)
     found[number][-1] = torch.tensor(complex(0.0, bad) if dtype.is_complex else bad)
-    assert not sum_to_suspect(found, CPU).isfinite()
+    assert not sum_for_finite_check(found, CPU).isfinite()
 
 
-def test_infinities_of_both_signs_are_suspected() -> None:
-    assert not sum_to_suspect([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU).isfinite()
-    assert sum_to_suspect([], CPU) == 0
+def test_infinities_of_both_signs_are_seen() -> None:
+    assert not sum_for_finite_check([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU).isfinite()
+    assert sum_for_finite_check([], CPU) == 0

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.reduce.in_place_accumulation import may_be_lent
+from lockstep.reduce.in_place_accumulation import may_accumulate_in_place
 
 FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 
@@ -11,7 +11,9 @@ FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     ("adds_once", "is_waiting", "expected"),
     [(True, False, {FIRST}), (False, False, set()), (True, True, set())],
 )
-def test_what_may_be_lent(adds_once: bool, is_waiting: bool, expected: set[nn.Parameter]) -> None:
+def test_what_may_be_added_to_in_place(adds_once: bool, is_waiting: bool, expected: set[nn.Parameter]) -> None:
     partial = {FIRST, SECOND, THIRD}
-    chosen = may_be_lent(partial, adds_once=adds_once, is_waiting=is_waiting, sparse={SECOND}, hooked={THIRD})
+    chosen = may_accumulate_in_place(
+        partial, adds_once=adds_once, is_waiting=is_waiting, sparse={SECOND}, hooked={THIRD}
+    )
     assert chosen == expected

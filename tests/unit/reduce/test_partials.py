@@ -71,13 +71,13 @@ def test_what_gradients_are_to_be_added_to_is_set_apart_the_top_first() -> None:
     stack = Partials()
     for value in (1.0, 2.0, 3.0):
         stack.push({found[0]: torch.tensor(value)}, 0)
-    stack.expect(2)
+    stack.set_aside(2)
 
     def values(partials: list[Gradients]) -> list[Tensor]:
         return [float(each[found[0]]) for each in partials]  # type: ignore[misc]
 
     assert values(stack.kept) == [1.0]
     assert values([merge.gradients for merge in stack.merged]) == [3.0, 2.0]
-    assert stack.have(found[0])
+    assert stack.has(found[0])
     stack.clear()
-    assert not stack.have(found[0])
+    assert not stack.has(found[0])

@@ -30,7 +30,7 @@ def test_every_gradient_has_a_place_of_its_own(
     parameters: list[tuple[int, torch.dtype]], first: int, other: int
 ) -> None:
     specs = [spec(number, size, dtype) for number, (size, dtype) in enumerate(parameters)]
-    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(first, other)), num_notes=7).buckets
+    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(first, other)), trailer_length=7).buckets
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs)))
     for bucket in buckets:
@@ -41,8 +41,8 @@ def test_every_gradient_has_a_place_of_its_own(
             assert specs[slot.parameter].dtype == bucket.dtype
             end = slot.offset + specs[slot.parameter].num_elements
         assert bucket.num_gradient_elements >= end
-        num_notes = 7 if bucket is buckets[-1] else 0
-        assert bucket.num_elements == bucket.num_gradient_elements + len(bucket.slots) + num_notes
+        trailer_length = 7 if bucket is buckets[-1] else 0
+        assert bucket.num_elements == bucket.num_gradient_elements + len(bucket.slots) + trailer_length
 
 
 def test_buckets_travel_in_reverse_order_with_a_small_last_one() -> None:
@@ -76,17 +76,17 @@ def test_buckets_follow_an_order_that_is_given() -> None:
 
 
 def test_a_hook_gets_gradients_without_gaps() -> None:
-    plan = plan_buckets([spec(0, 3), spec(1, 5)], BucketLimits(), num_notes=7, only_gradients=True)
+    plan = plan_buckets([spec(0, 3), spec(1, 5)], BucketLimits(), trailer_length=7, only_gradients=True)
     (bucket,) = plan.buckets
-    assert not plan.notes_ride
+    assert plan.has_extra_message
     assert bucket.num_elements == bucket.num_gradient_elements == 8
     assert [slot.offset for slot in bucket.slots] == [0, 5]
 
 
-def test_a_sparse_gradient_travels_alone_and_notes_with_nobody() -> None:
+def test_a_sparse_gradient_travels_alone_and_so_does_the_trailer() -> None:
     specs = [spec(0, 8), replace(spec(1, 8), is_sparse=True), spec(2, 8)]
-    plan = plan_buckets(specs, BucketLimits(), num_notes=7)
-    assert not plan.notes_ride
+    plan = plan_buckets(specs, BucketLimits(), trailer_length=7)
+    assert plan.has_extra_message
     assert [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets] == [[1], [2, 0]]
     assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]
 

@@ -1,0 +1,88 @@
+"""What becomes of backwards that are not reduced, and of a model that changes: it differs between the two owners.
+
+Under `DistributedDataParallel` users accumulate gradients locally and change models between backwards, and both must be
+reduced in the end. Under a trainer, gradients of a step that are not the last shard's are the trainer's partials, and a
+model that changes in the middle of a step is an error.
+"""
+
+from typing import Protocol, final
+
+from lockstep.comm import World
+from lockstep.errors import ReductionError
+from lockstep.reduce.bucket_reduction import MeanReduction
+from lockstep.reduce.bucket_set import AnySlot
+from lockstep.reduce.current_plan import CurrentPlan
+from lockstep.reduce.status import GroupStatus
+
+
+class BackwardPolicy(Protocol):
+    """Decides for the owner of a reducer."""
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether gradients of a backward that is not reduced are kept for the next one that is."""
+
+    def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:
+        """Follow a model that has changed on some ranks (collective).
+
+        Args:
+            status: Of all ranks.
+            plan: This rank's plan.
+
+        Raises:
+            LockstepError: It may not change now, or not so. On every rank alike.
+        """
+
+    def take_local(self, slot: AnySlot) -> None:
+        """Take in a gradient of a backward that is not reduced."""
+
+
+@final
+class KeepLocalGradients:
+    """Keeps local gradients in their buckets, as `no_sync` wants it, and plans anew for a model that has changed.
+
+    Args:
+        mean: How gradients are averaged that the old plan had no place for.
+    """
+
+    keeps_local = True
+
+    def __init__(self, mean: MeanReduction) -> None:
+        self._mean = mean
+
+    def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:  # noqa: ARG002
+        """Plan anew (collective)."""
+        plan.follow(self._mean.scale)
+
+    def take_local(self, slot: AnySlot) -> None:
+        """Put the gradient in its place, and remember that it was not reduced."""
+        slot.adopt()
+        slot.is_unsynced = True
+
+
+@final
+class LeaveLocalGradients:
+    """Leaves local gradients to the owner, and refuses a model that has changed.
+
+    Args:
+        world: The workers.
+    """
+
+    keeps_local = False
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:  # noqa: ARG002
+        """Refuse.
+
+        Raises:
+            ReductionError: Always.
+        """
+        raise ReductionError(
+            f"The parameters of the model were changed during a step on {len(status.changed)} of "
+            f"{self._world.world_size} ranks, so these gradients are not whole. Change a model between steps only."
+        )
+
+    def take_local(self, slot: AnySlot) -> None:
+        """Do nothing: the owner takes the gradient."""

@@ -1,0 +1,302 @@
+"""What watches a backward: which graph task it is, when it begins, whether it was interrupted, and when it ends.
+
+It is driven by gradients and by hooks on outputs, not by forward, so it does not matter how the forward was called:
+through the wrapper, through the module itself, or twice before the first backward.
+
+    backward of one rank            BackwardWatch               its listener
+    --------------------            -------------               ------------
+    1 reaches a marked output   ->  `_on_output`: begin     ->  `begin`: buckets are made ready
+    2 gradient accumulated      ->  `arrive`                    the gradient goes to its bucket
+    3 inner graph task          ->  `waits_for_end`             nothing is sent any more before 4
+    4 end of the graph task     ->  `_on_end`               ->  `complete`: all gradients are reduced, then `end`
+    - or an exception           ->  `finish_interrupted`    ->  `complete_failed`, when this rank next comes by
+
+[Note: the end of a backward] The autograd engine runs a queued callback at the end of *the graph task in which it was
+queued*. A reentrant checkpoint runs a graph task inside another, so a callback queued by a gradient of the inner one
+would run too early. Therefore the outermost task is marked where it begins, at the outputs of the module or at the loss
+(`mark`), and gradients that arrive in a task within it wait for the end of the marked one. Whether a model does such
+things shows in its first backward, so that one sends nothing before its end.
+
+[Note: plain arrivals] A model may have hundreds of small parameters, and each gradient costs a call into Python. After
+one that had nothing special about it, those that follow in the same graph task have not either, and are only counted
+(`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task.
+
+[Note: who holds whom] The listener holds its watch, and the watch does not hold its listener: reference counts alone
+must free both. So each call says who listens. A graph holds the listener, for it may outlive a wrapper that nobody
+kept, and its backward must synchronise all the same.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+from functools import partial
+from typing import Final, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from lockstep.compiler import keep_compiler_out
+from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
+
+NO_TASK: Final = -1
+"""What `current_task` returns outside of any backward."""
+_NEVER_A_TASK: Final = -2
+_LOCAL_GRADIENTS = (
+    "torch.autograd.grad gave gradients of this rank alone for parameters of a model that is trained on several: they "
+    "are not averaged. Call backward() for averaged ones, or average these with torch.distributed.all_reduce."
+)
+
+current_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name
+"""Returns the number of the graph task that runs in this thread."""
+
+
+class Phase(Enum):
+    """What a rank is doing.
+
+    | from | to | when |
+    | --- | --- | --- |
+    | IDLE | ACCUMULATING | a backward begins that is not to be synchronised |
+    | IDLE | SYNCHRONIZING | a backward begins that is |
+    | ACCUMULATING | SYNCHRONIZING | it reaches an output that is to be synchronised |
+    | both | IDLE | it has ended, or was found to have ended in an exception |
+    """
+
+    IDLE = auto()
+    """In no backward."""
+    ACCUMULATING = auto()
+    """In a backward that only adds up local gradients."""
+    SYNCHRONIZING = auto()
+    """In a backward whose gradients are reduced."""
+
+
+_TRANSITIONS: Final = {
+    Phase.IDLE: {Phase.ACCUMULATING, Phase.SYNCHRONIZING},
+    Phase.ACCUMULATING: {Phase.SYNCHRONIZING, Phase.IDLE},
+    Phase.SYNCHRONIZING: {Phase.IDLE},
+}
+
+
+class BackwardListener(Protocol):
+    """Does what is to be done at the moments of a backward."""
+
+    def begin(self, phase: Phase) -> None:
+        """Prepare for a backward that begins."""
+
+    def begin_synchronizing_late(self) -> None:
+        """Prepare for gradients that are reduced, in a backward that so far only added up local ones."""
+
+    def complete(self) -> None:
+        """Reduce what has arrived, and call `BackwardWatch.end` (collective)."""
+
+    def complete_failed(self) -> None:
+        """Take part in the reduction of a backward that failed here, and call `BackwardWatch.end` (collective)."""
+
+    def forget(self) -> None:
+        """Forget a backward that reduces nothing, and call `BackwardWatch.end`."""
+
+
+@final
+class BackwardWatch:
+    """Watches the backwards of one rank.
+
+    Args:
+        may_synchronize: Whether there is still a group; without one this rank trains alone.
+
+    Attributes:
+        synchronizes: False while gradients should only accumulate locally; looked at when a graph is marked and when
+            its gradients arrive.
+        waits_for_end: Whether nothing is to be sent before the end of the backward that is under way.
+        plain_task: The graph task whose small gradients need only be counted. [Note: plain arrivals]
+        was_asked: Whether the gradient of a parameter was computed, accumulated or not.
+    """
+
+    def __init__(self, may_synchronize: Callable[[], bool]) -> None:
+        self.synchronizes = True
+        self.waits_for_end = False
+        self.plain_task = _NEVER_A_TASK
+        self.was_asked = False
+        self._may_synchronize = may_synchronize
+        self._phase = Phase.IDLE
+        self._lock = threading.RLock()
+        self._task = NO_TASK
+        self._callback: Callable[[], partial[None] | None] = _no_callback
+        self._any_arrived = False
+        self._only_once = False
+        self._is_forced = False
+        self._has_warned = False
+        self._always_waits = True  # until a first backward has shown that it need not. [Note: the end of a backward]
+        self._has_inner_tasks = False
+        self._forwards: dict[int, _Forward] = {}
+
+    @property
+    def phase(self) -> Phase:
+        """What this rank is doing."""
+        return self._phase
+
+    @property
+    def num_samples(self) -> int:
+        """Of how many samples the forwards are that this backward has gone through; 0 if that of one is not known."""
+        counts = [forward.num_samples for forward in self._forwards.values()]
+        return sum(counts) if all(counts) else 0
+
+    # -- Before a backward ---------------------------------------------------------------------------------------------
+
+    def mark(self, outputs: Iterable[Tensor], num_samples: int, listener: BackwardListener) -> None:
+        """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
+
+        Args:
+            outputs: Those of one forward.
+            num_samples: How many samples it was given; 0 if that is not known.
+            listener: Is called by the backward.
+        """
+        forward = _Forward(num_samples)
+        for output in outputs:
+            if output.grad_fn is not None:
+                refuse_compiled_autograd()
+                output.register_hook(partial(self._on_output, listener, self.synchronizes, forward))
+
+    def force_next(self) -> None:
+        """Let the next backward synchronise, whatever was said when its graph was built."""
+        self._is_forced = True
+
+    def synchronize_once(self) -> None:
+        """Let one backward synchronise, and none after it."""
+        self.synchronizes = self._only_once = True
+
+    def wait_for_ends(self) -> None:
+        """Send nothing before the end of a backward from now on. [Note: the end of a backward]."""
+        self._always_waits = self._has_inner_tasks = True
+
+    def learn_anew(self) -> None:
+        """Wait for the end of the next backward, and see in it whether that is needed."""
+        self._always_waits, self._has_inner_tasks = True, False
+
+    def finish_interrupted(self, listener: BackwardListener) -> None:
+        """End a backward that ended in an exception here; called before a forward (then collective).
+
+        The engine holds the callback as long as the backward runs, and lets go of it uncalled when it fails.
+        """
+        if self._phase is Phase.IDLE or self._callback() is not None:
+            return
+        if self._phase is Phase.ACCUMULATING:
+            listener.forget()
+        else:
+            listener.complete_failed()
+
+    def begin_without_backward(self, listener: BackwardListener) -> None:
+        """Begin with a reduction for which no backward runs here."""
+        self.finish_interrupted(listener)
+        listener.begin(Phase.SYNCHRONIZING)
+        self._change_phase(Phase.SYNCHRONIZING)
+
+    # -- During a backward ---------------------------------------------------------------------------------------------
+
+    def arrive(self, listener: BackwardListener) -> bool:
+        """Note that a gradient was accumulated; return whether a graph task began with it."""
+        is_new_task = current_task() != self._task
+        if is_new_task:
+            self._enter_task(listener)
+        self._any_arrived = True
+        return is_new_task
+
+    def call_plain(self) -> None:
+        """Say that the gradients to come in this graph task need only be counted. [Note: plain arrivals]."""
+        self.plain_task = self._task
+
+    def note_second_gradient(self) -> None:
+        """Note that a parameter got two gradients in one backward, as it does inside a reentrant checkpoint."""
+        self._has_inner_tasks = True
+
+    def end(self) -> None:
+        """Forget the backward that is over; the listener calls this."""
+        self._any_arrived = self.was_asked = False
+        self.waits_for_end = self._is_forced = False
+        self._forwards.clear()
+        self._task, self.plain_task = NO_TASK, _NEVER_A_TASK
+        if self._phase is not Phase.IDLE:
+            self._change_phase(Phase.IDLE)
+
+    def stop_synchronizing(self) -> None:
+        """Reduce no further backward, if only one was to be reduced; called when one was, or was to be."""
+        if self._only_once:
+            self.synchronizes = self._only_once = False
+
+    def _change_phase(self, phase: Phase) -> None:
+        assert phase in _TRANSITIONS[self._phase], f"{self._phase} -> {phase}"
+        self._phase = phase
+
+    def _enter_task(self, listener: BackwardListener) -> None:
+        """Begin with a graph task that is not the one that is under way, or is inside it.
+
+        Two threads of the autograd engine, one per device, may come here at once with gradients of one task.
+        """
+        with self._lock:
+            if current_task() == self._task:
+                return
+            self.finish_interrupted(listener)
+            if self._phase is Phase.IDLE:
+                self._begin(listener, wanted=self.synchronizes)
+            else:
+                self._has_inner_tasks = self.waits_for_end = True
+                self.plain_task = _NEVER_A_TASK
+
+    @keep_compiler_out
+    def _on_output(
+        self, listener: BackwardListener, synchronizes: bool, forward: "_Forward", _gradient: Tensor
+    ) -> None:
+        refuse_compiled_autograd()
+        with self._lock:
+            wanted = (synchronizes and self.synchronizes) or self._is_forced
+            self.finish_interrupted(listener)
+            if self._phase is Phase.IDLE:
+                self._begin(listener, wanted=wanted)
+            elif wanted and self._phase is Phase.ACCUMULATING:
+                self._change_phase(Phase.SYNCHRONIZING)
+                listener.begin_synchronizing_late()
+            self._forwards[id(forward)] = forward
+
+    def _begin(self, listener: BackwardListener, *, wanted: bool) -> None:
+        self.waits_for_end = self._always_waits
+        phase = Phase.SYNCHRONIZING if wanted and self._may_synchronize() else Phase.ACCUMULATING
+        listener.begin(phase)
+        self._change_phase(phase)
+        self._task = current_task()
+        callback = partial(self._on_end, listener, self._task)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+
+    @keep_compiler_out
+    def _on_end(self, listener: BackwardListener, task: int) -> None:
+        if task != self._task:
+            return
+        if self._phase is Phase.SYNCHRONIZING and self._any_arrived:
+            self._always_waits = self._has_inner_tasks
+            listener.complete()
+            return
+        # torch.autograd.grad: nothing was accumulated, nothing is reduced
+        is_local = self.was_asked and not self._any_arrived
+        listener.forget()
+        if is_local and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_LOCAL_GRADIENTS, stacklevel=2)
+
+
+@final
+class _Forward:
+    """One forward, which a backward may go through at several outputs.
+
+    Args:
+        num_samples: How many samples it was given; 0 if that is not known.
+    """
+
+    __slots__ = ("num_samples",)
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+
+def _no_callback() -> None:
+    """Stand for the callback of a backward that has not begun."""

@@ -1,0 +1,203 @@
+"""How one bucket is reduced: the mean over a group, or what a user's communication hook makes of it.
+
+`lockstep.reduce.tree_reduction` has the third way, sums in the order of the tree over shards. A reduction comes whole
+(`all_reduce`) and in two halves, between which each rank has only its own segment of the result, as an optimizer that
+is sharded over the ranks wants it:
+
+    message of 7 elements, 3 ranks     | 0 1 2 | 3 4 5 | 6 |      segments: equal lengths, but for the last ones
+    reduce_scatter on rank 1                   | r r r |          the rest of its message is left as it was
+    all_gather                         | r r r | r r r | r |
+
+`all_gather` after `reduce_scatter` gives the bits of `all_reduce` wherever the group adds an element in the same order
+in either call: in the order of the tree always, and by the groups of Gloo and shared memory. NCCL chooses an algorithm
+per call, so there the bits may differ, as they may between two of its all-reduces of different lengths.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.comm import World, calls_for
+from lockstep.errors import ReductionError
+from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
+
+Finish = Callable[[], object]
+"""Waits until what was started has ended; on a GPU the current stream waits for that."""
+
+
+class BucketReduction(Protocol):
+    """Reduces one bucket after the other. Every rank starts the same ones in the same order."""
+
+    @property
+    def scale(self) -> float:
+        """By what gradients are multiplied before they are added."""
+
+    @property
+    def is_one_at_a_time(self) -> bool:
+        """Whether a reduction must have ended before the next message is sent."""
+
+    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
+        """Start to reduce a bucket whose message is ready (collective).
+
+        Args:
+            bucket: The bucket.
+            index: Its number.
+            is_last: Whether it is the last of this backward.
+            waits: Whether the caller waits at once.
+        """
+
+    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
+        """Start to reduce this rank's segment of a bucket, see `own_segment` (collective)."""
+
+    def all_gather(self, bucket: Bucket) -> Finish:
+        """Start to overwrite each segment of a bucket with that of the rank whose it is (collective)."""
+
+    def expect_nothing(self) -> None:
+        """Let this rank's part of what is still to be reduced be empty."""
+
+
+@final
+class MeanReduction:
+    """Averages over the ranks of a group, in the group's order: each rank divides first, so that half precision holds.
+
+    Args:
+        world: The ranks; there is a group.
+    """
+
+    is_one_at_a_time = False
+
+    def __init__(self, world: World) -> None:
+        self.scale = 1 / world.world_size
+        self._world = world
+
+    def divide_by(self, num_ranks: int) -> None:
+        """Let averages from now on be those of so many ranks (each rank calls)."""
+        self.scale = 1 / num_ranks
+
+    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
+        """Start to add up a bucket (collective)."""
+        return start_all_reduce(bucket.message, self._world.group, waits=waits)
+
+    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
+        """Start to add up this rank's segment of a bucket (collective)."""
+        message = dense_message(bucket)
+        size = segment_length(message, self._world)
+        padded = _padded(message, size * self._world.world_size)
+        total = torch.empty(size, dtype=message.dtype, device=message.device)
+        work = dist.reduce_scatter_tensor(total, padded, group=self._world.group, async_op=True)
+
+        def finish() -> None:
+            wait_for(work)
+            own = own_segment(message, self._world)
+            own.copy_(total[: own.numel()])
+
+        return finish
+
+    def all_gather(self, bucket: Bucket) -> Finish:
+        """Start to gather the segments (collective)."""
+        return gather_segments(dense_message(bucket), self._world)
+
+    def expect_nothing(self) -> None:
+        """Do nothing: what `.grad` holds is sent, whatever it is."""
+
+
+@final
+class HookReduction:
+    """Lets a user's communication hook reduce the buckets.
+
+    [Note: one hook at a time] A communication hook such as PowerSGD's makes further calls when its first is done. With
+    the hooks of two buckets at work, it would depend on the moment which rank makes which call first.
+
+    Args:
+        hook: The hook; it sees gradients as they are, and divides itself.
+        world: The ranks; there is a group.
+    """
+
+    scale = 1.0
+    is_one_at_a_time = True
+
+    def __init__(self, hook: CommHook, world: World) -> None:
+        self._hook = hook
+        self._world = world
+
+    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
+        """Call the hook (collective)."""
+        with calls_for(""):  # whichever thread makes a hook's further calls, and that need not be the same on all ranks
+            future = self._hook.start(GradBucket(bucket, index, is_last=is_last))
+        return lambda: bucket.take(result_of(future))
+
+    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
+        """Call the hook, which reduces all of the bucket: a hook knows no halves (collective)."""
+        return self.all_reduce(bucket, index=index, is_last=is_last, waits=False)
+
+    def all_gather(self, bucket: Bucket) -> Finish:
+        """Start to gather the segments, which may have been written since (collective)."""
+        return gather_segments(dense_message(bucket), self._world)
+
+    def expect_nothing(self) -> None:
+        """Do nothing: the hook sees what `.grad` holds, whatever it is."""
+
+
+def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:
+    """Start to add up a message (collective)."""
+    work = dist.all_reduce(message, group=group, async_op=not waits)
+    return _do_nothing if work is None else work.wait
+
+
+def gather_segments(message: Tensor, world: World) -> Finish:
+    """Start to overwrite each segment of a message with that of the rank whose it is (collective)."""
+    size = segment_length(message, world)
+    own = _padded(own_segment(message, world).clone(), size)
+    whole = _padded(message, size * world.world_size)
+    work = dist.all_gather_into_tensor(whole, own, group=world.group, async_op=True)
+
+    def finish() -> None:
+        wait_for(work)
+        if whole is not message:
+            message.copy_(whole[: message.numel()])
+
+    return finish
+
+
+def segment_length(message: Tensor, world: World) -> int:
+    """Return the length of the segments of a message, of which the last ones may be shorter."""
+    return -(-message.numel() // world.world_size)
+
+
+def own_segment(message: Tensor, world: World) -> Tensor:
+    """Return the part of a message that is this rank's after `reduce_scatter`."""
+    size = segment_length(message, world)
+    return message[size * world.rank : size * (world.rank + 1)]
+
+
+def dense_message(bucket: Bucket) -> Tensor:
+    """Return the message of a bucket that can be cut into segments.
+
+    Raises:
+        ReductionError: Its gradient is sparse.
+    """
+    if bucket.message.is_sparse:
+        raise ReductionError(
+            f"The gradient of {bucket.slots[0].name} is sparse and cannot be divided among the ranks. Build the "
+            "embedding with sparse=False."
+        )
+    return bucket.message
+
+
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for a collective; None is one that has ended."""
+    if work is not None:
+        work.wait()
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    return tensor if tensor.numel() == length else torch.nn.functional.pad(tensor, (0, length - tensor.numel()))
+
+
+def _do_nothing() -> None:
+    """Stand for a wait that is over."""

@@ -1,0 +1,231 @@
+"""One dense bucket at work: its buffer, the places that become `.grad`, and what has arrived.
+
+backward begins    `begin`           what others hold keeps its memory; what lies in other memory is noted
+arrival            `Slot.take`       a large gradient goes to its place at once, scaled on the way
+bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
+message is back    `write_back`      `.grad` is the place, which now holds the reduced gradient
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from sys import getrefcount
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lockstep.reduce.model import TrainedParameter
+from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
+from lockstep.reduce.plan import BucketPlan
+from lockstep.reduce.slot import REFERENCES_WHEN_OURS, Slot, make_place
+from lockstep.reduce.status_message import read_numbers
+
+_GRADIENT = attrgetter("grad")
+_PLACE = attrgetter("place")
+
+
+@final
+class DenseBucket:
+    """A flat buffer with the gradients of several parameters.
+
+    Args:
+        plan: Its layout.
+        parameters: Those of the plan, in registration order.
+        buffer: Its memory.
+        used_counts: How many ranks had each gradient: written before a reduction, read after it.
+            [Note: used-parameter counts] in `lockstep.reduce.plan`
+        as_view: Whether `.grad` should be a view, as torch understands it.
+        holds_partials: Whether what `.grad` holds before a backward is a partial sum of the same step, as where ranks
+            run several shards each. Then sparse gradients become dense instead of being an error.
+        allocate: Returns a tensor like `buffer`, of zeros.
+
+    Attributes:
+        absent: Indices of the slots that got no gradient here before the last reduction.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[TrainedParameter],
+        buffer: Tensor,
+        used_counts: Tensor,
+        *,
+        as_view: bool,
+        allocate: Callable[[], Tensor],
+        holds_partials: bool = False,
+    ) -> None:
+        self._buffer = buffer
+        self._gradients = buffer[: plan.num_gradient_elements]
+        self.used_counts = used_counts
+        self.slots = []
+        for slot in plan.slots:
+            trained = parameters[slot.parameter]
+            flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
+            self.slots.append(
+                Slot(trained.spec.name, trained.parameter, flat, as_view=as_view, takes_sparse=holds_partials)
+            )
+        self._offsets = [slot.offset for slot in plan.slots]
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._as_view = as_view
+        self._holds_partials = holds_partials
+        self._allocate = allocate
+        self._parts = [buffer, self._gradients, used_counts, *(slot.flat for slot in self.slots)]
+        self._storage = buffer.untyped_storage()
+        self._num_holders = 0
+        self._addresses = [slot.place.data_ptr() for slot in self.slots]
+        self._elsewhere: list[Slot] = []
+        self.absent: list[int] = []
+        self.num_pending = len(self.slots)
+
+    @property
+    def message(self) -> Tensor:
+        """What is added up over the ranks."""
+        return self._buffer
+
+    @property
+    def gradients(self) -> Tensor:
+        """The part of it that a communication hook sees."""
+        return self._gradients
+
+    def count_holders(self, trailer: Tensor) -> None:
+        """Count how many tensors of ours lie in the bucket's memory; called when all do.
+
+        Args:
+            trailer: The status trailer, which may be one of them.
+        """
+        self._parts.append(trailer)
+        self._num_holders = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - has no public name
+
+    def begin(self) -> None:
+        """Begin with a backward: whose gradients are where? (local)."""
+        if list(map(Tensor.data_ptr, map(_PLACE, self.slots))) != self._addresses:
+            for slot in self.slots:
+                if not slot.is_in_bucket:
+                    slot.renew_place()
+        if self._as_view:
+            return
+        if torch._C._storage_Use_Count(self._storage._cdata) > self._num_holders:  # noqa: SLF001
+            self._keep_held()
+        if self._holds_partials or all(map(is_, map(_GRADIENT, self._parameters), repeat(None))):
+            return
+        self._elsewhere += [slot for slot in self.slots if slot.find_in_other_memory()]
+
+    def prepare(self, scale: float) -> None:
+        """Make the message ready; `scale` what is not scaled already."""
+        self._adopt_small()
+        self._write_used_counts()
+        if scale == 1.0:
+            return
+        unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
+        if len(unscaled) == len(self.slots):
+            self._gradients.mul_(scale)
+        elif unscaled:
+            torch._foreach_mul_(unscaled, scale)
+
+    def add(self, partials: Partials) -> list[Tensor]:
+        """Add to the message what its gradients are to be added to; return other messages with what stays apart.
+
+        For a bucket whose ranks run several shards each; called after `prepare`.
+        """
+        for index, slot in enumerate(self.slots):
+            if not slot.has_arrived and partials.has(slot.parameter):
+                self.used_counts[index] = 1
+        with torch.no_grad():
+            for merge in partials.merged:
+                found = [slot for slot in self.slots if slot.parameter in merge.gradients]
+                alone = [
+                    slot.place
+                    for slot in self.slots
+                    if slot.parameter not in merge.gradients
+                    and not (slot.has_arrived and slot.parameter in merge.in_place)
+                ]
+                add_each([slot.place for slot in found], [merge.gradients.pop(slot.parameter) for slot in found])
+                add_zero(alone)
+        return [self._pack(gradients) for gradients in partials.kept]
+
+    def take(self, result: Tensor) -> None:
+        """Let `result`, which a hook made, be the reduced gradients."""
+        if result is not self._gradients:
+            self._gradients.copy_(result.reshape(-1))
+
+    def write_back(self) -> None:
+        """Give each parameter its reduced gradient.
+
+        Counts are read only where something was absent here: on a GPU the look waits for the device.
+        """
+        absent = self.absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
+        counts = read_numbers(self.used_counts) if absent else []
+        for index in absent:
+            self.slots[index].write_back(counts[index])
+        for slot in self.slots:
+            if not slot.lies_in_bucket and slot.has_arrived:
+                slot.write_back(1)
+            slot.is_unsynced = False
+
+    def reset(self) -> None:
+        """Expect every gradient anew."""
+        self.num_pending = len(self.slots)
+        for slot in self.slots:
+            slot.reset()
+        while self._elsewhere:
+            slot = self._elsewhere.pop()
+            if not slot.is_shared:
+                slot.use_bucket()
+
+    def _keep_held(self) -> None:
+        """Take new memory, and leave the old one to those who hold a part of it. [Note: held gradients].
+
+        Not if nothing was cleared: then a view of a gradient that is added to sees that in torch as well.
+        """
+        if all(slot.parameter.grad is slot.place for slot in self.slots):
+            return
+        old, fresh = self._storage._cdata, self._allocate().untyped_storage()  # noqa: SLF001
+        with torch.no_grad():
+            for part in self._parts:
+                if part.untyped_storage()._cdata == old:  # noqa: SLF001 - the trailer may lie elsewhere
+                    part.set_(fresh, part.storage_offset(), part.shape, part.stride())
+        for slot in self.slots:
+            slot.renew_place()
+        self._addresses = [slot.place.data_ptr() for slot in self.slots]
+        self._storage = fresh
+
+    def _pack(self, gradients: Gradients) -> Tensor:
+        """Take from `gradients` what belongs here, laid out as the message is."""
+        packed = torch.zeros_like(self._buffer)
+        places, found = [], []
+        for slot, offset in zip(self.slots, self._offsets, strict=True):
+            gradient = gradients.pop(slot.parameter, None)
+            if gradient is not None:
+                flat = packed[offset : offset + gradient.numel()]
+                places.append(make_place(flat, slot.parameter, as_view=True))
+                found.append(gradient)
+        if found:
+            torch._foreach_copy_(places, found)
+        return packed
+
+    def _adopt_small(self) -> None:
+        places, gradients = [], []
+        found = list(map(_GRADIENT, self._parameters))
+        for slot, gradient in zip(self.slots, found, strict=True):
+            if gradient is None or gradient is slot.place or not slot.has_arrived:
+                continue
+            if getrefcount(slot.place) > REFERENCES_WHEN_OURS:
+                slot.keep_held()
+            places.append(slot.place)
+            gradients.append(slot.as_dense(gradient) if gradient.is_sparse else gradient)
+            if slot.lies_in_bucket:
+                slot.parameter.grad = slot.place
+        if places:
+            with torch.no_grad():
+                torch._foreach_copy_(places, gradients)
+
+    def _write_used_counts(self) -> None:
+        self.used_counts.fill_(1)
+        for index, slot in enumerate(self.slots):
+            if not slot.has_arrived:
+                # What was accumulated under no_sync counts as had, unless it was cleared since.
+                slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
+                slot.fill_absent()
+                if not slot.is_unsynced and not (self._holds_partials and slot.kept is not None):
+                    self.used_counts[index] = 0

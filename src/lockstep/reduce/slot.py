@@ -1,0 +1,222 @@
+"""The place of one gradient in its bucket, which becomes `.grad`.
+
+[Note: held gradients] In torch `.grad` has memory of its own, so whoever holds it, or a view of it, after it was
+cleared keeps its values. Here the next gradient comes to the same place. So before a place is written it is asked who
+else holds it: the tensor's reference count tells of the tensor itself, the count of the bucket's memory of views,
+detached tensors and arrays. The held one keeps the memory, or gets a copy.
+
+[Note: gradients in other memory] A gradient that lay elsewhere before the backward, as in the user's own flat buffer,
+stays there: it is copied to its place, and what is reduced is copied back. So is one that several reducers share.
+"""
+
+from sys import getrefcount
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ReductionError
+
+_SMALL_ELEMENTS = 1 << 14
+"""Gradients below are copied together with others: a call of its own would take longer than the copying."""
+REFERENCES_WHEN_OURS = 2
+"""References to a place that only its slot holds: the attribute, and the argument of `getrefcount`."""
+
+
+@final
+class Slot:
+    """The place of one gradient in its bucket.
+
+    Args:
+        name: Full name of the parameter.
+        parameter: Whose gradient.
+        flat: The elements of the bucket that are its own.
+        as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
+        takes_sparse: Whether a sparse gradient becomes dense, or is an error.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_is_view",
+        "fits",
+        "flat",
+        "has_arrived",
+        "is_scaled",
+        "is_shared",
+        "is_small",
+        "is_unsynced",
+        "kept",
+        "lies_in_bucket",
+        "name",
+        "parameter",
+        "place",
+        "takes_sparse",
+    )
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, flat: Tensor, *, as_view: bool, takes_sparse: bool = False
+    ) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.flat = flat
+        self._is_view = as_view
+        self.takes_sparse = takes_sparse
+        self.place = make_place(flat, parameter, as_view=as_view)
+        self.use_bucket()
+        self.fits = True
+        self.has_arrived = False
+        self.is_unsynced = False
+        self.is_scaled = False
+        self.kept: Tensor | None = None
+
+    def use_bucket(self) -> None:
+        """Let `.grad` be the place, which is the rule."""
+        self.is_shared = False
+        self.lies_in_bucket = self.flat.dtype == self.parameter.dtype
+        self.is_small = self.parameter.numel() < _SMALL_ELEMENTS
+
+    def share(self) -> None:
+        """Leave `.grad` to several reducers: it lies in no bucket, and is copied as soon as it arrives."""
+        self.is_shared = True
+        self.lies_in_bucket = self.is_small = False
+        if self.parameter.grad is self.place:
+            self._move_out()
+
+    @property
+    def has_gradient_in_place(self) -> bool:
+        """Whether `.grad` is the place."""
+        return self.parameter.grad is self.place and self.is_in_bucket
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether the place is where it was: `gradient.data = ...`, as in a cast of the model, takes it elsewhere."""
+        return self.place.data_ptr() == self.flat.data_ptr()
+
+    def find_in_other_memory(self) -> bool:
+        """See whether there is a gradient in other memory, which stays there. [Note: gradients in other memory]."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.place or not self.fits or gradient.is_sparse:
+            return False
+        self.lies_in_bucket = False
+        return True
+
+    def renew_place(self) -> None:
+        """Make another tensor the place, and leave the old one as it is."""
+        self.place = make_place(self.flat, self.parameter, as_view=self._is_view)
+
+    def take(self, scale: float) -> None:
+        """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
+
+        `is` is the right test for a gradient that is there already: accumulation adds in place, and while the place is
+        held here, `.grad` hands out the same Python object.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.place:
+            return
+        if scale == 1.0 or gradient.requires_grad or gradient.is_sparse or not self.lies_in_bucket:
+            self.adopt()
+            return
+        self.keep_held()
+        torch.mul(gradient, scale, out=self.place)
+        self.parameter.grad = self.place
+        self.is_scaled = True
+
+    def adopt(self) -> None:
+        """Put the gradient in its place, with the values it has."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.place:
+            return
+        self.keep_held()
+        self.place.copy_(self.as_dense(gradient.detach()))
+        if self.lies_in_bucket:
+            self.parameter.grad = self.place
+
+    def take_second(self) -> None:
+        """Take in that the gradient was added to since it was taken; where it lies in its bucket, it was so there."""
+        if not self.lies_in_bucket and not self.is_small:
+            self.adopt()
+
+    def as_dense(self, gradient: Tensor) -> Tensor:
+        """Return a dense gradient as it is, and a sparse one as a dense one.
+
+        Raises:
+            ReductionError: It is sparse, and that was not expected.
+        """
+        if not gradient.is_sparse:
+            return gradient
+        if not self.takes_sparse:
+            raise _unexpected_sparse(self.name)
+        return gradient.to_dense()
+
+    def fill_absent(self) -> None:
+        """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
+        if not self.fits or self.parameter.grad is None:
+            if self.parameter.grad is self.place:
+                self._move_out()  # of a frozen parameter, say: it is to stay as it is
+            self.keep_held()
+            self.place.zero_()
+        else:
+            self.adopt()
+            self.kept = self.place.clone()
+
+    def write_back(self, num_ranks_used: float) -> None:
+        """Take the reduced values if any rank had a gradient, else put back what was there."""
+        if self.fits and num_ranks_used > 0:
+            self._write_reduced()
+        elif self.kept is not None:
+            self.place.copy_(self.kept)
+
+    def reset(self) -> None:
+        """Expect a gradient anew."""
+        self.has_arrived = False
+        self.is_scaled = False
+        self.kept = None
+
+    def _write_reduced(self) -> None:
+        if self.lies_in_bucket:
+            self.parameter.grad = self.place
+        elif self.parameter.grad is None:
+            self.parameter.grad = self.place.to(self.parameter.dtype, copy=True)
+        else:
+            self.parameter.grad.detach().copy_(self.place)
+
+    def keep_held(self) -> None:
+        """Let whoever still holds the last gradient keep its values: the place is about to be written.
+
+        Only for a gradient that was cleared meanwhile: in torch such a one has its own. [Note: held gradients]
+        """
+        if getrefcount(self.place) > REFERENCES_WHEN_OURS:
+            self._move_out()
+
+    def detach_gradient(self) -> Tensor | None:
+        """Take the gradient away from the parameter, with its values and out of the bucket, and return it."""
+        gradient = self.parameter.grad
+        if gradient is self.place:
+            self._move_out()
+        self.parameter.grad = None
+        return gradient
+
+    def _move_out(self) -> None:
+        """Give the tensor that is the place memory of its own, and make another one the place."""
+        held = self.place
+        self.renew_place()
+        with torch.no_grad():
+            held.set_(held.clone())  # type: ignore[call-overload]
+
+
+def make_place(flat: Tensor, parameter: nn.Parameter, *, as_view: bool) -> Tensor:
+    """Return `flat` with the shape of the parameter, and its strides where they leave no holes."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    view = flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape)
+    if as_view:
+        return view
+    with torch.no_grad():
+        own = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return own.set_(flat.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def _unexpected_sparse(name: str) -> ReductionError:
+    return ReductionError(
+        f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
+        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False."
+    )
