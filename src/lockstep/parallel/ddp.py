@@ -50,6 +50,7 @@ from lockstep.reduce import (
     TrainedModel,
     check_same_model,
 )
+from lockstep.torch_private import check_comm_hook, disable_compiler, ignored_names, localize_tensor_parallel, root_mesh
 
 _BROADCAST_BYTES = 250 << 20
 _PURPOSE = "a wrapped model's backward"
@@ -130,13 +131,13 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
         delayed = list(delay_all_reduce_named_params or ())
-        self._world = find_world(process_group, device_mesh)
-        self.process_group = require_group(self._world)
+        self._workers = find_world(process_group, device_mesh)
+        self.process_group = require_group(self._workers)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             _localize_tensor_parallel(module, device_mesh)
         self.parameters_to_ignore = {
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            *ignored_names(module),
             *(name for name, _ in delayed),
         }
         self._module_parameters = [
@@ -174,7 +175,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.use_side_stream_for_tensor_copies = False
         self.logger: Any = Statistics()
         self._limits = limits
-        self._mean = MeanReduction(self._world)
+        self._mean = MeanReduction(self._workers)
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
         self._has_warned_of_uneven_batches = False
@@ -186,7 +187,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
-            check_same_model(model, self._world, with_buffers=sync_at_start or self.forward_sync_buffers)
+            check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
             buffers = {id(buffer) for _, buffer in model.buffers()} if not sync_at_start else set()
             broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group)
         self._delayed: DelayedReduction | None = None
@@ -196,7 +197,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._delaying_name = names.get(id(param_to_hook_all_reduce), "")
             broadcast_tensors([each.detach() for _, each in delayed], self.process_group)
-            self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._world)
+            self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._workers)
         name_precisions(module, getattr(mixed_precision, "param_dtype", None), self.parameters_to_ignore)
         cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
         self._connect(model)
@@ -215,10 +216,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         )
         self.reducer: Any = None  # torch's attribute is of another type
         if model.trained:
-            self._mean = MeanReduction(self._world)
-            self.reducer = Reducer(model, self._world, options, self._mean, KeepLocalGradients(self._mean))
+            self._mean = MeanReduction(self._workers)
+            self.reducer = Reducer(model, self._workers, options, self._mean, KeepLocalGradients(self._mean))
             self.reducer.on_status = _WeakCall(weakref.WeakMethod(self._look_at_status))
-        sync = self._sync = ModuleSync(model, self._world, self.reducer, syncs_buffers=self.forward_sync_buffers)
+        sync = self._sync = ModuleSync(model, self._workers, self.reducer, syncs_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
             start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
             self.reducer.schedule.send_besides = partial(_start_buffers, start, otherwise)
@@ -231,7 +232,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo(recursive=False)  # noqa: SLF001 - the module within is compiled, this is not
+    @disable_compiler(recursive=False)  # the module within is compiled, this is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, on inputs moved to the device of `device_ids` if one was given.
 
@@ -254,7 +255,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         nn.Module.train(self, mode)
         return self
 
-    @torch._disable_dynamo  # noqa: SLF001
+    @disable_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
             self._setup_in_backward_optimizers()  # type: ignore[no-untyped-call]
@@ -377,14 +378,14 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self._use_hook(state, hook)
 
     def _use_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        reduction = HookReduction(CommHook(function=hook, state=state), self._world)
+        reduction = HookReduction(CommHook(function=hook, state=state), self._workers)
         self.reducer.use_reduction(reduction, only_gradients=True)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__name__", "").startswith("bf16_compress"):
             return  # torch refuses these without NCCL; Gloo and shared memory add bfloat16 as well
         try:
-            super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+            check_comm_hook(self, hook)
         except KeyError as error:
             raise ValueError(
                 "Communication hook: its second parameter must be called `bucket`: `def hook(state, bucket)`."
@@ -401,7 +402,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _look_at_status(self, status: GroupStatus) -> None:
         if status.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
             self._has_warned_of_uneven_batches = True
-            if self._world.rank == 0:
+            if self._workers.rank == 0:
                 warn_of_uneven_batches(status.batch_sizes)
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
@@ -472,7 +473,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             [tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group, source
         )
         if self.reducer is not None:
-            self._mean.divide_by(self._world.world_size)
+            self._mean.divide_by(self._workers.world_size)
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 
@@ -498,7 +499,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             options["static_graph"] = True
         if self._comm_hook_name:
             options["comm_hook"] = self._comm_hook_name
-        return {**describe_wrapper(self.module, self._world, self.reducer, options), **self.logger.values()}
+        return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -515,7 +516,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
-        self._world = current_world(new_process_group)
+        self._workers = current_world(new_process_group)
         self._reconnect()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
@@ -544,21 +545,21 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             )
         self._check_default_group()  # type: ignore[no-untyped-call]
         state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_world", "_sync", "_mean", "_delayed", "_comm_hooks"):
+        for name in ("process_group", "reducer", "_workers", "_sync", "_mean", "_delayed", "_comm_hooks"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew, over the default group (local)."""
         nn.Module.__setstate__(self, state)
-        self._world = find_world(None, None)
-        self.process_group = require_group(self._world)
+        self._workers = find_world(None, None)
+        self.process_group = require_group(self._workers)
         self._comm_hooks, self._comm_hook_name = [], ""
         self._delayed = None
         if self._delayed_names:
             named = dict(self.module.named_parameters())
             delayed = [named[name] for name in self._delayed_names]
-            self._delayed = DelayedReduction(delayed, named[self._delaying_name], self._world)
+            self._delayed = DelayedReduction(delayed, named[self._delaying_name], self._workers)
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
 
 
@@ -596,10 +597,8 @@ def _reduce_dtype(mixed_precision: Any) -> torch.dtype | None:
 
 def _localize_tensor_parallel(module: nn.Module, device_mesh: Any) -> None:
     """Make a tensor-parallel module's parameters local, if the mesh is a slice of a larger one; as torch does."""
-    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001 - torch's own DistributedDataParallel asks it so
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
+    if root_mesh(device_mesh) != device_mesh:
+        localize_tensor_parallel(module)
 
 
 def _refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:

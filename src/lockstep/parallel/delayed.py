@@ -10,9 +10,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from lockstep.comm import World
+from lockstep.torch_private import queue_callback
 
 
 @final
@@ -48,4 +48,4 @@ class DelayedReduction:
         self._buffer.div_(self._world.world_size)
         work = dist.all_reduce(self._buffer, group=self._world.group, async_op=True)
         assert work is not None
-        Variable._execution_engine.queue_callback(work.wait)  # noqa: SLF001 - at the end of this backward
+        queue_callback(work.wait)  # at the end of this backward

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from lockstep.parallel.module_sync import ModuleSync
+from lockstep.torch_private import disable_compiler, forward_pre_hooks
 
 
 @final
@@ -37,7 +37,7 @@ class ModuleHook:
         self._otherwise = otherwise
         self.module_sync = module_sync
 
-    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable, but without importing the compiler at once
+    @disable_compiler
     def __call__(self, *arguments: Any) -> None:
         """Hand the hook's arguments on."""
         (self._method() or self._otherwise)(*arguments)
@@ -57,7 +57,7 @@ class ModuleHook:
 
 def close_orphans(module: nn.Module) -> None:
     """End what goes on for wrappers of this module that are gone: it is about to be wrapped anew (local)."""
-    for hook in list(module._forward_pre_hooks.values()):  # noqa: SLF001 - torch has no public name for them
+    for hook in list(forward_pre_hooks(module).values()):
         if isinstance(hook, ModuleHook) and hook.is_orphaned:
             hook.module_sync.close()
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.torch_private import set_precision_attributes, tree_leaves, tree_map_only
 
 _SCALAR = -1
 """Stands for the first dimension of a tensor that has none."""
@@ -81,18 +82,13 @@ def call_in_precision(
 
 
 def name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
-    """Give parameters the attributes by which torch names what they are in either precision.
-
-    `_fp_param` is the parameter's data; `_mp_param`, between steps, a tensor of the low dtype without memory.
-    """
+    """Give parameters the attributes by which torch names what they are in either precision."""
     if dtype is None:
         return
     left_alone = set(ignored)
     for name, parameter in module.named_parameters():
         if name not in left_alone:
-            named: Any = parameter
-            named._fp_param = parameter.data  # noqa: SLF001 - torch's name
-            named._mp_param = torch.empty(0, dtype=dtype, device=parameter.device)  # noqa: SLF001
+            set_precision_attributes(parameter, dtype)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:

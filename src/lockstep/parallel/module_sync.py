@@ -12,12 +12,12 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.parallel import distributed as torch_distributed
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import Reducer, TrainedModel
+from lockstep.torch_private import find_tensors
 
 BUFFERS_BEFORE_FORWARD = (
     "the buffers of a wrapped model before a forward in training (on one rank alone, call eval() or use no_grad())"
@@ -77,7 +77,7 @@ class ModuleSync:
         """Mark the outputs."""
         if self._reducer is not None and torch.is_grad_enabled():
             num_samples = count_samples([inputs, kwargs], output, time_first=self._puts_time_first)
-            outputs = torch_distributed._find_tensors(output)  # noqa: SLF001 - the same walk as torch's
+            outputs = find_tensors(output)
             self._reducer.mark(*outputs, num_samples=num_samples)
 
     def close(self) -> None:

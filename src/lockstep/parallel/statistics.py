@@ -11,6 +11,7 @@ from torch.nn import SyncBatchNorm
 from lockstep.comm import World
 from lockstep.reduce import Reducer
 from lockstep.settings import read_launch_facts
+from lockstep.torch_private import gloo_num_threads
 
 _NUM_ALWAYS_SAMPLED = 10
 _TORCH_TYPE_NAMES = {
@@ -111,7 +112,7 @@ def describe_wrapper(
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }
     if backend == "gloo":
-        facts["gloo_num_threads"] = dist.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]  # noqa: SLF001
+        facts["gloo_num_threads"] = gloo_num_threads()
     if reducer is not None:
         facts["num_buckets_reduced"] = reducer.schedule.num_buckets_sent
         unused = [bucket.slots[index].parameter.nbytes for bucket in reducer.buckets for index in bucket.absent]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
@@ -36,7 +35,14 @@ from lockstep.parallel.batch_norm_kernels import (
     normalize,
 )
 from lockstep.parallel.batch_statistics import BatchStatistics, gather_statistics, naming_the_layer
-from lockstep.parallel.compiled import is_compiled
+from lockstep.torch_private import (
+    AnyBatchNorm,
+    forget_compiled_call,
+    is_compiled_module,
+    module_registry,
+    original_of_compiled,
+    separate_registries,
+)
 
 
 @final
@@ -98,7 +104,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """
         world = self._world()
         if world.world_size == 1:
-            return _BatchNorm.forward(self, input)
+            return AnyBatchNorm.forward(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         self._check_num_channels(input)
@@ -139,23 +145,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         cls, module: nn.Module, group: ProcessGroup | None, converted: dict[nn.Module, nn.Module]
     ) -> nn.Module:
         if module not in converted:
-            result = cls._take_over(module, group) if isinstance(module, _BatchNorm) else module
+            result = cls._take_over(module, group) if isinstance(module, AnyBatchNorm) else module
             converted[module] = result
             # Not `named_children`, which leaves out the second name of a layer that has two.
-            for name, child in list(module._modules.items()):  # noqa: SLF001
+            for name, child in list(module_registry(module).items()):
                 if child is not None:
                     result.add_module(name, cls._convert(child, group, converted))
         return converted[module]
 
     @classmethod
-    def _take_over(cls, layer: _BatchNorm, group: ProcessGroup | None) -> Self:
+    def _take_over(cls, layer: AnyBatchNorm, group: ProcessGroup | None) -> Self:
         taken = cls.__new__(cls)
         # As unpickling does, but from another class.
         state = dict(layer.__dict__)
-        state.pop("_compiled_call_impl", None)  # what `layer.compile()` left there would run the old layer
+        forget_compiled_call(state)
+        separate_registries(state)
         taken.__setstate__(state)  # type: ignore[no-untyped-call]
-        for registry in ("_parameters", "_buffers", "_modules"):
-            taken.__dict__[registry] = dict(layer.__dict__[registry])
         taken.process_group = group
         return taken
 
@@ -271,12 +276,12 @@ def _check_all_recorded(records: Tensor, world: World) -> None:
 
 
 def _check_convertible(name: str, layer: nn.Module) -> None:
-    if is_compiled(layer) and isinstance(layer._modules["_orig_mod"], _BatchNorm):  # noqa: SLF001
+    if is_compiled_module(layer) and isinstance(original_of_compiled(layer), AnyBatchNorm):
         raise ValueError(
             f"{name or 'The module'} is what torch.compile made of a BatchNorm, and would go on running that one. "
             "Convert before compiling."
         )
-    if not isinstance(layer, _BatchNorm):
+    if not isinstance(layer, AnyBatchNorm):
         return
     called = f"{name or 'The module'} is a {type(layer).__name__}"
     if isinstance(layer, LazyModuleMixin):
@@ -288,7 +293,7 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
             f"{called} with parametrizations, which would be lost in a SyncBatchNorm. Convert it first, and register "
             "them on the new layer."
         )
-    known = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
+    known = {AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
     if "forward" in vars(layer) or type(layer).forward not in known:
         raise ValueError(
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "

@@ -34,23 +34,17 @@ from enum import Enum, auto
 from functools import partial
 from typing import Final, Protocol, final
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from lockstep.compiler import keep_compiler_out
-from lockstep.reduce.compiled_autograd import refuse_compiled_autograd
+from lockstep.reduce.unsupported_backwards import refuse_compiled_autograd, refuse_distributed_autograd
+from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_callback
 
-NO_TASK: Final = -1
-"""What `current_task` returns outside of any backward."""
 _NEVER_A_TASK: Final = -2
 _LOCAL_GRADIENTS = (
     "torch.autograd.grad gave gradients of this rank alone for parameters of a model that is trained on several: they "
     "are not averaged. Call backward() for averaged ones, or average these with torch.distributed.all_reduce."
 )
-
-current_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name
-"""Returns the number of the graph task that runs in this thread."""
 
 
 class Phase(Enum):
@@ -121,7 +115,7 @@ class BackwardWatch:
         self._may_synchronize = may_synchronize
         self._phase = Phase.IDLE
         self._lock = threading.RLock()
-        self._task = NO_TASK
+        self._task = NO_GRAPH_TASK
         self._callback: Callable[[], partial[None] | None] = _no_callback
         self._any_arrived = False
         self._only_once = False
@@ -156,6 +150,7 @@ class BackwardWatch:
         for output in outputs:
             if output.grad_fn is not None:
                 refuse_compiled_autograd()
+                refuse_distributed_autograd()
                 output.register_hook(partial(self._on_output, listener, self.synchronizes, forward))
 
     def force_next(self) -> None:
@@ -196,7 +191,7 @@ class BackwardWatch:
 
     def arrive(self, listener: BackwardListener) -> bool:
         """Note that a gradient was accumulated; return whether a graph task began with it."""
-        is_new_task = current_task() != self._task
+        is_new_task = current_graph_task_id() != self._task
         if is_new_task:
             self._enter_task(listener)
         self._any_arrived = True
@@ -215,7 +210,7 @@ class BackwardWatch:
         self._any_arrived = self.was_asked = False
         self.waits_for_end = self._is_forced = False
         self._forwards.clear()
-        self._task, self.plain_task = NO_TASK, _NEVER_A_TASK
+        self._task, self.plain_task = NO_GRAPH_TASK, _NEVER_A_TASK
         if self._phase is not Phase.IDLE:
             self._change_phase(Phase.IDLE)
 
@@ -234,7 +229,7 @@ class BackwardWatch:
         Two threads of the autograd engine, one per device, may come here at once with gradients of one task.
         """
         with self._lock:
-            if current_task() == self._task:
+            if current_graph_task_id() == self._task:
                 return
             self.finish_interrupted(listener)
             if self._phase is Phase.IDLE:
@@ -263,10 +258,10 @@ class BackwardWatch:
         phase = Phase.SYNCHRONIZING if wanted and self._may_synchronize() else Phase.ACCUMULATING
         listener.begin(phase)
         self._change_phase(phase)
-        self._task = current_task()
+        self._task = current_graph_task_id()
         callback = partial(self._on_end, listener, self._task)
         self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+        queue_callback(callback)
 
     @keep_compiler_out
     def _on_end(self, listener: BackwardListener, task: int) -> None:

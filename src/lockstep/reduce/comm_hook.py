@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.bucket_set import Bucket
+from lockstep.torch_private import AnyFuture
 
 
 @final
@@ -71,7 +72,7 @@ class CommHook:
             Exception: What the hook raises.
         """
         future = self.function(self.state, bucket)
-        if not isinstance(future, torch._C.Future):  # noqa: SLF001 - what `then` of a future from C++ returns
+        if not isinstance(future, AnyFuture):
             raise ReductionError(
                 "Communication hook: callback must return a torch.futures.Future object, but got "
                 f"{type(future).__name__}."

@@ -18,8 +18,15 @@ from torch import Tensor
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
 from lockstep.reduce.plan import BucketPlan
-from lockstep.reduce.slot import REFERENCES_WHEN_OURS, Slot, make_place
+from lockstep.reduce.slot import Slot, make_place
 from lockstep.reduce.status_message import read_numbers
+from lockstep.torch_private import (
+    REFERENCES_OF_ONE_HOLDER,
+    foreach_copy_,
+    foreach_mul_,
+    storage_address,
+    storage_use_count,
+)
 
 _GRADIENT = attrgetter("grad")
 _PLACE = attrgetter("place")
@@ -95,7 +102,7 @@ class DenseBucket:
             trailer: The status trailer, which may be one of them.
         """
         self._parts.append(trailer)
-        self._num_holders = torch._C._storage_Use_Count(self._storage._cdata)  # noqa: SLF001 - has no public name
+        self._num_holders = storage_use_count(storage_address(self._storage))
 
     def begin(self) -> None:
         """Begin with a backward: whose gradients are where? (local)."""
@@ -105,7 +112,7 @@ class DenseBucket:
                     slot.renew_place()
         if self._as_view:
             return
-        if torch._C._storage_Use_Count(self._storage._cdata) > self._num_holders:  # noqa: SLF001
+        if storage_use_count(storage_address(self._storage)) > self._num_holders:
             self._keep_held()
         if self._holds_partials or all(map(is_, map(_GRADIENT, self._parameters), repeat(None))):
             return
@@ -121,7 +128,7 @@ class DenseBucket:
         if len(unscaled) == len(self.slots):
             self._gradients.mul_(scale)
         elif unscaled:
-            torch._foreach_mul_(unscaled, scale)
+            foreach_mul_(unscaled, scale)
 
     def add(self, partials: Partials) -> list[Tensor]:
         """Add to the message what its gradients are to be added to; return other messages with what stays apart.
@@ -180,10 +187,10 @@ class DenseBucket:
         """
         if all(slot.parameter.grad is slot.place for slot in self.slots):
             return
-        old, fresh = self._storage._cdata, self._allocate().untyped_storage()  # noqa: SLF001
+        old, fresh = storage_address(self._storage), self._allocate().untyped_storage()
         with torch.no_grad():
             for part in self._parts:
-                if part.untyped_storage()._cdata == old:  # noqa: SLF001 - the trailer may lie elsewhere
+                if storage_address(part.untyped_storage()) == old:  # the trailer may lie elsewhere
                     part.set_(fresh, part.storage_offset(), part.shape, part.stride())
         for slot in self.slots:
             slot.renew_place()
@@ -201,7 +208,7 @@ class DenseBucket:
                 places.append(make_place(flat, slot.parameter, as_view=True))
                 found.append(gradient)
         if found:
-            torch._foreach_copy_(places, found)
+            foreach_copy_(places, found)
         return packed
 
     def _adopt_small(self) -> None:
@@ -210,7 +217,7 @@ class DenseBucket:
         for slot, gradient in zip(self.slots, found, strict=True):
             if gradient is None or gradient is slot.place or not slot.has_arrived:
                 continue
-            if getrefcount(slot.place) > REFERENCES_WHEN_OURS:
+            if getrefcount(slot.place) > REFERENCES_OF_ONE_HOLDER:
                 slot.keep_held()
             places.append(slot.place)
             gradients.append(slot.as_dense(gradient) if gradient.is_sparse else gradient)
@@ -218,7 +225,7 @@ class DenseBucket:
                 slot.parameter.grad = slot.place
         if places:
             with torch.no_grad():
-                torch._foreach_copy_(places, gradients)
+                foreach_copy_(places, gradients)
 
     def _write_used_counts(self) -> None:
         self.used_counts.fill_(1)

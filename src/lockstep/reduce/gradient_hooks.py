@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import keep_compiler_out
-from lockstep.reduce.backward_watch import BackwardWatch, current_task
+from lockstep.reduce.backward_watch import BackwardWatch
 from lockstep.reduce.bucket_set import AnySlot, Bucket
+from lockstep.torch_private import current_graph_task_id
 
 _NUM_WATCHED = 32
 """Of so many parameters is seen whether `torch.autograd.grad` asks for their gradients; each costs a call."""
@@ -75,7 +76,7 @@ def _deliver(
     bucket: Bucket,
     parameter: nn.Parameter,
 ) -> None:
-    if slot.is_small and not slot.has_arrived and current_task() == watch.plain_task:
+    if slot.is_small and not slot.has_arrived and current_graph_task_id() == watch.plain_task:
         slot.has_arrived = True  # [Note: plain arrivals]
         bucket.num_pending -= 1
         if bucket.num_pending:

@@ -26,12 +26,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.reduce.backward_watch import NO_TASK, current_task
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, separate, take_gradients
+from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, version_of
 
 _GRADIENT = attrgetter("grad")
-_VERSION = attrgetter("_version")
 
 
 def may_accumulate_in_place(
@@ -75,7 +74,7 @@ class InPlaceAccumulation:
         self.hooked: set[nn.Parameter] = set()
         self.ran_inner = False
         self._sparse = {each.parameter for each in trained if each.spec.is_sparse}
-        self._task = NO_TASK
+        self._task = NO_GRAPH_TASK
         self._is_waiting = False
         self._target: Gradients | None = None
         self._rest: Gradients = {}
@@ -85,7 +84,7 @@ class InPlaceAccumulation:
     def begin_step(self) -> None:
         """Forget a step that may have ended in the middle of a backward."""
         self.ran_inner = False
-        self._task = NO_TASK
+        self._task = NO_GRAPH_TASK
         self._target, self._rest, self._versions = None, {}, []
 
     def watch(self, loss: Tensor) -> None:
@@ -117,7 +116,7 @@ class InPlaceAccumulation:
         self._target = partial
         for parameter, gradient in partial.items():
             parameter.grad = gradient
-        self._versions = list(map(_VERSION, partial.values()))
+        self._versions = list(map(version_of, partial.values()))
         return Merge(gradients=self._rest, in_place=chosen)
 
     def take(self) -> tuple[Gradients, int]:
@@ -127,7 +126,7 @@ class InPlaceAccumulation:
         self._target, self._rest = None, {}
         if target is None:
             return take_gradients(self._parameters, self._sparse), 0
-        versions = zip(target.values(), map(_VERSION, target.values()), self._versions, strict=True)
+        versions = zip(target.values(), map(version_of, target.values()), self._versions, strict=True)
         untouched = [gradient for gradient, version, before in versions if version == before]
         with torch.no_grad():
             add_zero(untouched)
@@ -142,12 +141,12 @@ class InPlaceAccumulation:
 
     def _look_for_inner_tasks(self) -> None:
         """See whether a backward that is over ran others inside."""
-        task, self._task = self._task, NO_TASK
-        if task != NO_TASK and not self.ran_inner and self._task_counter.next_task() != task + 1:
+        task, self._task = self._task, NO_GRAPH_TASK
+        if task != NO_GRAPH_TASK and not self.ran_inner and self._task_counter.next_task() != task + 1:
             self.ran_inner = True
 
     def _note_task(self, _gradient: Tensor) -> None:
-        self._task = current_task()
+        self._task = current_graph_task_id()
 
 
 @final
@@ -167,4 +166,4 @@ class _TaskCounter:
         return self._found
 
     def _note(self, _gradient: Tensor) -> None:
-        self._found = current_task()
+        self._found = current_graph_task_id()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.reduce.plan import ParameterSpec
+from lockstep.torch_private import module_registry, parameter_registry
 
 _CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
 """What of a parameter may change in place."""
@@ -44,7 +45,6 @@ class TrainedModel:
         self._module = weakref.ref(module)
         self.ignored = frozenset(ignored)
         self._parameters: list[nn.Parameter] = []
-        self._parts: list[dict[str, Any]] = []
         self._seen: list[Any] = []
         self._held: list[Any] = []
         self.trained: list[TrainedParameter] = []
@@ -66,7 +66,10 @@ class TrainedModel:
         }
         named = list(self._named())
         self._parameters = [parameter for _, parameter in named]
-        self._parts = [part for module in root.modules() for part in (module._parameters, module._modules)]  # noqa: SLF001
+        parts: list[Any] = [
+            part for module in root.modules() for part in (parameter_registry(module), module_registry(module))
+        ]
+        self._parts = parts
         self._seen = self._glance()
         self._held = [list(part.values()) for part in self._parts]  # so that no other object gets the identity of one
         self.trained = [

@@ -22,6 +22,8 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.torch_private import count_storage_users, foreach_add_
+
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
 
@@ -104,16 +106,11 @@ def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter]
 def separate(gradients: Gradients) -> None:
     """Give each dense gradient memory of its own. [Note: gradients in one memory]."""
     for parameter, gradient in gradients.items():
-        if not gradient.is_sparse and _count_users(gradient) > _USERS_OF_OWN_MEMORY:
+        if not gradient.is_sparse and count_storage_users(gradient) > _USERS_OF_OWN_MEMORY:
             gradients[parameter] = gradient.clone()
 
 
-def _count_users(tensor: Tensor) -> int:
-    """Return how many tensors and Python objects hold the memory of a tensor."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - no public name
-
-
-_USERS_OF_OWN_MEMORY: Final = _count_users(torch.empty(1))
+_USERS_OF_OWN_MEMORY: Final = count_storage_users(torch.empty(1))
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -137,10 +134,10 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 def add_each(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     """Add each of `right` to its counterpart, in place."""
     if left:
-        torch._foreach_add_(list(left), list(right))
+        foreach_add_(list(left), list(right))
 
 
 def add_zero(gradients: Sequence[Tensor]) -> None:
     """Add 0.0 to each, in place. [Note: an absent gradient]."""
     if gradients:
-        torch._foreach_add_(list(gradients), 0.0)
+        foreach_add_(list(gradients), 0.0)

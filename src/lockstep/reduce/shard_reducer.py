@@ -12,7 +12,6 @@ A worker that is alone has the whole tree in its stack, and sends nothing.
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import final
 
 import torch
@@ -29,8 +28,8 @@ from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.reduce.tree_reduction import TreeReduction
 from lockstep.shards import ShardTask, partial_nodes_by_size, plan_shard_tasks
+from lockstep.torch_private import post_accumulate_grad_hooks
 
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _PURPOSE = "a training step"
 
 
@@ -170,7 +169,7 @@ class ShardReducer:
         self._in_place.hooked = {parameter for parameter, hooks in with_hooks if len(hooks) > num_own}
 
     def _list_hooks(self) -> list[tuple[int, ...]]:
-        return [tuple(hooks or ()) for hooks in map(_HOOKS, self._parameters)]
+        return [tuple(hooks or ()) for hooks in map(post_accumulate_grad_hooks, self._parameters)]
 
 
 def _do_nothing() -> None:

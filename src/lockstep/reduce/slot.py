@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
+from lockstep.torch_private import REFERENCES_OF_ONE_HOLDER
 
 _SMALL_ELEMENTS = 1 << 14
 """Gradients below are copied together with others: a call of its own would take longer than the copying."""
-REFERENCES_WHEN_OURS = 2
-"""References to a place that only its slot holds: the attribute, and the argument of `getrefcount`."""
 
 
 @final
@@ -185,7 +184,7 @@ class Slot:
 
         Only for a gradient that was cleared meanwhile: in torch such a one has its own. [Note: held gradients]
         """
-        if getrefcount(self.place) > REFERENCES_WHEN_OURS:
+        if getrefcount(self.place) > REFERENCES_OF_ONE_HOLDER:
             self._move_out()
 
     def detach_gradient(self) -> Tensor | None:

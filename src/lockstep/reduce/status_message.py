@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import calls_for
-
-_CPU = torch.device("cpu")
+from lockstep.torch_private import device_types
 
 
 class StatusChannel(Protocol):
@@ -88,11 +87,7 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def has_cpu_backend(group: ProcessGroup) -> bool:
     """Return whether a group moves tensors of the CPU (local)."""
-    try:
-        group._get_backend(_CPU)  # noqa: SLF001 - torch has no public name for it
-    except RuntimeError:
-        return False
-    return True
+    return any(device.type == "cpu" for device in device_types(group))
 
 
 def read_numbers(numbers: Tensor) -> list[float]:

@@ -23,6 +23,7 @@ stay with the class that has them, and `tests/conformance` runs torch's own test
 from lockstep.torch_private.autograd import (
     NO_GRAPH_TASK,
     current_graph_task_id,
+    is_in_distributed_autograd,
     post_accumulate_grad_hooks,
     queue_callback,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "is_compiled_autograd_on",
     "is_compiled_function",
     "is_compiled_module",
+    "is_in_distributed_autograd",
     "list_groups",
     "localize_tensor_parallel",
     "make_replica_shell",

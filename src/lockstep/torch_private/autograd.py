@@ -1,5 +1,6 @@
 """The engine that runs a backward: callbacks, graph tasks, and the hooks that others have put on gradients."""
 
+import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Final
@@ -33,3 +34,24 @@ post_accumulate_grad_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrg
 
 For: running after everybody else's hooks, and not adding several shards into a gradient that somebody looks at.
 """
+
+
+def is_in_distributed_autograd() -> bool:
+    """Return whether this thread is in a context of `torch.distributed.autograd`, whose backward may cross RPC.
+
+    Such a backward keeps gradients in its context and not in `.grad`, and runs no hooks of
+    `register_post_accumulate_grad_hook`. The backward's own threads are in no context. For: refusing a forward whose
+    gradients would not be reduced.
+    """
+    if not _is_rpc_running():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_rpc_running() -> bool:
+    rpc: Any = sys.modules.get("torch.distributed.rpc")  # which is there from the first import of torch.distributed
+    return rpc is not None and rpc._is_current_rpc_agent_set()
