@@ -1,9 +1,25 @@
 """What every test relies on."""
 
 import signal
+from pathlib import Path
+
+import pytest
 
 # A shell's background job begins with SIGINT and SIGQUIT ignored, one under nohup with SIGHUP too, and hands that on to
 # whatever it starts. Tests of Ctrl-C and of a closed terminal are about processes that were started from a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+_FOLDERS = Path(__file__).parent
+_MARKS = {"unit": "unit", "process": "process", "conformance": "process", "gpu": "gpu"}
+"""The mark of all tests of a folder; those beside the folders are unit tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test by its folder, before `-m` chooses; "root" and "slurm" are marked where they are needed."""
+    for item in items:
+        folder, *_ = item.path.relative_to(_FOLDERS).parts
+        item.add_marker(_MARKS.get(folder, "unit"))
+        if folder == "conformance":
+            item.add_marker("conformance")

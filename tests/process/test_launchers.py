@@ -103,6 +103,8 @@ def example_digest() -> str:
     return run([sys.executable, *EXAMPLE]).split()[-1]
 
 
+@pytest.mark.slurm
+@pytest.mark.root
 @SLURM
 def test_the_batch_script_of_the_examples(example_digest: str, cluster: slurm.Slurm, tmp_path: Path) -> None:
     tasks = ["--nodes=1", "--ntasks-per-node=2"]  # before the file's own: node2 is a name that leads nowhere here
@@ -142,6 +144,8 @@ def test_the_pods_of_the_examples_manifest(example_digest: str) -> None:
     assert printed[1] == ""
 
 
+@pytest.mark.slurm
+@pytest.mark.root
 @SLURM
 def test_a_trainer_alone_joins_the_tasks_of_srun(
     script: Path, digest: str, cluster: slurm.Slurm, tmp_path: Path
@@ -155,6 +159,8 @@ def test_a_trainer_alone_joins_the_tasks_of_srun(
     assert_all_have(output, digest, 1, times=3)
 
 
+@pytest.mark.slurm
+@pytest.mark.root
 @SLURM
 def test_nodes_for_tasks_are_refused(script: Path, cluster: slurm.Slurm) -> None:
     mistaken = f"WORLD_SIZE=$SLURM_NNODES RANK=$SLURM_NODEID exec {sys.executable} {script}"
@@ -170,6 +176,7 @@ def test_mpirun(script: Path, digest: str) -> None:
     assert_all_have(run(command), digest, 2, times=2)
 
 
+@pytest.mark.root
 @HOSTS
 def test_two_hosts_by_torchrun_with_debians_own_names(script: Path, digest: str, tmp_path: Path) -> None:
     """On Debian a host's name means 127.0.1.1 to itself, where Gloo would listen; torch's own set-up ends there."""
@@ -182,6 +189,7 @@ def test_two_hosts_by_torchrun_with_debians_own_names(script: Path, digest: str,
             assert_all_have(process.communicate(timeout=50)[0], digest, 2, times=1)
 
 
+@pytest.mark.root
 @HOSTS
 def test_three_hosts_with_no_names_at_all(script: Path, digest: str, tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": hosts.Hosts.address(0), "MASTER_PORT": "29400"}
@@ -191,6 +199,7 @@ def test_three_hosts_with_no_names_at_all(script: Path, digest: str, tmp_path: P
             assert_all_have(process.communicate(timeout=50)[0], digest, 3, times=1)
 
 
+@pytest.mark.root
 @HOSTS
 def test_an_interface_that_leads_nowhere_is_named_on_every_host(script: Path, tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29400"}

@@ -273,6 +273,7 @@ def kill_all(rank: Rank) -> str | list[Traces]:
     return found
 
 
+@pytest.mark.root
 @needs_root
 def test_ranks_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, kill_all) as ranks:
@@ -341,6 +342,7 @@ def reduce_100_megabytes(rank: Rank, how: str) -> str:
     return ""
 
 
+@pytest.mark.root
 @needs_root
 @pytest.mark.parametrize("how", ["64 MB", "read-only", "missing"])
 def test_the_size_of_dev_shm_does_not_matter(how: str, tmp_path: Path) -> None:
@@ -429,6 +431,7 @@ def intrude(rank: Rank, address: bytes, pid: int) -> None:
     assert ctypes.get_errno() == errno.EPERM
 
 
+@pytest.mark.root
 @needs_root
 def test_another_user_can_neither_join_nor_read(tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, admit_slowly) as ranks:
@@ -453,6 +456,7 @@ def pose_as_rank_0(rank: Rank) -> None:
     rank.hear()
 
 
+@pytest.mark.root
 @needs_root
 def test_a_rank_does_not_join_another_user(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, pose_as_rank_0) as impostor:
