@@ -5,7 +5,7 @@ VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint bench-ddp bench-comm bench-bits bench-checkpoints clean
+.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -13,9 +13,21 @@ train: $(STAMP)
 test: lint
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-lint: $(STAMP)
+# What to run before a commit: everything but the tests that start processes. The two slow parts run side by side, and
+# each shows its output when it is done.
+check: style
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types unit
+
+unit: $(STAMP)
+	$(VENV)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/unit tests/test_architecture.py
+
+lint: style types
+
+style: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)
 	$(VENV)/bin/mypy
 
 bench-ddp: $(STAMP)
