@@ -492,7 +492,7 @@ def test_a_graph_of_gradients_may_be_made_and_not_be_used(answers: list[Answers]
 def test_replicas_of_one_process_do_not_synchronise(answers: list[Answers]) -> None:
     # Replicas called the other ranks in any order, and each had the statistics of whichever it met.
     for rank, answer in enumerate(answers):
-        said = f"ValueError: Rank {rank} of {len(answers)} replicates a module with a SyncBatchNorm that is training."
+        said = f"ValueError: Rank {rank} of {len(answers)} replicates a module with a SyncBatchNorm in training mode."
         assert answer["replicated"].startswith(said)
         assert answer["one part of a replicated"].startswith(said)
         assert answer["replicated criterion"].startswith(said)

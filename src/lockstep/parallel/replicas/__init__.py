@@ -1,5 +1,5 @@
-"""`DataParallel`: one process runs replicas of a module on several devices, one thread for each.
+"""`DataParallel`: one process runs replicas of a module on several devices, each device in a thread of its own.
 
-Invariant: replica 0 is the module itself; every other replica has memory of its own, so no two threads write one
-tensor.
+Invariant: replica 0 shares its memory with the module. Every other replica has memory of its own, so no two threads
+write to the same tensor.
 """

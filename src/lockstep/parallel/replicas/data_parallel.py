@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.parallel.compiled import not_compiled
 from lockstep.parallel.replicas.copies import Copies
 from lockstep.parallel.replicas.devices import DeviceId, as_device, as_id, as_ids, visible_ids
-from lockstep.parallel.replicas.modules import Replicas, check_home, check_not_synchronized, replicate
+from lockstep.parallel.replicas.modules import Replicas, check_no_sync_batchnorm, check_on_device, replicate
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments
 from lockstep.parallel.replicas.threads import ReplicaThreads
 from lockstep.torch_private import warn_of_unequal_devices
@@ -20,49 +20,49 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
     """Run `module` on several devices of this process, each on its part of the batch; gradients are summed into it.
 
     Same names and meaning as `torch.nn.DataParallel`. **When not to use it:** all replicas share one Python
-    interpreter, whose lock lets one of them run Python at a time; parameters are copied to every device in every
-    forward, and outputs and gradients meet on the first one. `DistributedDataParallel` has none of this, and the change
-    is one line, in a function that `ls.launch(main)` runs once per device:
+    interpreter, so the GIL lets only one of them run Python code at a time. Parameters are copied to every device in
+    every forward, and outputs and gradients are gathered on the first device. `DistributedDataParallel` has none of
+    these costs. The change is one line, in a function that `ls.launch(main)` runs once per device:
 
         model = ls.DataParallel(Net().cuda())                                       # before
         model = ls.DistributedDataParallel(Net().to(run.device))                    # after, in `def main(run):`
 
-    Differences to torch's that a user can see:
+    Differences from torch's class:
 
-    - Memory for replicas is kept between forwards, and so are threads.
-    - Devices may be the CPU as well: `["cpu", "cpu"]` is two replicas in two threads.
-    - A parameter that no replica used keeps its `.grad` (None), as without DataParallel; torch's becomes zeros.
-    - A buffer that replica 0 puts in the place of another (`self.mean = ...`) is the module's afterwards, as what it
-      writes in place is in torch's too. Other attributes that forward sets are lost, in both.
-    - Tensors that fall into different numbers of parts are an error; torch drops samples. Inputs without any tensor go
-      to the first replica only; torch's runs every replica on them.
-    - Replicas take over autocast's dtype and inference mode. They run uncompiled: `torch.compile` and
-      `module.compile()`, on the module or a part of it, have no effect on them, nor has compiling what holds this.
-    - A forward that is set on the module itself, as a method or a `functools.partial` of one, runs on the replica. A
-      function that refers to the module by name cannot be told, and runs on the module.
-    - In a process group a SyncBatchNorm that is training is an error: its calls from several replicas would mix.
-    - An exception is the replica's own, with a note that says which one it was.
+    - Memory for replicas is reused between forwards, and so are threads.
+    - A device may also be the CPU: `["cpu", "cpu"]` is two replicas in two threads.
+    - A parameter that no replica used keeps its `.grad` (None), as without DataParallel; with torch's it gets zeros.
+    - If replica 0 assigns a new buffer (`self.mean = ...`), the module has it afterwards; torch loses it. In-place
+      writes to buffers by replica 0 are kept in both. Other attributes that forward sets are lost in both.
+    - Input tensors that split into different numbers of parts are an error; torch drops samples. Inputs without any
+      tensor go to the first replica only; torch runs every replica on them.
+    - Replicas use the caller's autocast dtype and inference mode. They run uncompiled: `torch.compile` and
+      `module.compile()`, on the module, a submodule or a module that contains this one, have no effect on them.
+    - A `forward` that is assigned to the module as a bound method, or as a `functools.partial` of one, runs on the
+      replica. A function that refers to the module by a variable cannot be detected, and runs on the module.
+    - In a process group, a SyncBatchNorm in training mode is an error: collectives of several replicas would mix.
+    - An exception has the type that the replica raised, with a note that names the replica.
 
-    Random numbers: replicas of one device, the CPU included, take turns, so a run repeats after `torch.manual_seed`.
-    Only in eval mode without gradients do they run at the same time. What replicas on GPUs draw from the CPU's
-    generator does not repeat. Forward may be called from several threads.
+    Random numbers: replicas of one device (including the CPU) run one after the other, so that a run is reproducible
+    with `torch.manual_seed`. They run at the same time only in eval mode without gradients. What replicas
+    on GPUs draw from the CPU's generator is not reproducible. `forward` may be called from several threads.
 
-    Replicas run as in their caller's thread: its grad mode, autocast, inference mode, default device, number of threads
-    and context variables. Hooks for saved tensors reach only the replicas of the first device.
+    Replicas run with the caller's grad mode, autocast, inference mode, default device, number of threads and context
+    variables. Saved-tensor hooks are only active in replicas on the first device.
 
     Args:
         module: Any module whose parameters and buffers are on the first device.
-        device_ids: Numbers of GPUs, devices, or their names, one per replica; None for all accelerators. Without any
-            the module is called as it is.
-        output_device: Where outputs are joined; None for the first device.
-        dim: Along which tensors are cut and joined.
-        gather_output: False to return the list of the replicas' outputs, where they are, for `DataParallelCriterion`.
+        device_ids: Indices of GPUs, devices, or names of devices, one per replica; None for all accelerators. If there
+            is no accelerator, the module is called without replicas.
+        output_device: The device on which outputs are concatenated; None for the first device.
+        dim: The dimension along which tensors are split and concatenated.
+        gather_output: False to return the list of the replicas' outputs on their devices, for `DataParallelCriterion`.
 
     Attributes:
-        device_ids: As torch's: numbers of accelerators; `torch.device("cpu")` for the CPU.
+        device_ids: As in torch's class: indices of accelerators; `torch.device("cpu")` for the CPU.
 
     Raises:
-        DeviceError: A device is not here.
+        DeviceError: A device does not exist on this machine.
         ValueError: `device_ids` is empty.
     """
 
@@ -75,9 +75,9 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         *,
         gather_output: bool = True,
     ) -> None:
-        nn.Module.__init__(self)  # not torch's own, which would look for its devices
+        nn.Module.__init__(self)  # skips the __init__ of torch's class, which would search for devices
         if device_ids is not None and len(device_ids) == 0:
-            raise ValueError("device_ids is empty, but a module needs a device. Leave it out for all that are here.")
+            raise ValueError("device_ids is empty, but a module needs a device. Leave it out to use all devices.")
         self.module = module
         self.dim = dim
         self.gather_output = gather_output
@@ -94,7 +94,7 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
 
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Cut the inputs, run a replica on each part, and join their outputs.
+        """Split the inputs, run a replica on each part, and concatenate their outputs.
 
         Raises:
             RuntimeError: A parameter or buffer is not on the first device, or outputs do not fit together.
@@ -104,8 +104,8 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
             if len(self.device_ids) <= 1:
                 output = self._run_module(inputs, kwargs)
                 return output if self.gather_output else [output]
-            check_home(self.module, self.src_device_obj)
-            check_not_synchronized(self.module)
+            check_on_device(self.module, self.src_device_obj)
+            check_no_sync_batchnorm(self.module)
             parts, named_parts = self.scatter(inputs, kwargs, self.device_ids)
             replicas = self.replicate(self.module, self.device_ids[: len(parts)])
             outputs = self.parallel_apply(replicas, parts, named_parts)
@@ -116,7 +116,7 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
     def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
-        check_home(self.module, self.src_device_obj)
+        check_on_device(self.module, self.src_device_obj)
         [part], [named_part] = self.scatter(inputs, kwargs, self.device_ids)
         return self.module(*part, **named_part)
 
@@ -132,9 +132,9 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         """Call each replica with its arguments, all devices of `device_ids` at the same time."""
         devices = [as_device(device_id) for device_id in self.device_ids[: len(replicas)]]
         calls = [partial(call, *part, **named) for call, part, named in zip(replicas, inputs, kwargs, strict=True)]
-        # Layers that draw do so in training; with gradients there may be checkpoints, whatever the mode.
-        take_turns = torch.is_grad_enabled() or any(module.training for module in self.modules())
-        return self._threads.run(calls, devices, take_turns=take_turns)
+        # Dropout draws random numbers in training mode; activation checkpointing needs gradients. See threads.py.
+        one_at_a_time = torch.is_grad_enabled() or any(module.training for module in self.modules())
+        return self._threads.run(calls, devices, one_at_a_time=one_at_a_time)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         """Join the replicas' outputs on one device."""
@@ -149,7 +149,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Call `module` once as `DataParallel` would; keeps neither memory nor threads.
+    """Call `module` once as `DataParallel` would, without reusing memory or threads.
 
     Args:
         module: See `DataParallel`.
@@ -160,7 +160,7 @@ def data_parallel(
         module_kwargs: Named arguments.
 
     Raises:
-        DeviceError: A device is not here.
+        DeviceError: A device does not exist on this machine.
         RuntimeError: A parameter or buffer is not on the first device, or outputs do not fit together.
         ValueError: Inputs do not fit together.
     """
@@ -168,5 +168,5 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     home = None if not device_ids else as_device(device_ids[0])
     if home is not None and len(device_ids or ()) == 1:
-        check_home(module, home)  # which the class would move
+        check_on_device(module, home)  # which the class would move
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))

@@ -1,13 +1,13 @@
-"""Replicas: the modules that run beside each other, each with its own parameters and buffers.
+"""Making the replicas of a module, each with its own parameters and buffers.
 
-A replica is a shallow copy of the module's Python objects, made anew for every forward: whatever was changed since the
-last one (a flag, a hook, a submodule, a plain attribute) is seen, and whatever a replica's forward writes into itself
-is gone afterwards. What is costly, the memory behind it, is kept (`copies.py`). Replica 0 shares memory with the
-module, so that buffers which it updates are updated there.
+A replica is a shallow copy of the module's Python objects, made for every forward. So a replica has every change since
+the last forward (a flag, a hook, a submodule, an attribute), and what a replica's forward assigns to its attributes is
+discarded. Memory is expensive and is reused (`copies.py`). Replica 0 shares memory with the module, so buffers that it
+updates in place are updated in the module.
 
-A module's parts are read from the registries in which it keeps them: torch offers no other way to tell what a module
-holds from what it inherits or computes. Replicas are new in every forward, and would be compiled anew each time:
-so a compiled module counts as the module that was compiled (`compiled.py`).
+A module's parts are read from its registries (`_parameters`, `_buffers`, `_modules`): torch has no public way to
+list only what the module itself holds. Replicas are new in every forward and would be compiled in every forward, so a
+compiled module is replaced by the module that was compiled (`compiled.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,36 +38,36 @@ from lockstep.torch_private import (
 class Replicas(list[nn.Module]):
     """The replicas of one forward, in order."""
 
-    def __init__(self, replicas: Sequence[nn.Module], lent: Sequence["_LentBuffers"]) -> None:
+    def __init__(self, replicas: Sequence[nn.Module], originals: Sequence["_OriginalBuffers"]) -> None:
         super().__init__(replicas)
-        self._lent = lent
+        self._originals = originals
 
     def keep_buffers(self) -> None:
-        """Give the module the buffers that replica 0 put in the place of others, as `self.mean = new` does.
+        """Assign buffers that replica 0 replaced (`self.mean = new`) to the module.
 
-        Torch loses them.
+        torch's DataParallel loses them.
         """
-        for lent in self._lent:
-            for name, given in lent.buffers.items():
-                now = buffer_registry(lent.shell).get(name, given)
+        for originals in self._originals:
+            for name, given in originals.buffers.items():
+                now = buffer_registry(originals.shell).get(name, given)
                 if now is not given:
-                    buffer_registry(lent.module)[name] = now
+                    buffer_registry(originals.module)[name] = now
 
 
 @dataclass(frozen=True, slots=True)
-class _LentBuffers:
-    """What replica 0 of one submodule was given."""
+class _OriginalBuffers:
+    """The buffers of one submodule of replica 0, before the forward."""
 
     module: nn.Module
     shell: nn.Module
     buffers: Mapping[str, Tensor | None]
 
 
-def check_home(module: nn.Module, home: torch.device) -> None:
-    """Check that the module can be replicated from the first device.
+def check_on_device(module: nn.Module, home: torch.device) -> None:
+    """Check that all parameters and buffers are on the first device.
 
     Raises:
-        RuntimeError: A parameter or buffer lies elsewhere, or is not initialised yet.
+        RuntimeError: A parameter or buffer is on another device, or is not initialized yet.
     """
     for tensor in _tensors(_submodules(module)):
         if is_lazy(tensor):
@@ -82,11 +82,11 @@ def check_home(module: nn.Module, home: torch.device) -> None:
             )
 
 
-def check_not_synchronized(module: nn.Module) -> None:
-    """Check that no layer of a module that is to be replicated waits for other ranks.
+def check_no_sync_batchnorm(module: nn.Module) -> None:
+    """Check that no layer of a module calls collectives in its forward.
 
     Raises:
-        ValueError: There is a SyncBatchNorm that is training, in a group of more than one rank.
+        ValueError: There is a SyncBatchNorm in training mode, in a group of more than one rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -96,44 +96,46 @@ def check_not_synchronized(module: nn.Module) -> None:
         world = joined_world(layer.process_group)
         if world.world_size > 1:
             raise ValueError(
-                f"Rank {world.rank} of {world.world_size} replicates a module with a SyncBatchNorm that is training. "
-                "Each replica would call the other ranks by itself, in no certain order, and statistics would be those "
-                "of whichever replicas met. Use one device per process, or BatchNorm."
+                f"Rank {world.rank} of {world.world_size} replicates a module with a SyncBatchNorm in training mode. "
+                "Each replica would call collectives in an undefined order, so statistics of different replicas would "
+                "be mixed. Use one device per process (DistributedDataParallel), or BatchNorm."
             )
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies) -> Replicas:
-    """Return one replica of `module` per device; gradients of theirs are summed into the module's if grad mode is on.
+    """Return one replica of `module` per device; if grad mode is on, backward adds their gradients to the module's.
 
     Args:
-        module: Lies on the first device.
-        devices: One per replica; the same one may stand there more than once.
-        copies: Keeps memory between calls.
+        module: A module on the first device.
+        devices: One per replica; a device may occur more than once.
+        copies: Memory that is reused between calls.
 
     Raises:
         RuntimeError: A ScriptModule holds Python modules.
     """
     module = uncompiled(module)
     modules = list(_submodules(module))
-    _check_scripted(modules)
+    _check_script_modules(modules)
     tensors = list(_tensors(modules))
-    replicas, lent = [], []
-    for number, values in enumerate(copies.spread(tensors, devices)):
+    replicas, originals = [], []
+    for number, values in enumerate(copies.broadcast(tensors, devices)):
         copy_of = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
         if number == 0:
-            copy_of |= _buffers_themselves(modules)
+            copy_of |= _shared_buffers(modules)
         shells = {id(original): _shell(original) for original in modules}
         for original in modules:
             _rebind(shells[id(original)], shells)
-            _furnish(shells[id(original)], original, shells, copy_of)
+            _fill_shell(shells[id(original)], original, shells, copy_of)
         if number == 0:
-            lent = [_lend(original, shells[id(original)]) for original in modules if buffer_registry(original)]
+            originals = [
+                _record_buffers(original, shells[id(original)]) for original in modules if buffer_registry(original)
+            ]
         replicas.append(shells[id(module)])
-    return Replicas(replicas, lent)
+    return Replicas(replicas, originals)
 
 
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield each module of the tree once, uncompiled, parents first; `modules()` takes a multiple of the time."""
+    """Yield each module of the tree once, uncompiled, parents first; several times faster than `modules()`."""
     top = uncompiled(module)
     seen = {id(top)}
     waiting = [top]
@@ -158,8 +160,8 @@ def _tensors(modules: Any) -> Iterator[Tensor]:
                     yield tensor
 
 
-def _buffers_themselves(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Return the buffers that replica 0 gets as they are: those through which no gradient flows."""
+def _shared_buffers(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Return the buffers that replica 0 shares with the module: those that need no gradient."""
     buffers = [buffer for module in modules for buffer in buffer_registry(module).values()]
     return {
         id(buffer): buffer
@@ -168,7 +170,7 @@ def _buffers_themselves(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
     }
 
 
-def _check_scripted(modules: Sequence[nn.Module]) -> None:
+def _check_script_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             for descendant in _submodules(module):
@@ -178,7 +180,7 @@ def _check_scripted(modules: Sequence[nn.Module]) -> None:
 
 
 def _shell(module: nn.Module) -> Any:
-    """Return a shallow copy, in the way in which its class wants it made."""
+    """Return a shallow copy, made by the class's own `_replicate_for_data_parallel`."""
     shell = make_replica_shell(module)
     forget_compiled_call(vars(shell))
     return shell
@@ -188,14 +190,14 @@ _BINDING = (MethodType, partial)
 
 
 def _rebind(shell: nn.Module, shells: Mapping[int, nn.Module]) -> None:
-    """Have methods that were set on the module itself, as `module.forward = ...` does, run on the replica."""
+    """Rebind methods that were assigned to the module itself (`module.forward = ...`) to the replica."""
     for name, value in list(vars(shell).items()):
         if isinstance(value, _BINDING):
             vars(shell)[name] = _rebound(value, shells)
 
 
 def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
-    """Return a method of the replica for one of the module; likewise within what `functools.partial` made."""
+    """Return the replica's method for a method of the module, also inside a `functools.partial`."""
     if isinstance(value, nn.Module):
         return shells.get(id(value), value)
     if isinstance(value, MethodType):
@@ -212,11 +214,11 @@ def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
 _SETATTR: Any = nn.Module.__setattr__
 
 
-def _furnish(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: dict[int, Tensor]) -> None:
-    """Put the replica's own submodules, parameters and buffers into its shell.
+def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: dict[int, Tensor]) -> None:
+    """Set the submodules, parameters and buffers of a replica.
 
-    Parameters become plain tensors: they are no leaves of the graph. Where the class has a way of its own to set
-    attributes, as recurrent networks do to keep their flat weights, it is used.
+    Parameters become plain tensors, because they are not leaves of the graph. If the class overrides `__setattr__`, as
+    recurrent networks do to keep their flat weights, it is used.
     """
     ordinary = type(shell).__setattr__ is _SETATTR and not isinstance(shell, torch.jit.ScriptModule)
     for name, child in module_registry(original).items():
@@ -238,5 +240,5 @@ def _furnish(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: d
             setattr(shell, name, copy_of[id(buffer)])
 
 
-def _lend(module: nn.Module, shell: nn.Module) -> _LentBuffers:
-    return _LentBuffers(module=module, shell=shell, buffers=dict(buffer_registry(shell)))
+def _record_buffers(module: nn.Module, shell: nn.Module) -> _OriginalBuffers:
+    return _OriginalBuffers(module=module, shell=shell, buffers=dict(buffer_registry(shell)))

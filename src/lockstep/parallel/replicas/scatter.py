@@ -1,7 +1,7 @@
-"""Cut a call's arguments into one part per replica, and join the replicas' outputs again.
+"""Split a call's arguments into one part per replica, and concatenate the replicas' outputs.
 
-What torch's scatter and gather do, without losing samples: `zip` over tensors that fall into different numbers of
-chunks drops the last ones there, and a `None` from replica 0 drops what the others returned.
+Like torch's scatter and gather, but no samples are lost: with torch, `zip` over tensors that split into different
+numbers of chunks drops the last chunks, and a `None` from replica 0 drops the outputs of the other replicas.
 """
 
 import copy
@@ -15,27 +15,27 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
 
-_Taker = Callable[[int], Any]
-"""Returns the part of one value that the replica of this number gets."""
+_Selector = Callable[[int], Any]
+"""Returns the part of one value for the replica with the given number."""
 
 
 def scatter_arguments(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Cut every tensor in `inputs` and `kwargs` along `dim`; return positional and named arguments per replica.
+    """Split every tensor in `inputs` and `kwargs` along `dim`; return positional and named arguments per replica.
 
-    Tensors in tuples, lists and mappings are cut as `torch.chunk` cuts, so a short batch has fewer parts than there are
-    devices. A mapping of which no other can be made from a dict, and all other objects, go to each replica by
-    reference. Without any tensor there is nothing to divide: one part, for the first device. For one device nothing is
-    cut, only moved.
+    Tensors in tuples, lists and mappings are split by `torch.chunk`, so a short batch has fewer parts than there are
+    devices. A mapping whose class cannot be constructed from a dict, and all other objects, go to each replica by
+    reference. If there is no tensor, there is one part, for the first device. With one device nothing is
+    split, only moved.
 
     Raises:
-        TypeError: A packed sequence, which cannot be cut along samples.
-        ValueError: A tensor without `dim`, or tensors that fall into different numbers of parts.
+        TypeError: An argument is a packed sequence, which cannot be split along samples.
+        ValueError: A tensor has no dimension `dim`, or tensors split into different numbers of parts.
     """
-    cutter = _Cutter(devices, dim)
-    take = _taker((inputs, kwargs), cutter)
-    parts = [take(number) for number in range(cutter.num_parts())]
+    splitter = _Splitter(devices, dim)
+    select = _make_selector((inputs, kwargs), splitter)
+    parts = [select(number) for number in range(splitter.num_parts())]
     return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
 
@@ -50,42 +50,42 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Cutter:
-    """Cuts tensors, each once however often it comes."""
+class _Splitter:
+    """Split tensors; a tensor that occurs several times is split once."""
 
     devices: Sequence[torch.device]
     dim: int
-    cut_already: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
-    """By `id`, which is that of no other tensor as long as the tensor is kept here."""
+    done: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    """By `id`. The tensor is kept here, so that its id is not reused."""
 
-    def cut(self, tensor: Tensor) -> list[Tensor]:
+    def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor's parts, each on its device."""
-        if id(tensor) not in self.cut_already:
-            self.cut_already[id(tensor)] = (tensor, self._cut(tensor))
-        return self.cut_already[id(tensor)][1]
+        if id(tensor) not in self.done:
+            self.done[id(tensor)] = (tensor, self._split(tensor))
+        return self.done[id(tensor)][1]
 
     def num_parts(self) -> int:
-        """Return into how many parts all tensors fell.
+        """Return the number of parts of every tensor.
 
         Raises:
-            ValueError: They fell into different numbers.
+            ValueError: Tensors have different numbers of parts.
         """
-        counts = {len(parts): tensor for tensor, parts in self.cut_already.values()}
+        counts = {len(parts): tensor for tensor, parts in self.done.values()}
         if len(counts) > 1:
             sizes = " and ".join(str(tensor.size(self.dim)) for tensor in counts.values())
             raise ValueError(
-                f"Tensors of sizes {sizes} along dim {self.dim} fall into {' and '.join(map(str, counts))} parts for "
-                f"{len(self.devices)} replicas, so samples would be lost. Give all tensors the same size along dim "
+                f"Tensors of sizes {sizes} along dim {self.dim} split into {' and '.join(map(str, counts))} parts for "
+                f"{len(self.devices)} replicas, so samples would be lost. Pass tensors of the same size along dim "
                 f"{self.dim}; expand one that all samples share, or keep it as a buffer of the module."
             )
         return next(iter(counts), 1)
 
-    def _cut(self, tensor: Tensor) -> list[Tensor]:
+    def _split(self, tensor: Tensor) -> list[Tensor]:
         if len(self.devices) == 1:
             return [_move(tensor, self.devices[0])]
         if tensor.dim() == 0 or not -tensor.dim() <= self.dim < tensor.dim():
             raise ValueError(
-                f"A tensor of shape {tuple(tensor.shape)} among the inputs has no dim {self.dim} along which to cut "
+                f"A tensor of shape {tuple(tensor.shape)} among the inputs has no dim {self.dim} along which to split "
                 "the batch. Pass a number instead of a tensor without samples, or choose another dim."
             )
         chunks = tensor.chunk(len(self.devices), self.dim)
@@ -93,35 +93,35 @@ class _Cutter:
 
 
 def _part(part: Tensor, device: torch.device) -> Tensor:
-    # All parts of a tensor have one version counter: a replica that writes into its own in place, as ReLU(inplace=True)
-    # does, would make those of the others unusable for backward.
+    # All chunks of a tensor share one version counter. A replica that writes in place, like ReLU(inplace=True),
+    # would make the chunks of other replicas unusable for backward.
     return part.clone() if part.device == device and torch.is_grad_enabled() else _move(part, device)
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    # To the CPU, a copy that does not block may be read before it is there.
+    # A non-blocking copy to the CPU may be read before it has arrived.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _taker(value: Any, cutter: _Cutter) -> _Taker:
-    """Cut the tensors in a value; it is gone through once, for a mapping may make its values when it is asked."""
+def _make_selector(value: Any, splitter: _Splitter) -> _Selector:
+    """Split the tensors in a value; a mapping is iterated over only once, because it may create its values lazily."""
     if isinstance(value, Tensor):
-        return cutter.cut(value).__getitem__
+        return splitter.split(value).__getitem__
     if isinstance(value, PackedSequence):
         raise TypeError(
-            "A PackedSequence cannot be cut into one part per replica. Pass the padded tensor and the lengths, "
+            "A PackedSequence cannot be split into one part per replica. Pass the padded tensor and the lengths, "
             "and pack within the module's forward."
         )
     if isinstance(value, tuple | list):
-        takers = [_taker(item, cutter) for item in value]
+        selectors = [_make_selector(item, splitter) for item in value]
         # A named tuple is built by its own _make.
         build: Any = list if isinstance(value, list) else getattr(type(value), "_make", tuple)
-        return lambda number: build(take(number) for take in takers)
+        return lambda number: build(select(number) for select in selectors)
     if isinstance(value, Mapping):
         items = dict(value.items())
         if _rebuilt(value, items) is not None:
-            takers_by_key = {key: _taker(item, cutter) for key, item in items.items()}
-            return lambda number: _rebuilt(value, {key: take(number) for key, take in takers_by_key.items()})
+            by_key = {key: _make_selector(item, splitter) for key, item in items.items()}
+            return lambda number: _rebuilt(value, {key: select(number) for key, select in by_key.items()})
     return lambda _number: value
 
 
@@ -168,11 +168,11 @@ def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: s
 
 
 class _Concatenate(Function):
-    """Concatenate tensors of several devices on one, without a second copy of them there."""
+    """Concatenate tensors of several devices on one device, without an extra copy on it."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
-        """Copy each tensor straight into its place."""
+        """Copy each tensor directly to its position in the result."""
         sizes = [tensor.size(dim) for tensor in tensors]
         ctx.dim, ctx.sizes, ctx.devices = dim, sizes, [tensor.device for tensor in tensors]
         shape = list(tensors[0].shape)
@@ -184,7 +184,7 @@ class _Concatenate(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Send each its part of the gradient."""
+        """Return each tensor's part of the gradient, on its device."""
         parts = grads[0].split(ctx.sizes, ctx.dim)
         return None, None, *(part.to(device) for part, device in zip(parts, ctx.devices, strict=True))
 
@@ -193,19 +193,19 @@ _move_and_concatenate: Any = _Concatenate.apply
 
 
 def _rebuilt(like: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the kind of `like` with other values; None if none can be made, which no dict answers."""
+    """Return a mapping of the type of `like` with other values; None if it cannot be constructed."""
     if isinstance(like, defaultdict):
         return type(like)(like.default_factory, items)
     if isinstance(like, dict):
         return type(like)(items)
     if isinstance(like, UserDict):
-        rebuilt: Any = copy.copy(like)  # with what else it holds; it copies its dict too, which not every mapping does
+        rebuilt: Any = copy.copy(like)  # keeps its other attributes
         rebuilt.data = items
         return rebuilt
     try:
         rebuilt = type(like)(items)
         return rebuilt if rebuilt.keys() == items.keys() else None
-    except Exception:  # noqa: BLE001  a constructor that was not made for this may raise anything
+    except Exception:  # noqa: BLE001 - a constructor with other parameters may raise anything
         return None
 
 

@@ -1,17 +1,17 @@
-"""Threads in which replicas run, kept between forwards.
+"""Threads that run replicas, reused between forwards.
 
-Each forward borrows a crew, one thread for each lane but the first, which runs in the caller's thread. Forwards that
-run at the same time have crews of their own: replicas may wait for each other, so all lanes of a forward must run at
-once.
+Each forward uses a thread pool of its own: replicas may wait for each other, so all threads of a forward must run at
+the same time. The first thread of a forward is the caller's.
 
-    devices    cpu  gpu0  cpu      take_turns=True: replicas of one device share a lane, one after the other
-    lane 0     0          2        in the caller's thread
-    lane 1          1              in a thread of the crew
+    devices             cpu  gpu0  cpu      one_at_a_time=True: replicas of one device share a thread
+    caller's thread     0          2        replicas 0 and 2, one after the other
+    thread of the pool       1              replica 1
 
-[Note: turns] A device has one random generator. A checkpoint notes its state when a replica's forward begins and
-computes again from there; if another replica draws meanwhile, dropout computes a gradient that is not that of the
-forward. So replicas of one device take turns wherever a gradient may be wanted. It also makes what they draw
-repeatable, and costs little: operations have threads of their own.
+[Note: one replica at a time] A device has one random generator. Activation checkpointing stores the generator's state
+when a replica's forward begins, and recomputes the forward from that state. If another replica drew random numbers
+meanwhile, dropout would recompute another mask, and the gradient would be wrong. So the replicas of one device run one
+after the other if gradients are enabled or a module is training. This also makes their random numbers reproducible. It
+costs little, because torch's operators use several threads each.
 """
 
 import contextvars
@@ -30,7 +30,7 @@ from lockstep.torch_private import default_device_of_thread
 
 @dataclass(frozen=True, slots=True)
 class CallerState:
-    """What torch keeps per thread, and a replica must have as its caller."""
+    """torch's thread-local state, which is the same in a replica's thread as in the caller's."""
 
     grad: bool
     inference: bool
@@ -38,16 +38,16 @@ class CallerState:
     """Device types for which autocast is on, and to what."""
     autocast_cache: bool
     num_threads: int
-    """How many threads an operation on the CPU may use; a kept thread does not hear when it is changed."""
+    """`torch.get_num_threads()`; a change in the caller's thread does not affect existing threads."""
     default_device: torch.device | None
-    """As given to `with torch.device(...)` or `torch.set_default_device`: without a number it is the replica's own."""
+    """From `with torch.device(...)` or `torch.set_default_device`; "cuda" without an index is the replica's device."""
 
     @staticmethod
     def of_this_thread() -> "CallerState":
-        """Return the calling thread's.
+        """Return the state of the calling thread.
 
-        Hooks for saved tensors are left out: a checkpoint around DataParallel counts the tensors in the order in which
-        they are saved, which threads would make another one each time.
+        Saved-tensor hooks are left out: activation checkpointing around DataParallel numbers tensors in the order in
+        which they are saved, and this order would differ between runs of several threads.
         """
         accelerator = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
@@ -62,7 +62,7 @@ class CallerState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Hold it in the calling thread."""
+        """Apply the state to the calling thread."""
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
@@ -77,51 +77,53 @@ class CallerState:
 
 @final
 class ReplicaThreads:
-    """Runs one call per replica. Threads end when this object is gone, at the latest at exit.
+    """Run one call per replica. Threads end when this object is garbage-collected, at the latest at exit.
 
-    Safe to use from several threads. A copy of it, or one that was pickled, begins without threads.
+    Thread-safe. A deep copy or an unpickled object starts without threads.
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Crew] = []
+        self._idle: list[_ThreadPool] = []
 
     def run(
-        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, take_turns: bool
+        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, one_at_a_time: bool
     ) -> list[Any]:
-        """Return what the calls returned, the first run in this thread, each with its device as the current one.
+        """Run the calls, each with its device as the current one, and return their results.
+
+        The first call runs in this thread.
 
         Args:
             calls: One per replica.
-            devices: Likewise.
-            take_turns: Whether those on one device run one after the other, else all run at the same time;
-                [Note: turns].
+            devices: One per replica.
+            one_at_a_time: Whether calls on one device run one after the other; if False, all run at the same time.
+                [Note: one replica at a time].
 
         Raises:
-            BaseException: What a call raised, the first in time if there are several, with a note that names the
+            BaseException: The exception of a call, the first in time if there are several, with a note that names the
                 replica.
         """
-        mine, *others = _lanes(devices, take_turns=take_turns)
-        crew = self._borrow(len(others))
-        turn = _Turn(calls, devices)
+        mine, *others = _threads_of_replicas(devices, one_at_a_time=one_at_a_time)
+        pool = self._take_idle_pool(len(others))
+        forward = _ForwardCalls(calls, devices)
         contexts = [contextvars.copy_context() for _ in others]  # a context is entered by one thread at a time
         running = [
-            crew.submit(partial(context.run, turn.run_beside, lane))
-            for context, lane in zip(contexts, others, strict=True)
+            pool.submit(partial(context.run, forward.run_in_thread, numbers))
+            for context, numbers in zip(contexts, others, strict=True)
         ]
-        turn.run(mine)
+        forward.run(mine)
         for other in running:
-            other.result()  # which raises nothing: what was raised is in `turn`
-        # After an interrupt of this thread this line is not reached: a crew that may still be busy is not lent again.
-        self._idle.append(crew)
-        return turn.results()
+            other.result()  # raises nothing: exceptions are stored in `forward`
+        # A KeyboardInterrupt in this thread skips this line, so that a pool that may still be busy is not reused.
+        self._idle.append(pool)
+        return forward.results()
 
-    def _borrow(self, num_threads: int) -> "_Crew":
+    def _take_idle_pool(self, num_threads: int) -> "_ThreadPool":
         with suppress(IndexError):  # another thread may take the last one first
             while self._idle:
-                crew = self._idle.pop()
-                if crew.serves(num_threads):
-                    return crew
-        return _Crew(num_threads)
+                pool = self._idle.pop()
+                if pool.is_usable(num_threads):
+                    return pool
+        return _ThreadPool(num_threads)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "ReplicaThreads":
         """Return one without threads."""
@@ -132,7 +134,7 @@ class ReplicaThreads:
 
 
 @final
-class _Crew:
+class _ThreadPool:
     """Threads for one forward at a time; each starts when it is first needed."""
 
     def __init__(self, num_threads: int) -> None:
@@ -141,8 +143,8 @@ class _Crew:
         # Its threads end when the executor is collected, and are joined at exit.
         self._executor = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="replica")
 
-    def serves(self, num_threads: int) -> bool:
-        """Whether it has enough threads, and in this process: a fork takes none along."""
+    def is_usable(self, num_threads: int) -> bool:
+        """Whether the pool has enough threads in this process; threads do not survive a fork."""
         return self._num_threads >= num_threads and self._process == os.getpid()
 
     def submit(self, call: Callable[[], None]) -> "Future[None]":
@@ -150,19 +152,19 @@ class _Crew:
         return self._executor.submit(call)
 
 
-def _lanes(devices: Sequence[torch.device], *, take_turns: bool) -> list[list[int]]:
-    """Return the numbers of the replicas that run in each thread, that of replica 0 first."""
-    if not take_turns:
+def _threads_of_replicas(devices: Sequence[torch.device], *, one_at_a_time: bool) -> list[list[int]]:
+    """Return, for each thread, the numbers of its replicas; the thread of replica 0 comes first."""
+    if not one_at_a_time:
         return [[number] for number in range(len(devices))]
-    lanes: dict[torch.device, list[int]] = {}
+    threads: dict[torch.device, list[int]] = {}
     for number, device in enumerate(devices):
-        lanes.setdefault(device, []).append(number)
-    return list(lanes.values())
+        threads.setdefault(device, []).append(number)
+    return list(threads.values())
 
 
 @final
-class _Turn:
-    """One call per replica, and what came of them."""
+class _ForwardCalls:
+    """The calls of one forward, one per replica, and their results or exceptions."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> None:
         self._calls = calls
@@ -174,14 +176,14 @@ class _Turn:
         self._results: dict[int, Any] = {}
         self._failures: list[tuple[int, BaseException]] = []
 
-    def run(self, lane: Sequence[int], caught: type[BaseException] = Exception) -> None:
+    def run(self, numbers: Sequence[int], caught: type[BaseException] = Exception) -> None:
         """Run the calls of some replicas in this thread, one after the other, until one raises.
 
         Args:
-            lane: Numbers of the replicas.
-            caught: What `results` raises; anything else leaves here, and at once.
+            numbers: Numbers of the replicas.
+            caught: Exceptions that are stored for `results`; all others are raised here at once.
         """
-        for number in lane:
+        for number in numbers:
             try:
                 with self._on_device(number):
                     self._results[number] = self._calls[number]()
@@ -189,10 +191,10 @@ class _Turn:
                 self._failures.append((number, error))
                 return
 
-    def run_beside(self, lane: Sequence[int]) -> None:
-        """Run the calls of some replicas in a thread that must first be made like the caller's."""
+    def run_in_thread(self, numbers: Sequence[int]) -> None:
+        """Run the calls of some replicas in a thread of the pool, with the caller's thread-local state."""
         with self._state.applied():
-            self.run(lane, BaseException)  # a future that held an interrupt would keep itself, and its thread, alive
+            self.run(numbers, BaseException)  # a Future with a KeyboardInterrupt would keep its thread alive
 
     def results(self) -> list[Any]:
         """Return what the calls returned, or raise the first failure."""
@@ -202,7 +204,7 @@ class _Turn:
         error.add_note(f"Raised in replica {number} of {len(self._devices)}, on {self._devices[number]}.")
         for other, consequence in later:
             error.add_note(f"After that, replica {other} raised {type(consequence).__name__}: {consequence}")
-        # The traceback leads here: without this, the error would refer to itself and keep all memory of the forward.
+        # The traceback references this frame. Break the cycle, or the error would keep the forward's memory alive.
         self._failures.clear()
         del later
         try:

@@ -205,18 +205,18 @@ def test_output_device() -> None:
 
 def test_tensors_that_would_lose_samples_are_refused() -> None:
     module = parallel(lambda x, _shared: x, 4)
-    with pytest.raises(ValueError, match=r"sizes 8 and 3 along dim 0 fall into 4 and 3 parts.*samples would be lost"):
+    with pytest.raises(ValueError, match=r"sizes 8 and 3 along dim 0 split into 4 and 3 parts.*samples would be lost"):
         module(torch.zeros(8), torch.zeros(3))
     with pytest.raises(ValueError, match=r"sizes 8 and 1"):
         module(torch.zeros(8), _shared=torch.zeros(1))
 
 
-def test_inputs_that_cannot_be_cut_are_refused() -> None:
+def test_inputs_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(\) among the inputs has no dim 0"):
         parallel(lambda x: x)(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"shape \(3,\) among the inputs has no dim 1"):
         parallel(lambda x: x, dim=1)(torch.zeros(3))
-    with pytest.raises(TypeError, match="PackedSequence cannot be cut"):
+    with pytest.raises(TypeError, match="PackedSequence cannot be split"):
         parallel(lambda x: x)(pack_sequence([torch.zeros(2), torch.zeros(1)]))
 
 

@@ -393,9 +393,9 @@ def test_memory_of_a_smaller_module_is_let_go() -> None:
     copies = Copies()
     devices = [torch.device("cpu")] * 2
     tensors = [torch.zeros(3), torch.zeros(3, dtype=torch.int64)]
-    assert [tensor.tolist() for tensor in copies.spread(tensors, devices)[1]] == [[0] * 3] * 2
-    copies.spread(tensors[:1], devices)
-    assert len(copies._slabs) == 1
+    assert [tensor.tolist() for tensor in copies.broadcast(tensors, devices)[1]] == [[0] * 3] * 2
+    copies.broadcast(tensors[:1], devices)
+    assert len(copies._kept) == 1
 
 
 def test_large_models_travel_in_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_large_models_travel_in_several_buckets(monkeypatch: pytest.MonkeyPatch)
         module(x).pow(2).sum().backward()
     for one, other in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    assert len(parallel._copies._slabs) > 6
+    assert len(parallel._copies._kept) > 6
 
 
 def test_forwards_of_several_threads_do_not_disturb_each_other() -> None:

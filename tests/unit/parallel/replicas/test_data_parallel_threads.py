@@ -18,14 +18,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.replicas.data_parallel import DataParallel
-from lockstep.parallel.replicas.threads import ReplicaThreads, _lanes
+from lockstep.parallel.replicas.threads import ReplicaThreads, _threads_of_replicas
 
 THREADS_SECONDS = 20
 
 
 def seen_by_replicas(look: Callable[[], Any]) -> list[Any]:
     """Return what `look` returns in each of three replicas that run at once, as on three devices."""
-    return ReplicaThreads().run([look] * 3, [CPU] * 3, take_turns=False)
+    return ReplicaThreads().run([look] * 3, [CPU] * 3, one_at_a_time=False)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -105,7 +105,7 @@ def test_replicas_in_kept_threads_have_the_callers_number_of_threads() -> None:
     threads = ReplicaThreads()
     for number in (2, 1):
         torch.set_num_threads(number)
-        assert threads.run([torch.get_num_threads] * 3, [CPU] * 3, take_turns=False) == [number] * 3
+        assert threads.run([torch.get_num_threads] * 3, [CPU] * 3, one_at_a_time=False) == [number] * 3
 
 
 def dropped_twice(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_checkpoint_in_a_replica_draws_again_what_its_forward_drew(is_training
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("has_gradients", [True, False])
-def test_replicas_of_one_device_take_turns_unless_they_evaluate(is_training: bool, has_gradients: bool) -> None:
+def test_replicas_of_one_device_run_one_at_a_time_unless_they_evaluate(is_training: bool, has_gradients: bool) -> None:
     num_threads = 1 if is_training or has_gradients else 3
     seen: list[int] = []
     together = threading.Barrier(num_threads)
@@ -150,10 +150,10 @@ def test_replicas_of_one_device_take_turns_unless_they_evaluate(is_training: boo
     assert len(set(seen)) == num_threads
 
 
-def test_devices_run_at_once_and_replicas_of_one_take_turns() -> None:
+def test_devices_run_at_once_and_replicas_of_one_device_one_at_a_time() -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    assert _lanes([first, second, CPU, first], take_turns=True) == [[0, 3], [1], [2]]
-    assert _lanes([CPU, CPU], take_turns=False) == [[0], [1]]
+    assert _threads_of_replicas([first, second, CPU, first], one_at_a_time=True) == [[0, 3], [1], [2]]
+    assert _threads_of_replicas([CPU, CPU], one_at_a_time=False) == [[0], [1]]
 
 
 @torch.no_grad()
