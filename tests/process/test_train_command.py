@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
-from lockstep.runs.run_lock import locked_run
+from lockstep.runs.run_lock import lock_run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "train"]
@@ -318,7 +318,7 @@ def test_a_second_training_in_a_directory_is_refused(
 ) -> None:
     folder = trained.copy_to(project, 4)
     before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock")
-    with locked_run(folder):
+    with lock_run(folder):
         finished = run_here(*OWN, "epochs=5", "workers=1", "--resume")
     assert finished.code == 2
     assert f"Another training is in the run directory run: process {os.getpid()} on host" in finished.stderr

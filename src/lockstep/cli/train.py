@@ -24,8 +24,8 @@ from lockstep.processes.stop_signals import StopRequest, asked_by_signals, ignor
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, sum_epoch
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.fit import FitResult, Stopped, fit
-from lockstep.runs.opening import OpenedRun, Wanted, open_run
+from lockstep.runs.fit import FitResult, StopResult, fit
+from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.runs.resuming import Resume
 from lockstep.runs.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
 from lockstep.settings import WorldVariables
@@ -63,11 +63,11 @@ def train(
         if allow and resume is None:
             raise UsageError("--allow is about a run that goes on: say --resume too, or leave it out.")
         check_names(allow or [], Config.model_fields)
-        wanted = Wanted(
+        wanted = OpenRequest(
             config=config,
             name=config_path.stem,
             resumed=resume,
-            says_directory=any(override.startswith("run_dir=") for override in overrides or []),
+            has_run_dir_override=any(override.startswith("run_dir=") for override in overrides or []),
             allowed=frozenset(allow or []),
         )
         # What a config names is found beside it; launch hands the search path on to the workers.
@@ -103,11 +103,11 @@ class _Ended:
     """How a run ended, for one process to show."""
 
     run_dir: Path
-    result: FitResult | Stopped
+    result: FitResult | StopResult
     is_shown_here: bool
 
 
-def _train_launched(wanted: Wanted, stop: StopRequest, *, force: bool) -> _Ended:
+def _train_launched(wanted: OpenRequest, stop: StopRequest, *, force: bool) -> _Ended:
     """Start workers, and return what they come to."""
     config = wanted.config
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
@@ -123,7 +123,7 @@ def _train_launched(wanted: Wanted, stop: StopRequest, *, force: bool) -> _Ended
     return _Ended(job.run_dir, result, is_shown_here=True)
 
 
-def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _Ended:
+def _train_joined(wanted: OpenRequest, stop: StopRequest, told: WorldVariables) -> _Ended:
     """Be one of the workers that another launcher has started; the first one shows what they come to."""
     config = wanted.config
     world = join_started(config.device_ids)
@@ -141,19 +141,19 @@ def _train_joined(wanted: Wanted, stop: StopRequest, told: WorldVariables) -> _E
                 threads=config.threads_per_worker,
                 seed=0,
             )
-    if isinstance(result, Stopped):
+    if isinstance(result, StopResult):
         ignore_from_here()
     return _Ended(job.run_dir, result, is_shown_here=world.rank == 0)
 
 
-def train_worker(run: Run, job: Job) -> FitResult | Stopped:
+def train_worker(run: Run, job: Job) -> FitResult | StopResult:
     """Train in one worker that was started for it."""
     stop = StopRequest()
     listen(stop)  # as long as the process lives: when all is done a request has no effect
     return _train(run, job, stop)
 
 
-def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | Stopped:
+def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
     """Train in one worker; rank 0 shows and records."""
     with ExitStack() as stack:
         recorder = _make_recorder(job.config, job.run_dir, stack) if run.rank == 0 else NULL_RECORDER
@@ -174,7 +174,7 @@ def _say_asked() -> None:
         os.write(2, b"Asked to stop: done after the step or evaluation under way. A second SIGTERM ends at once.\n")
 
 
-def _open(wanted: Wanted, held: ExitStack) -> Job:
+def _open(wanted: OpenRequest, held: ExitStack) -> Job:
     """Open the run, and bring its metrics to where it goes on."""
     opened = open_run(wanted, held, lambda text: typer.echo(f"warning: {text}", err=True))
     resume = None

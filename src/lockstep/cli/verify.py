@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.verify import ShortRun, find_odd_rank, run_steps
+from lockstep.runs.verify import ShortRun, find_deviating_rank, run_steps
 
 _SHOWN_DIGITS = 16
 
@@ -63,7 +63,7 @@ def _compare(config: Config, placement: Placement, counts: Sequence[int], num_st
             typer.echo(f"{label}: {num_steps} steps ...", err=True)
             ranks = _run(config, placement.first(count), num_steps, Path(reference), is_first=number == 0)
             runs[label] = ranks[0]
-            odd_rank = find_odd_rank(ranks)
+            odd_rank = find_deviating_rank(ranks)
             if odd_rank is not None:
                 runs[f"{label}, rank {odd_rank}"] = ranks[odd_rank]
                 _show_table(runs)

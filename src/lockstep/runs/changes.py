@@ -1,7 +1,7 @@
 """How a config differs from the one that a run was begun with, and what that does to the run. Pure.
 
 harmless       where the run computes, how long, what it shows: listed
-needs leave    changes the bits from here on: listed, and refused without `--allow NAME`
+needs --allow  changes the bits from here on: listed, and refused without `--allow NAME`
 impossible     the state would not fit, or not have the effect that the config says: refused
 """
 
@@ -23,14 +23,14 @@ _HARMLESS = frozenset(
     }
 )
 """Config keys that do not change what is computed, only where, how long and what is kept of it."""
-_OF_SCHEDULER = "the scheduler's state in the checkpoint holds what it was made with"
+_SCHEDULER_REASON = "the scheduler's state in the checkpoint holds what it was made with"
 _IMPOSSIBLE: Mapping[str, str] = {
     "num_shards": "the order in which gradients are added goes by it, in all of the run",
     "seed": "all that is random follows from it, in all of the run",
     "optimizer": "the state of one optimizer means nothing to another",
-    "scheduler": _OF_SCHEDULER,
-    "scheduler_args": _OF_SCHEDULER,
-    "scheduler_interval": _OF_SCHEDULER,
+    "scheduler": _SCHEDULER_REASON,
+    "scheduler_args": _SCHEDULER_REASON,
+    "scheduler_interval": _SCHEDULER_REASON,
 }
 _UNSET = object()
 _REMOVES = ", so older checkpoints are removed at the next save in their directory"
@@ -46,9 +46,9 @@ class Change:
     """What it was, as text."""
     after: str
     """What it is."""
-    needs_leave: bool
+    needs_allow: bool
     """Whether it changes the bits of the run."""
-    obstacle: str
+    reason_impossible: str
     """Why it cannot be changed; empty where it can."""
 
     @property
@@ -84,8 +84,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
                     name=name,
                     before=_text(before),
                     after=_text(after) + _REMOVES * (key == "keep" and _keeps_fewer(before, after)),
-                    needs_leave=key not in _HARMLESS,
-                    obstacle=_obstacle(name, saved, now, is_mid_epoch=is_mid_epoch),
+                    needs_allow=key not in _HARMLESS,
+                    reason_impossible=_reason_impossible(name, saved, now, is_mid_epoch=is_mid_epoch),
                 )
             )
     return found
@@ -97,14 +97,14 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
     Raises:
         CheckpointError: One is impossible, or changes the bits and is not allowed; names the options to give.
     """
-    impossible = [change for change in changes if change.obstacle]
+    impossible = [change for change in changes if change.reason_impossible]
     if impossible:
-        listed = "; ".join(f"{change}, but {change.obstacle}" for change in impossible)
+        listed = "; ".join(f"{change}, but {change.reason_impossible}" for change in impossible)
         raise CheckpointError(
             f"The run was begun with another config, with which it cannot go on: {listed}. To go on, set it back; to "
             "change it, begin a new run."
         )
-    refused = [change for change in changes if change.needs_leave and not change.is_allowed(allowed)]
+    refused = [change for change in changes if change.needs_allow and not change.is_allowed(allowed)]
     if refused:
         options = " ".join(f"--allow {change.name}" for change in refused)
         raise CheckpointError(
@@ -147,7 +147,7 @@ def _text(value: Any) -> str:
     return "not set" if value is _UNSET else repr(value)
 
 
-def _obstacle(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
+def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
     """Return why a value cannot be changed; empty where it can."""
     key, _, option = name.partition(".")
     if key in _IMPOSSIBLE:
@@ -160,5 +160,5 @@ def _obstacle(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is
             "never; a checkpoint of an epoch's end can go on with it"
         )
     if key == "optimizer_args" and option in SCHEDULED and now.get("scheduler") is not None:
-        return f"it is set by the scheduler, and {_OF_SCHEDULER}"
+        return f"it is set by the scheduler, and {_SCHEDULER_REASON}"
     return ""

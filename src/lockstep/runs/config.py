@@ -15,7 +15,7 @@ from lockstep.devices import parse_request
 from lockstep.errors import ConfigError, DeviceError
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
-Arguments = dict[str, Any]
+Kwargs = dict[str, Any]
 
 
 class Config(BaseModel):
@@ -25,26 +25,26 @@ class Config(BaseModel):
 
     model: ImportPath
     """Import path of the model: called with `model_args`, returns a `torch.nn.Module`."""
-    model_args: Arguments = {}
+    model_args: Kwargs = {}
     data: ImportPath
     """Import path of the data: called with `data_args`, returns `(train, test)`; test may be None."""
-    data_args: Arguments = {}
+    data_args: Kwargs = {}
     loss: ImportPath = "torch.nn.functional:cross_entropy"
     """Import path of the loss: a function of (output, target), or a class of such functions."""
-    loss_args: Arguments = {}
+    loss_args: Kwargs = {}
     optimizer: ImportPath = "torch.optim:AdamW"
     """Import path of the optimizer: called with the parameters and `optimizer_args`."""
-    optimizer_args: Arguments = {}
+    optimizer_args: Kwargs = {}
     scheduler: ImportPath | None = None
     """Import path of the learning-rate scheduler: called with the optimizer and `scheduler_args`."""
-    scheduler_args: Arguments = {}
+    scheduler_args: Kwargs = {}
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """How often the scheduler steps."""
     metric: ImportPath | None = None
     """Import path of a function of (output, target) that returns a sum and a count; None for accuracy if it applies."""
     finish: ImportPath | None = None
     """Import path of a function that is called with the trained model on rank 0; what it returns is printed."""
-    finish_args: Arguments = {}
+    finish_args: Kwargs = {}
     batch_size: int = Field(default=128, ge=1)
     """Samples of a step over all workers."""
     num_shards: int = Field(default=4, ge=1)

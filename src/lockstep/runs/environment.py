@@ -30,8 +30,8 @@ from lockstep.settings import read_settings
 
 ENVIRONMENT_NAME = "environment.json"
 _GIT_SECONDS = 20.0
-_MOST_NAMES = 1000
-_LONGEST_PATCH = 16 << 20
+_MAX_UNTRACKED_NAMES = 1000
+_MAX_PATCH_BYTES = 16 << 20
 """In bytes: somebody may have added a data set."""
 
 
@@ -92,9 +92,9 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": {"platform": platform.platform(), "cores": count_cores()},
         "driver": take_inventory().driver,
-        "torch": _torch_facts(),
+        "torch": _torch_versions(),
         "packages": _packages(),
-        "code": _code(run_dir, code, len(earlier) + 1),
+        "code": _git_state(run_dir, code, len(earlier) + 1),
         "settings": read_settings(),
         "fingerprint": fingerprint,
         "workers": [asdict(worker) for worker in workers],
@@ -111,7 +111,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def _torch_facts() -> dict[str, Any]:
+def _torch_versions() -> dict[str, Any]:
     """Return the versions of what torch was built with."""
     has_cuda = torch.cuda.is_available()
     return {
@@ -127,14 +127,14 @@ def _packages() -> dict[str, str]:
     return dict(sorted((name, version) for name, version in found if name))
 
 
-def _code(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
+def _git_state(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
     """Return the commit of the repository that the user's code is in, if it is in one; keep what is not committed."""
     top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
     if top is None or commit is None:
         return None
     changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD") or b""
     patch = f"uncommitted-{start}.patch"
-    is_kept = 0 < len(changes) <= _LONGEST_PATCH
+    is_kept = 0 < len(changes) <= _MAX_PATCH_BYTES
     if is_kept:
         _write(run_dir / patch, changes)
     untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/") or b""
@@ -145,7 +145,7 @@ def _code(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
         "branch": _text(_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or b""),
         "is_changed": bool(changes),
         "patch": patch if is_kept else None,
-        "untracked": names[:_MOST_NAMES],
+        "untracked": names[:_MAX_UNTRACKED_NAMES],
         "num_untracked": len(names),
     }
 

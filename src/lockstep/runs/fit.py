@@ -24,7 +24,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
 from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.resuming import Resume, restore_run
-from lockstep.runs.retention import check_wanted
+from lockstep.runs.retention import check_metric_name
 from lockstep.runs.saving import RunSaver
 
 
@@ -49,7 +49,7 @@ class FitResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class StopResult:
     """Where a run stands that was asked to stop before its end."""
 
     checkpoint: Path
@@ -69,7 +69,7 @@ def fit(
     resume: Resume | None = None,
     code: Path | None = None,
     stop: StopRequest | None = None,
-) -> FitResult | Stopped:
+) -> FitResult | StopResult:
     """Train as `config` says, or until somebody asks to stop (collective: every worker calls).
 
     Args:
@@ -98,14 +98,14 @@ def fit(
         write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
     recorder.record(_describe_run(config, parts, device))
     if parts.test is None:
-        check_wanted(config.keep_best, {})
+        check_metric_name(config.keep_best, {})
     is_over = trainer.cursor.epoch >= config.epochs
     saver = RunSaver(config, run_dir, recorder) if trainer.world.rank == 0 else None
     with saver or nullcontext():
         sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
-        test = _train_epochs(Training(config, parts, recorder, saver, stop), sums)
+        test = _train_epochs(TrainingContext(config, parts, recorder, saver, stop), sums)
         if test is None:
-            return _confirm_stop(trainer, len(parts.train), saver, run_dir)
+            return _confirm_saved(trainer, len(parts.train), saver, run_dir)
     if is_over and parts.test is not None:
         test = trainer.evaluate(parts.test, parts.metric)
     counted = test.get("accuracy", test.get("loss"))
@@ -131,7 +131,7 @@ class EpochSums:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingContext:
     """A run that is trained, in one worker."""
 
     config: Config
@@ -152,7 +152,7 @@ class Training:
             self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
 
 
-def _train_epochs(training: Training, sums: EpochSums) -> dict[str, Any] | None:
+def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] | None:
     """Train, evaluate and save, epoch after epoch; return the last evaluation, or None if the run is to stop.
 
     A request that comes while an epoch is evaluated and saved is heard when that is done. After the last step there is
@@ -169,14 +169,14 @@ def _train_epochs(training: Training, sums: EpochSums) -> dict[str, Any] | None:
         values = {name: mean.value for name, mean in test.items()}
         training.recorder.record(finished(values))
         training.save(values)
-        check_wanted(config.keep_best, values)
+        check_metric_name(config.keep_best, values)
         if epoch + 1 < config.epochs and any(trainer.world.gather_objects(training.stop.is_made)):
             return None
     return test
 
 
 def _train_epoch(
-    training: Training, epoch: int, sums: EpochSums
+    training: TrainingContext, epoch: int, sums: EpochSums
 ) -> Callable[[Mapping[str, float]], EpochFinished] | None:
     """Train an epoch from where the run stands; return how it went, or None if it is saved and stops in the middle."""
     config, parts, trainer = training.config, training.parts, training.parts.trainer
@@ -218,7 +218,7 @@ def _train_epoch(
     )
 
 
-def _confirm_stop(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_dir: Path) -> Stopped:
+def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_dir: Path) -> StopResult:
     """Return where the run stands when the last save is on the disk; nobody leaves before that (collective).
 
     Raises:
@@ -227,7 +227,7 @@ def _confirm_stop(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_
     """
     path = run_dir / checkpoint_name(trainer.global_step)
 
-    def confirm() -> None:
+    def wait_for_save() -> None:
         if saver is None:
             return
         try:
@@ -239,8 +239,8 @@ def _confirm_stop(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_
                 "whole."
             ) from error
 
-    gather_results(trainer.world, confirm, "saving before the run stops")
-    return Stopped(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)
+    gather_results(trainer.world, wait_for_save, "saving before the run stops")
+    return StopResult(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)
 
 
 def _check_finite(trainer: Trainer) -> None:

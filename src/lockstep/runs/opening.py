@@ -32,7 +32,7 @@ from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config
 from lockstep.runs.resuming import compare_config
 from lockstep.runs.run_directory import CONFIG_NAME, find_run_directory, make_run_directory, write_config
-from lockstep.runs.run_lock import locked_run
+from lockstep.runs.run_lock import lock_run
 
 NEWEST = ""
 """Stands for the path of a run's newest checkpoint."""
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class OpenRequest:
     """What a user says of the run to open."""
 
     config: Config
@@ -53,14 +53,14 @@ class Wanted:
     """What a numbered directory is called."""
     resumed: str | None
     """A checkpoint or a run directory to go on from, or `NEWEST`; None for a new run."""
-    says_directory: bool
+    has_run_dir_override: bool
     """Whether the user has asked for the config's run_dir with this very command."""
     allowed: Collection[str]
     """Config keys that may be other than they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SourceCheckpoint:
     """From where a run goes on."""
 
     run_dir: Path | None
@@ -77,13 +77,13 @@ class OpenedRun:
 
     run_dir: Path
     """Its directory, locked."""
-    origin: Origin | None
+    origin: SourceCheckpoint | None
     """From where it goes on; `checkpoint` lies in `run_dir`. None for a new run."""
     changes: tuple[Change, ...]
     """What differs in its config since."""
 
 
-def open_run(wanted: Wanted, held: ExitStack, warn: Tell) -> OpenedRun:
+def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
     """Open a run (local; call it on one rank).
 
     Args:
@@ -100,33 +100,33 @@ def open_run(wanted: Wanted, held: ExitStack, warn: Tell) -> OpenedRun:
     config = wanted.config
     if wanted.resumed is None:
         run_dir = make_run_directory(config.run_dir, wanted.name)
-        held.enter_context(locked_run(run_dir))
+        held.enter_context(lock_run(run_dir))
         write_config(run_dir, config)
         return OpenedRun(run_dir=run_dir, origin=None, changes=())
     found = _find_directory(wanted)
-    forks = found is None or (wanted.says_directory and not _is_same(found, config.run_dir))
-    if found is not None and not forks:
-        held.enter_context(locked_run(found))  # before anybody looks for the newest
-    origin = _find_origin(wanted, found, warn)
-    if found is not None and not forks:
-        _check_newest(found, origin)
+    needs_new_directory = found is None or (wanted.has_run_dir_override and not _is_same(found, config.run_dir))
+    if found is not None and not needs_new_directory:
+        held.enter_context(lock_run(found))  # before anybody looks for the newest
+    origin = _find_source(wanted, found, warn)
+    if found is not None and not needs_new_directory:
+        _check_no_newer(found, origin)
     changes = compare_config(origin.manifest, config)
     check_changes(changes, wanted.allowed)
     _check_epochs(origin, config)
-    if found is not None and not forks:
+    if found is not None and not needs_new_directory:
         run_dir = found
-        _put_broken_aside(found, origin, warn)
+        _rename_broken(found, origin, warn)
     else:
         run_dir = make_run_directory(config.run_dir, wanted.name)
-        held.enter_context(locked_run(run_dir))
+        held.enter_context(lock_run(run_dir))
         own = run_dir / checkpoint_name(origin.manifest.global_step)
         _copy(origin.checkpoint, own)
-        origin = Origin(run_dir=origin.run_dir, checkpoint=own, manifest=origin.manifest)
+        origin = SourceCheckpoint(run_dir=origin.run_dir, checkpoint=own, manifest=origin.manifest)
     write_config(run_dir, config)
     return OpenedRun(run_dir=run_dir, origin=origin, changes=tuple(changes))
 
 
-def _find_directory(wanted: Wanted) -> Path | None:
+def _find_directory(wanted: OpenRequest) -> Path | None:
     """Return the run directory in which the checkpoint lies that a run is to go on from, or None."""
     if not wanted.resumed:
         return find_run_directory(wanted.config.run_dir, wanted.name)
@@ -143,22 +143,22 @@ def _find_directory(wanted: Wanted) -> Path | None:
             f"There is no checkpoint or run directory {path} to resume from. Without a path --resume takes the newest "
             "checkpoint of the run."
         )
-    file = _without_link(path)
+    file = _resolve_links(path)
     return file.parent if is_checkpoint_name(file) and (file.parent / CONFIG_NAME).is_file() else None
 
 
-def _find_origin(wanted: Wanted, run_dir: Path | None, warn: Tell) -> Origin:
+def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> SourceCheckpoint:
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
     if path.is_dir():
         checkpoint, manifest = find_newest_intact(path, lambda error: warn(f"{error} Going on from the one before."))
     else:
-        checkpoint = _without_link(path)
+        checkpoint = _resolve_links(path)
         manifest = read_manifest(checkpoint)
-    return Origin(run_dir=run_dir, checkpoint=checkpoint, manifest=manifest)
+    return SourceCheckpoint(run_dir=run_dir, checkpoint=checkpoint, manifest=manifest)
 
 
-def _check_newest(run_dir: Path, origin: Origin) -> None:
+def _check_no_newer(run_dir: Path, origin: SourceCheckpoint) -> None:
     """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
     newer = [each for each in find_checkpoints(run_dir) if global_step_of(each) > global_step_of(origin.checkpoint)]
     whole = [each.name for each in newer if _is_intact(each)]
@@ -170,7 +170,7 @@ def _check_newest(run_dir: Path, origin: Origin) -> None:
         )
 
 
-def _check_epochs(origin: Origin, config: Config) -> None:
+def _check_epochs(origin: SourceCheckpoint, config: Config) -> None:
     """Refuse to end before where a run stands: its result would be shown as that of fewer epochs."""
     manifest = origin.manifest
     if (manifest.epoch, manifest.step) > (config.epochs, 0):
@@ -180,7 +180,7 @@ def _check_epochs(origin: Origin, config: Config) -> None:
         )
 
 
-def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
+def _rename_broken(run_dir: Path, origin: SourceCheckpoint, warn: Tell) -> None:
     """Rename checkpoints newer than the one gone on from, all of them broken.
 
     Under their names they would stand for steps that are about to be taken anew: as the newest at the next resume, as
@@ -188,12 +188,12 @@ def _put_broken_aside(run_dir: Path, origin: Origin, warn: Tell) -> None:
     """
     for path in find_checkpoints(run_dir):
         if global_step_of(path) > global_step_of(origin.checkpoint):
-            aside = path.with_name(f"{path.name}{BROKEN_SUFFIX}")
+            renamed = path.with_name(f"{path.name}{BROKEN_SUFFIX}")
             try:
-                path.replace(aside)
+                path.replace(renamed)
             except OSError as error:
-                raise RunDirectoryError(f"The broken {path} could not be renamed to {aside}: {error}.") from error
-            warn(f"{path} is called {aside.name} now.")
+                raise RunDirectoryError(f"The broken {path} could not be renamed to {renamed}: {error}.") from error
+            warn(f"{path} is called {renamed.name} now.")
 
 
 def _is_intact(path: Path) -> bool:
@@ -206,7 +206,7 @@ def _is_intact(path: Path) -> bool:
     return True
 
 
-def _without_link(path: Path) -> Path:
+def _resolve_links(path: Path) -> Path:
     """Return the checkpoint that best.ckpt points to, in the same directory; a path that is no link as it is."""
     while path.is_symlink():  # a link to best.ckpt is one, too
         path = path.parent / path.readlink()

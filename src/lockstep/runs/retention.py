@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint of a run."""
 
     global_step: int
@@ -38,7 +38,7 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
     return -value if wanted.startswith("-") else value
 
 
-def check_wanted(wanted: str | None, measured: Mapping[str, float]) -> None:
+def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
     """Check that what `keep_best` names was measured.
 
     Raises:
@@ -52,13 +52,13 @@ def check_wanted(wanted: str | None, measured: Mapping[str, float]) -> None:
         )
 
 
-def find_best(saved: Sequence[Saved]) -> Saved | None:
+def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
     """Return the best whole checkpoint, the oldest of equals; None where no score is known."""
     scored = [(each.score, -each.global_step, each) for each in saved if each.is_intact and each.score is not None]
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
-def choose_removed(saved: Sequence[Saved], keep: int, written: int) -> list[Saved]:
+def choose_checkpoints_to_remove(saved: Sequence[SavedCheckpoint], keep: int, written: int) -> list[SavedCheckpoint]:
     """Return the checkpoints that are too old to stay.
 
     Args:
@@ -70,7 +70,7 @@ def choose_removed(saved: Sequence[Saved], keep: int, written: int) -> list[Save
     """
     newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
     best = find_best(saved)
-    removed: list[Saved] = []
+    removed: list[SavedCheckpoint] = []
     num_intact = 0
     for each in newest_first:
         if num_intact >= keep and each is not best:

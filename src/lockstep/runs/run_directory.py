@@ -115,7 +115,7 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     return path
 
 
-def point_to_best(run_dir: Path, path: Path) -> None:
+def link_best_checkpoint(run_dir: Path, path: Path) -> None:
     """Let best.ckpt be a link to a checkpoint of the run; at no moment is it missing, or a link to nothing.
 
     Raises:
@@ -130,7 +130,7 @@ def point_to_best(run_dir: Path, path: Path) -> None:
     beside.replace(link)
 
 
-def take_checkpoint(
+def make_checkpoint(
     trainer: Trainer, scheduler: Scheduler | None, config: Config | None, metrics: Mapping[str, float | None]
 ) -> Checkpoint:
     """Return where a run stands; its tensors are the live ones, and its digest is for the saver to compute (local).

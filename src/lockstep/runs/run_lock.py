@@ -26,7 +26,7 @@ _HOLDER_BYTES = 200
 
 
 @contextmanager
-def locked_run(run_dir: Path) -> Iterator[None]:
+def lock_run(run_dir: Path) -> Iterator[None]:
     """Keep every other training out of a run's directory.
 
     Raises:

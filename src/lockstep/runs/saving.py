@@ -13,8 +13,8 @@ from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.runs.config import Config
-from lockstep.runs.retention import Saved, choose_removed, find_best, score_of
-from lockstep.runs.run_directory import point_to_best, take_checkpoint
+from lockstep.runs.retention import SavedCheckpoint, choose_checkpoints_to_remove, find_best, score_of
+from lockstep.runs.run_directory import link_best_checkpoint, make_checkpoint
 
 
 @final
@@ -48,7 +48,7 @@ class RunSaver:
         Raises:
             CheckpointError: This save failed, or the one before did in the background; earlier ones are whole.
         """
-        checkpoint = take_checkpoint(trainer, scheduler, self._config, metrics)
+        checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics)
         self._saver.save(self._run_dir / checkpoint_name(trainer.global_step), checkpoint, self._clear_up)
 
     def wait(self) -> None:
@@ -74,16 +74,16 @@ class RunSaver:
             found = {self._describe(path): path for path in find_checkpoints(self._run_dir)}
             best = find_best(list(found))
             if best is not None:
-                point_to_best(self._run_dir, found[best])
-            for old in choose_removed(list(found), self._config.keep, global_step_of(written)):
+                link_best_checkpoint(self._run_dir, found[best])
+            for old in choose_checkpoints_to_remove(list(found), self._config.keep, global_step_of(written)):
                 found[old].unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"Old checkpoints in {self._run_dir} could not be removed: {error}.") from error
 
-    def _describe(self, path: Path) -> Saved:
+    def _describe(self, path: Path) -> SavedCheckpoint:
         try:
             manifest = read_manifest(path)
         except CheckpointError:
-            return Saved(global_step=global_step_of(path), is_intact=False, score=None)
+            return SavedCheckpoint(global_step=global_step_of(path), is_intact=False, score=None)
         score = score_of(manifest.metrics, self._config.keep_best)
-        return Saved(global_step=global_step_of(path), is_intact=True, score=score)
+        return SavedCheckpoint(global_step=global_step_of(path), is_intact=True, score=score)

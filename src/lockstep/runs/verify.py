@@ -78,7 +78,7 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
     return ShortRun(digests=tuple(digests), fingerprint=parts.trainer.fingerprint(), difference=difference)
 
 
-def find_odd_rank(runs: Sequence[ShortRun]) -> int | None:
+def find_deviating_rank(runs: Sequence[ShortRun]) -> int | None:
     """Return the rank whose digests are the first not to be rank 0's; None if all are alike."""
     first = runs[0].digests
     steps = {

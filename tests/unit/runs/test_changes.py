@@ -29,7 +29,7 @@ def test_each_difference_is_one_line_with_the_place_of_its_value() -> None:
         "optimizer_args.lr was 0.1 and is 0.2",
         "optimizer_args.eps was not set and is 1e-05",
     ]
-    assert [change.needs_leave for change in found] == [False, True, True]
+    assert [change.needs_allow for change in found] == [False, True, True]
 
 
 def test_a_key_that_only_one_version_knows_is_no_difference() -> None:

@@ -13,7 +13,7 @@ from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report import MetricsFile, sum_epoch
 from lockstep.runs.config import parse_config
-from lockstep.runs.fit import FitResult, Stopped, fit
+from lockstep.runs.fit import FitResult, StopResult, fit
 from lockstep.runs.resuming import Resume
 
 MODULE = """
@@ -51,7 +51,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("stopping")
 
 
-def train(folder: Path, call: int | None = None, resume: Resume | None = None, **values: Any) -> FitResult | Stopped:
+def train(folder: Path, call: int | None = None, resume: Resume | None = None, **values: Any) -> FitResult | StopResult:
     import stopping  # type: ignore[import-not-found]
 
     stop = StopRequest()
@@ -80,7 +80,7 @@ def test_a_run_stops_after_the_step_or_the_evaluation_in_which_it_is_asked(
     tmp_path: Path, call: int, name: str, cursor: Cursor
 ) -> None:
     stopped = train(tmp_path / "run", call)
-    assert stopped == Stopped(checkpoint=tmp_path / "run" / name, cursor=cursor, num_steps=3)
+    assert stopped == StopResult(checkpoint=tmp_path / "run" / name, cursor=cursor, num_steps=3)
     assert read_manifest(stopped.checkpoint).global_step == int(name[5:13])
     assert bool(read_manifest(stopped.checkpoint).metrics) == (cursor.step == 0)
 
@@ -108,7 +108,7 @@ def test_a_run_saves_in_the_middle_of_epochs_too(tmp_path: Path) -> None:
 def test_the_mean_of_an_epoch_that_was_interrupted_is_of_all_its_steps(tmp_path: Path) -> None:
     train(tmp_path / "whole")
     stopped = train(tmp_path / "run", 8)
-    assert isinstance(stopped, Stopped)
+    assert isinstance(stopped, StopResult)
     loss, weight = sum_epoch(tmp_path / "run" / "metrics.jsonl", 1)
     assert weight == 16
     train(

@@ -11,7 +11,7 @@ import torch
 from lockstep.checkpoint import Checkpoint, Manifest, read_manifest, save_checkpoint
 from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.runs.config import parse_config
-from lockstep.runs.opening import NEWEST, OpenedRun, Wanted, open_run
+from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run
 
 VALUES = {"model": "mine:Net", "data": "mine:data"}
 
@@ -45,11 +45,11 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(resumed: str | None, *, told: list[str] | None = None, says: bool = False, **values: Any) -> OpenedRun:
-    wanted = Wanted(
+    wanted = OpenRequest(
         config=parse_config({**VALUES, **values}, "config"),
         name="mine",
         resumed=resumed,
-        says_directory=says,
+        has_run_dir_override=says,
         allowed=frozenset(),
     )
     with ExitStack() as held:

@@ -4,16 +4,22 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.runs.config import parse_config
-from lockstep.runs.retention import Saved, check_wanted, choose_removed, find_best, score_of
+from lockstep.runs.retention import (
+    SavedCheckpoint,
+    check_metric_name,
+    choose_checkpoints_to_remove,
+    find_best,
+    score_of,
+)
 
 
-def saved(*entries: tuple[int, float | None] | int, broken: tuple[int, ...] = ()) -> list[Saved]:
+def saved(*entries: tuple[int, float | None] | int, broken: tuple[int, ...] = ()) -> list[SavedCheckpoint]:
     pairs = [(entry, None) if isinstance(entry, int) else entry for entry in entries]
-    return [Saved(global_step=step, score=score, is_intact=step not in broken) for step, score in pairs]
+    return [SavedCheckpoint(global_step=step, score=score, is_intact=step not in broken) for step, score in pairs]
 
 
-def removed(found: list[Saved], keep: int, written: int = 4) -> list[int]:
-    return sorted(each.global_step for each in choose_removed(found, keep, written))
+def removed(found: list[SavedCheckpoint], keep: int, written: int = 4) -> list[int]:
+    return sorted(each.global_step for each in choose_checkpoints_to_remove(found, keep, written))
 
 
 def test_the_newest_stay() -> None:
@@ -56,12 +62,12 @@ def test_scores_are_higher_the_better(wanted: str | None, score: float | None) -
 
 
 def test_a_metric_that_is_not_measured_is_refused() -> None:
-    check_wanted("-loss", {"loss": 1.0})
-    check_wanted(None, {})
+    check_metric_name("-loss", {"loss": 1.0})
+    check_metric_name(None, {})
     with pytest.raises(ConfigError, match=r"keep_best is .acc., .* Expected -loss or accuracy or -accuracy;"):
-        check_wanted("acc", {"loss": 1.0, "accuracy": 0.5})
+        check_metric_name("acc", {"loss": 1.0, "accuracy": 0.5})
     with pytest.raises(ConfigError, match="needs a test set"):
-        check_wanted("accuracy", {})
+        check_metric_name("accuracy", {})
 
 
 def test_keeping_the_highest_loss_is_refused() -> None:

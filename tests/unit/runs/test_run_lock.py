@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.runs.run_lock import LOCK_NAME, locked_run
+from lockstep.runs.run_lock import LOCK_NAME, lock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -40,34 +40,34 @@ def forked(child: Callable[[], None]) -> Iterator[int]:
 
 
 def test_a_second_training_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
-    lock = locked_run(tmp_path)
+    lock = lock_run(tmp_path)
     with forked(lock.__enter__) as pid:
         said = f"process {pid} on host {socket.gethostname()}"
-        with pytest.raises(RunDirectoryError, match=f"{said}.*run_dir=NAME"), locked_run(tmp_path):
+        with pytest.raises(RunDirectoryError, match=f"{said}.*run_dir=NAME"), lock_run(tmp_path):
             pass
-    with locked_run(tmp_path):  # gone with its holder
+    with lock_run(tmp_path):  # gone with its holder
         pass
 
 
 def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(KeyError), locked_run(tmp_path):
+        with pytest.raises(KeyError), lock_run(tmp_path):
             raise KeyError
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     # As a data-loading process that outlives its training would.
     with ExitStack() as children:
-        with locked_run(tmp_path):
+        with lock_run(tmp_path):
             children.enter_context(forked(lambda: None))
-            with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"), locked_run(tmp_path):
+            with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"), lock_run(tmp_path):
                 pass
-        with locked_run(tmp_path):
+        with lock_run(tmp_path):
             pass
 
 
 def test_a_directory_that_is_gone_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="cannot be locked"), locked_run(tmp_path / "gone"):
+    with pytest.raises(RunDirectoryError, match="cannot be locked"), lock_run(tmp_path / "gone"):
         pass
 
 
@@ -77,8 +77,8 @@ def test_a_full_disk_locks_nobody_out(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         lock.__enter__()
 
-    lock = locked_run(tmp_path)
-    with forked(lock_without_room), pytest.raises(RunDirectoryError, match="another process"), locked_run(tmp_path):
+    lock = lock_run(tmp_path)
+    with forked(lock_without_room), pytest.raises(RunDirectoryError, match="another process"), lock_run(tmp_path):
         pass
 
 
@@ -92,5 +92,5 @@ def test_a_lock_on_a_file_that_is_gone_is_made_again(tmp_path: Path, monkeypatch
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lose_the_first)
-    with locked_run(tmp_path), pytest.raises(RunDirectoryError, match="Another training"), locked_run(tmp_path):
+    with lock_run(tmp_path), pytest.raises(RunDirectoryError, match="Another training"), lock_run(tmp_path):
         pass

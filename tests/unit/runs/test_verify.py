@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.fingerprint import take_fingerprint
-from lockstep.runs.verify import ShortRun, find_difference, find_odd_rank
+from lockstep.runs.verify import ShortRun, find_deviating_rank, find_difference
 
 FIRST = {"a": torch.zeros(2), "b": torch.ones(3)}
 
@@ -30,5 +30,5 @@ def test_names_and_shapes_may_depend_on_the_number_of_workers() -> None:
 def test_the_rank_that_is_the_first_to_differ_is_found() -> None:
     fingerprint = take_fingerprint(torch.device("cpu"), num_shards=1, seed=0)
     runs = [ShortRun(digests=tuple(each), fingerprint=fingerprint, difference=None) for each in ("abc", "abx", "axx")]
-    assert find_odd_rank(runs) == 2
-    assert find_odd_rank(runs[:1] * 3) is None
+    assert find_deviating_rank(runs) == 2
+    assert find_deviating_rank(runs[:1] * 3) is None
