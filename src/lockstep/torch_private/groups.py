@@ -63,7 +63,7 @@ def register_backend(group: ProcessGroup, device: torch.device, kind: ProcessGro
 
 
 def set_default_backend(group: ProcessGroup, kind: ProcessGroup.BackendType) -> None:
-    """Let the backend of a kind do what has no device, as `barrier`; registered before or after this."""
+    """Let the backend of a kind, once registered, be what a group goes by where no tensor says: its name, for one."""
     group._set_default_backend(kind)
 
 
