@@ -5,7 +5,7 @@ looking: how a reference count behaves, in which order graph tasks are numbered.
 we rely on. `tests/unit/torch_private` has a contract test for each, which checks that it *behaves* so, and says which
 feature breaks if it does not. With a new torch, run these first.
 
-All hold for torch 2.11 to 2.13, unless an entry says otherwise. Names are bound when this is imported, so a call costs
+The tests pass with torch 2.11, 2.12, 2.13 and 2.15. Names are bound when this is imported, so a call costs
 what it costs in torch. `torch._foreach_*` are here too: torch's documentation lists only some of them, as beta.
 
     memory      storages, versions, reference counts, foreach operations
