@@ -17,6 +17,7 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     +-- ParameterMismatchError       ranks wrap different models
     +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
     +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
+    +-- UnusableStateError           an update failed in the middle, so a trainer cannot go on without a checkpoint
     +-- PeerFailedError              another worker raised an error in what all do together
     +-- WorkerFailedError            a worker raised, was killed, or returned what cannot be sent
 
@@ -97,6 +98,10 @@ class ReductionError(LockstepError):
 
 class LossError(LockstepError):
     """A loss function returned something that cannot be trained on."""
+
+
+class UnusableStateError(LockstepError):
+    """An update has failed in the middle: parameters and optimizer belong to no step, so a state must be loaded."""
 
 
 class PeerFailedError(LockstepError):

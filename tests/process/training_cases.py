@@ -157,7 +157,7 @@ def sparse_embedding(world: World | None) -> Case:
     model = text_net(sparse=True)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=NUM_SHARDS, balance="speed", world=world)
-    trainer._stopwatch = SlowOnRank0(trainer.world.rank)  # type: ignore[assignment]
+    trainer.engine.stopwatch = SlowOnRank0(trainer.world.rank)  # type: ignore[assignment]
     loader = ls.ShardedLoader(Augmented(), batch_size=10, num_shards=NUM_SHARDS, world=world)
     return Case(trainer, loader, summed_loss)
 

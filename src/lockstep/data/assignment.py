@@ -10,7 +10,7 @@ from lockstep.shards import even_ranges
 
 
 @final
-class Assignment:
+class ShardAssignment:
     """The shards of every worker, step by step; the same on every worker.
 
     A loader asks ahead of time, for it loads ahead, and so may the user. So a change holds from a step on that no

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.comm import World, join_world
-from lockstep.data.assignment import Assignment
+from lockstep.comm import World, current_world, join_world
+from lockstep.data.assignment import ShardAssignment
 from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
@@ -71,7 +71,7 @@ class ShardedBatch:
     """The loader in words: equal for loaders that make the same batches of the same data."""
     content: int
     """A number for the data, which the words do not tell from others of the same length; 0 if they cannot be told."""
-    assignment: Assignment
+    assignment: ShardAssignment
     """Who runs which shards in the steps to come; may be changed."""
 
     def __iter__(self) -> NoReturn:
@@ -100,8 +100,8 @@ class ShardedLoader:
             it was when they began: what is changed in it between two epochs, as by a `set_epoch`, they do not see.
         collate_fn: Makes a batch of a list of samples; torch's default when None.
         pin_memory: Put batches into pinned memory, for GPUs.
-        world: The workers; None for the default group, which is made if torchrun or another launcher started
-            this worker and it is not there, or alone.
+        world: The workers, or a function that returns them, which is asked when an epoch begins; None for the default
+            group, which is made if torchrun or another launcher started this worker and it is not there, or alone.
 
     Raises:
         TypeError: A data set without a length or without indexing.
@@ -120,7 +120,7 @@ class ShardedLoader:
         persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        world: World | None = None,
+        world: World | Callable[[], World] | None = None,
     ) -> None:
         self.num_samples = _check_dataset(dataset)
         if batch_size < num_shards:
@@ -128,14 +128,16 @@ class ShardedLoader:
                 f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "
                 f"batch. Use a batch_size of at least {num_shards}, or fewer shards."
             )
-        world = join_world() if world is None else world
+        if world is None:
+            join_world()
+            world = current_world
+        self._current_world: Callable[[], World] = partial(_same_world, world) if isinstance(world, World) else world
         self.batch_size = batch_size
         self.num_shards = num_shards
         self._seed = seed
         self._shuffle = shuffle
-        self._rank = world.rank
-        self._make_assignment = partial(Assignment, world.world_size, num_shards)
-        self._assignment = self._make_assignment()
+        self._world = self._current_world()
+        self._assignment = ShardAssignment(self._world.world_size, num_shards)
         self._num_workers = num_workers
         self._keeps_processes = persistent_workers and num_workers > 0
         self._pin_memory = pin_memory
@@ -175,22 +177,26 @@ class ShardedLoader:
             )
         return self._iterate(epoch, start_step)
 
-    def still_epoch(self) -> Iterator[ShardedBatch]:
+    def fixed_assignment_epoch(self) -> Iterator[ShardedBatch]:
         """Yield this worker's part of each batch of epoch 0, in which no shard moves to another worker.
 
         So what is added up per shard is added up by one worker, in the order of the data.
         """
         self._check_length()
-        return self._iterate(0, 0, self._make_assignment())
+        return self._iterate(0, 0, moves_shards=False)
 
-    def _iterate(self, epoch: int, start_step: int, assignment: Assignment | None = None) -> Iterator[ShardedBatch]:
+    def _iterate(self, epoch: int, start_step: int, *, moves_shards: bool = True) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
+        world = self._follow_world()
         # An epoch within another looks ahead at other moments: who runs what there does not change.
-        if assignment is None:
-            assignment = self._make_assignment() if self._is_iterating else self._assignment
+        assignment = (
+            self._assignment
+            if moves_shards and not self._is_iterating
+            else ShardAssignment(world.world_size, self.num_shards)
+        )
         asked = _Asked(assignment, epoch)
-        steps, seed, rank = range(start_step, len(self)), self._seed, self._rank
+        steps, seed, rank = range(start_step, len(self)), self._seed, world.rank
         content = self._content
 
         def keys() -> Iterator[list[SampleKey]]:
@@ -220,6 +226,14 @@ class ShardedLoader:
                 )
                 asked.forget(step)
             self._check_length()
+
+    def _follow_world(self) -> World:
+        """Return the present workers; where they are others than before, shards are shared out anew."""
+        world = self._current_world()
+        if world.world_size != self._world.world_size:
+            self._assignment = ShardAssignment(world.world_size, self.num_shards)
+        self._world = world
+        return world
 
     @contextmanager
     def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
@@ -279,7 +293,7 @@ class ShardedLoader:
 class _Asked:
     """The shards of every worker in the steps of an epoch, as they were when first asked for."""
 
-    def __init__(self, assignment: Assignment, epoch: int) -> None:
+    def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
         self._assignment = assignment
         self._epoch = epoch
         self._ranges: dict[int, tuple[range, ...]] = {}
@@ -291,6 +305,10 @@ class _Asked:
 
     def forget(self, step: int) -> None:
         self._ranges.pop(step, None)
+
+
+def _same_world(world: World) -> World:
+    return world
 
 
 def _own(slices: list[Sequence[int]], shards: range) -> list[tuple[int, Sequence[int]]]:

@@ -3,19 +3,34 @@
 A *step* is forward and backward of every shard, one reduction, one optimizer update. It is a function that is called,
 not a loop that is unrolled, and its random state is derived from (seed, epoch, step, shard), never stored.
 
-Invariants: a step's gradient is `sum(w_s * g_s) / sum(w_s)` over all shards of all workers; after a step every worker
-has the same parameters and buffers; evaluation counts every sample exactly once.
+The *state* of a run (`RunState`: model, optimizer, scheduler, scaler, cursor) outlives its workers. An *engine*
+(`StepEngine`) takes its steps with one set of workers, a *generation*, and is closed with it. A step has phases
+(`StepPhase`): prepare, compute, reduce, agree, commit.
+
+Invariants: a step's gradient is `sum(w_s * g_s) / sum(w_s)` over all shards of all workers; nothing that lasts is
+written before commit, and commit begins only when every worker has all that it needs; after a step every worker has the
+same parameters and buffers; a step that fails leaves everything as it was, on every worker; evaluation counts every
+sample exactly once.
 """
 
+from lockstep.engine.evaluation import Metric
 from lockstep.engine.metrics import Mean, accuracy
+from lockstep.engine.run_state import RunState
+from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState
-from lockstep.engine.trainer import Loss, Metric, StepResult, Trainer
+from lockstep.engine.step_engine import StepEngine, StepOptions, StepResult
+from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.trainer import Trainer
 
 __all__ = [
     "LoadedState",
     "Loss",
     "Mean",
     "Metric",
+    "RunState",
+    "StepEngine",
+    "StepOptions",
+    "StepPhase",
     "StepResult",
     "Trainer",
     "accuracy",

@@ -6,7 +6,7 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class TrainerArguments:
     """What a trainer was given, of what is checked or compared."""
 
     model: nn.Module
@@ -52,15 +52,20 @@ class Arguments:
     """Whether operators must be deterministic."""
 
 
-def check_arguments(arguments: Arguments, world: World) -> list[Terms]:
+def check_arguments(arguments: TrainerArguments, world: World, place: Terms = MappingProxyType({})) -> list[Terms]:
     """Check what a trainer was given, on every worker; return what all were given (collective).
+
+    Args:
+        arguments: What this worker's trainer was given.
+        world: The workers.
+        place: What else must be the same on all, of a run that has begun already.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument cannot be.
         PeerFailedError: An argument on another worker is wrong.
     """
-    return gather_results(world, partial(_check_own, arguments, world), "the making of a Trainer")
+    return gather_results(world, lambda: {**_check_own(arguments, world), **place}, "the making of a Trainer")
 
 
 def check_same_terms(found: Sequence[Terms]) -> None:
@@ -72,12 +77,12 @@ def check_same_terms(found: Sequence[Terms]) -> None:
     for rank, terms in enumerate(found):
         if terms != found[0]:
             raise ValueError(
-                f"Ranks {rank} and 0 make their trainers with different arguments: {differences(terms, found[0])}. "
-                "Give the same ones on every rank."
+                f"Ranks {rank} and 0 make their trainers with different arguments: "
+                f"{describe_differences(terms, found[0])}. Give the same ones on every rank."
             )
 
 
-def differences(found: Terms, expected: Terms) -> str:
+def describe_differences(found: Terms, expected: Terms) -> str:
     """Return in words what differs."""
     names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
     return "; ".join(
@@ -154,7 +159,7 @@ def _plain(value: Any) -> str:
     return repr(value) if is_plain else type(value).__name__
 
 
-def _check_own(arguments: Arguments, world: World) -> Terms:
+def _check_own(arguments: TrainerArguments, world: World) -> Terms:
     num_shards = check_whole_number("num_shards", arguments.num_shards)
     if num_shards < 1:
         raise ValueError(
@@ -184,7 +189,7 @@ def _check_own(arguments: Arguments, world: World) -> Terms:
     return _describe(arguments)
 
 
-def _describe(arguments: Arguments) -> Terms:
+def _describe(arguments: TrainerArguments) -> Terms:
     names = {id(parameter): name for name, parameter in arguments.model.named_parameters()}
     held = [[names[id(each)] for each in group["params"]] for group in arguments.optimizer.param_groups]
     terms = {

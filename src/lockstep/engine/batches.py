@@ -61,7 +61,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
 
 
 @final
-class DataWatch:
+class DataHistory:
     """What a trainer remembers of the batches that it was given, so as to know whether the next one follows."""
 
     def __init__(self) -> None:

@@ -5,25 +5,72 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any, SupportsFloat
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only  # the walk that torch itself uses over nested values
 
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.devices.transfer import to_device
 from lockstep.engine.batches import check_world
 from lockstep.engine.metrics import Mean, add_means
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.run_state import RunState
+from lockstep.engine.shard_runs import seed_slice
+from lockstep.processes.reproducibility import reseed_generators
+from lockstep.shards import derive_seed
+from lockstep.torch_private import tree_map_only
 
 MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
 """A sum and its weight, or several by name."""
-
-
+Metric = Callable[[nn.Module, Any], MetricValues]
+"""`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
 Slices = Callable[[ShardedBatch, Slice], MetricValues]
 """A metric, asked for one slice of a batch."""
 _PURPOSE = "Trainer.evaluate"
+
+
+@torch.no_grad()
+def evaluate(state: RunState, world: World, loader: ShardedLoader, metric: Metric | Any) -> Any:
+    """Sum a metric over a data set (collective); `Trainer.evaluate` says what it returns and raises.
+
+    Args:
+        state: The model, and the seed of the run.
+        world: The workers.
+        loader: The data.
+        metric: A function, or an object of torchmetrics.
+    """
+    if not isinstance(loader, ShardedLoader):
+        raise TypeError(
+            f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
+            "over all workers. Make one of the data set."
+        )
+    try:
+        with evaluation_mode(state.model):
+            if is_torchmetrics(metric):
+                return update_in_order(metric, loader, partial(_predict, state), world)
+            return sum_by_shard(loader, partial(_measure, state, metric), world)
+    finally:  # what a worker has drawn depends on which shards it ran
+        reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
+
+
+def _measure(state: RunState, metric: Metric, batch: ShardedBatch, part: Slice) -> MetricValues:
+    seed_slice("evaluate", state.seed, batch, part)
+    return metric(state.model, to_device(part.data, state.device))
+
+
+def _predict(state: RunState, batch: ShardedBatch, part: Slice) -> tuple[Any, Any]:
+    seed_slice("evaluate", state.seed, batch, part)
+    data = to_device(part.data, state.device)
+    if not (isinstance(data, tuple | list) and len(data) == 2):  # noqa: PLR2004 - input and target
+        raise TypeError(
+            f"The loader's batches are of type {type(data).__name__}, and an object of torchmetrics needs pairs "
+            "(input, target). For others give a function metric(model, batch)."
+        )
+    return state.model(data[0]), data[1]
 
 
 def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
@@ -44,7 +91,7 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
 
     def compute() -> dict[int, dict[str, Mean]]:
         sums: dict[int, dict[str, Mean]] = {}
-        for batch in loader.still_epoch():
+        for batch in loader.fixed_assignment_epoch():
             check_world(batch, world)
             for part in batch.slices:
                 _add_values(sums.setdefault(part.shard, {}), values_of(batch, part))
@@ -138,7 +185,7 @@ def update_in_order(
     metric.reset()
     _check_same_data(gather_results(world, lambda: loader.source, _PURPOSE))
     device = next(part.device for part in _singles(metric))
-    batches = loader.still_epoch()
+    batches = loader.fixed_assignment_epoch()
     found: list[list[tuple[int, Any]]] = []
 
     def update() -> None:

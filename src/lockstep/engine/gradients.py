@@ -1,19 +1,55 @@
-"""Are the gradients numbers? Asked closely, where `lockstep.reduce.finite_check` has a suspicion."""
+"""The reduced gradients: whether there are any, and whether they are finite.
 
+Asked closely only where `lockstep.reduce.finite_check` has found a sum that is not finite, or their norm is not.
+"""
+
+import math
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
+
+from lockstep.engine.run_state import RunState
+from lockstep.errors import LossError
 
 
-def are_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether no gradient is infinite or not a number; on a GPU this waits for the device."""
-    return not any(_is_bad(parameter) for parameter in parameters)
+def require_gradients(parameters: Iterable[nn.Parameter], place: str) -> list[Tensor]:
+    """Return the gradients of these parameters.
+
+    Raises:
+        LossError: None has one.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        raise LossError(
+            f"No parameter of the optimizer has a gradient at {place}: the losses depend on none of them. Compute the "
+            "loss from what the model, which the loss function is given, returns."
+        )
+    return gradients
 
 
-def name_nonfinite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """Return the name of the first parameter whose gradient is infinite or not a number; empty if none is."""
-    return next((name for name, parameter in parameters if _is_bad(parameter)), "")
+def explain_nonfinite(state: RunState, norm: Tensor | None, place: str) -> str:
+    """Return in words which gradient is not finite; empty if all are. On a GPU this waits for the device.
+
+    Args:
+        state: Whose gradients, as they are before they are clipped: a norm that is not finite makes all of them so.
+        norm: Their norm, if it was computed.
+        place: The step, in words.
+    """
+    trained = set(map(id, state.trained_parameters()))
+    name = next(
+        (name for name, each in state.model.named_parameters() if id(each) in trained and _is_nonfinite(each)), ""
+    )
+    what = "The gradient" if norm is None else f"The gradient's norm is {norm.item()}"
+    if name:
+        return (
+            f"{what}{' is' if norm is None else ', for it is'} not finite in {name} at {place}, although "
+            "the loss is finite. Look for a square root or logarithm of zero, or a division by it, in the model or "
+            'the loss; or try a smaller learning rate. nonfinite="skip" leaves such steps out.'
+        )
+    if norm is None or math.isfinite(norm):
+        return ""
+    return f"{what} at {place}, although losses and gradients are finite. Try a smaller learning rate."
 
 
-def _is_bad(parameter: nn.Parameter) -> bool:
+def _is_nonfinite(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and not bool(parameter.grad.isfinite().all())

@@ -1,6 +1,6 @@
-"""What is the trainer's to call: `step` of the optimizer and of the scheduler, which every plain training loop calls.
+"""Calls that a trainer makes by itself: `step` of the optimizer and of the scheduler, as in every plain training loop.
 
-A loop that was moved over and still calls them would make each update twice, or decay twice as fast, without a word.
+A loop that was moved over and still makes them would update twice per step, or decay twice as fast, without an error.
 """
 
 import warnings
@@ -11,17 +11,19 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
+from lockstep.torch_private import optimizer_step_pre_hooks
+
 
 @final
 class StepGuard:
-    """Refuses an optimizer's `step` outside of `allowed`, as long as a trainer of the optimizer is there."""
+    """Refuses an optimizer's `step` outside of `allowed`, as long as there is a trainer of the optimizer."""
 
     def __init__(self) -> None:
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_allowed = False
 
     def __call__(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Be called by the optimizer before each step."""
+        """Check a step of the optimizer, which calls this hook before it."""
         if self._trainers and not self._is_allowed:
             raise ValueError(
                 "optimizer.step() was called outside of Trainer.step, which has made the update already. Leave it out "
@@ -31,6 +33,10 @@ class StepGuard:
     def add(self, trainer: Any) -> None:
         """Note a trainer of the optimizer."""
         self._trainers.add(trainer)
+
+    def remove(self, trainer: Any) -> None:
+        """Forget a trainer of the optimizer, which takes no steps any more."""
+        self._trainers.discard(trainer)
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -44,7 +50,7 @@ class StepGuard:
 
 def guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
     """Return the one guard of an optimizer, which several trainers may share one after the other."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001 - torch has no public list of them
+    hooks = optimizer_step_pre_hooks(optimizer).values()
     guard = next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
     if guard is None:
         guard = StepGuard()
@@ -54,7 +60,7 @@ def guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
 
 
 @final
-class ScheduleWatch:
+class SchedulerWatch:
     """Warns, once, of a scheduler that somebody else steps too."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -63,7 +69,7 @@ class ScheduleWatch:
         self._count = self._read()
 
     def check(self) -> None:
-        """Compare with what was noted last."""
+        """Warn if the scheduler was stepped since `note`."""
         if self._read() != self._count and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -75,7 +81,7 @@ class ScheduleWatch:
         self.note()
 
     def note(self) -> None:
-        """Take in where the scheduler stands."""
+        """Note how often the scheduler was stepped."""
         self._count = self._read()
 
     def _read(self) -> int | None:

@@ -1,18 +1,20 @@
 """Taking a state back: it is checked before anything is changed, and what does not go well is undone."""
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data import Cursor
-from lockstep.engine.agreement import sum_of_bits
 from lockstep.engine.arguments import Terms
-from lockstep.errors import CheckpointError
+from lockstep.engine.tensor_bits import sum_of_bits
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.torch_private import non_persistent_buffer_names
 
 _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
@@ -86,9 +88,24 @@ def check_options(optimizer: Optimizer, before: Sequence[set[str]]) -> None:
             )
 
 
+class Stateful(Protocol):
+    """A part of a run that has a state: a scheduler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state back."""
+
+
 @contextmanager
-def undone_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Give a model and an optimizer their values back if what is done within fails.
+def undone_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[Stateful | None]) -> Iterator[None]:
+    """Give a model, an optimizer and others their state back if what is done within fails.
+
+    Args:
+        model: Whose tensors are copied before.
+        optimizer: Its state, which taking another one replaces, is kept.
+        others: Their states are copied before.
 
     Raises:
         CheckpointError: It has failed.
@@ -96,15 +113,21 @@ def undone_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     before = optimizer.state_dict()
+    states = [(each, copy.deepcopy(each.state_dict())) for each in others if each is not None]
     try:
         yield
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except BaseException as error:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(copies[name])
         optimizer.load_state_dict(before)
+        for each, state in states:
+            each.load_state_dict(state)
+        if isinstance(error, LockstepError) or not isinstance(error, Exception):
+            raise
         raise CheckpointError(
-            f"The state does not fit this model and optimizer, which are as they were. {type(error).__name__}: {error}"
+            "The state does not fit this model, optimizer, scheduler or scaler, which are as they were. "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -127,7 +150,7 @@ class UnsavedBuffers:
     def _look(self) -> Iterator[tuple[str, int]]:
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
+                if name in non_persistent_buffer_names(module):
                     yield f"{prefix}.{name}".lstrip("."), int(sum_of_bits([buffer]))
 
 

@@ -7,13 +7,13 @@ steps only, for that reads every parameter.
 """
 
 import warnings
-from operator import attrgetter
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-_VERSION = attrgetter("_version")
+from lockstep.torch_private import version_of
+
 _NUM_READ = 3
 """In so many steps contents are compared. An average that starts from equal weights does not change in the first."""
 _PLAIN = (bool, int, float, str)
@@ -52,7 +52,7 @@ class ParameterWatch:
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         contents = list(map(_read, self._parameters)) if self._num_reads else []
-        return list(map(_VERSION, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), contents
+        return list(map(version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), contents
 
 
 def warn_of_counters(before: dict[str, object], after: dict[str, object]) -> None:

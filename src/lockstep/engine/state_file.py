@@ -164,7 +164,7 @@ def share_out(state: dict[str, Any], *, has_scheduler: bool, own: Any) -> tuple[
     return {**known, "scheduler": None}, made
 
 
-def write_together(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
+def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
     """Write a checkpoint on rank 0 and return its path (collective); it is durable then.
 
     Args:
@@ -190,7 +190,7 @@ def write_together(world: World, path: Path, take: Callable[[], Checkpoint]) -> 
     return world.from_first(write)
 
 
-def read_together(world: World, path: Path) -> tuple[Path, Checkpoint]:
+def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
     """Read the same checkpoint on every rank, every byte checked (collective).
 
     Args:
@@ -206,7 +206,7 @@ def read_together(world: World, path: Path) -> tuple[Path, Checkpoint]:
 
     name = world.from_first(find)
     file = path / name if name else path
-    checkpoint = heard_by_all(world, lambda: load_checkpoint(file), "reading a checkpoint")
+    checkpoint = raise_on_all_ranks(world, lambda: load_checkpoint(file), "reading a checkpoint")
     manifest = checkpoint.manifest
     seen = world.gather_objects((_describe(file, manifest), hashlib.sha256(manifest.to_json().encode()).hexdigest()))
     for rank, (described, number) in enumerate(seen):
@@ -218,7 +218,7 @@ def read_together(world: World, path: Path) -> tuple[Path, Checkpoint]:
     return file, checkpoint
 
 
-def heard_by_all(world: World, compute: Callable[[], Result], purpose: str) -> Result:
+def raise_on_all_ranks(world: World, compute: Callable[[], Result], purpose: str) -> Result:
     """Return what `compute` returns on this rank, if it raises on none (collective).
 
     Raises:

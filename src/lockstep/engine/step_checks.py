@@ -1,13 +1,44 @@
-"""What all workers conclude from the table of a step, alike: it holds the same numbers everywhere."""
+"""What all workers conclude from the table of a step: it holds the same numbers on all, so they all do the same."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import final
 
+from lockstep.comm import World, calls_for
 from lockstep.data import ShardedBatch
 from lockstep.engine.batches import place_of
-from lockstep.engine.step_table import StepSums
-from lockstep.errors import LossError
+from lockstep.engine.step_table import Failure, StepSums
+from lockstep.errors import LossError, ReductionError
+
+
+def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None:
+    """Raise what a worker has raised in this step, if any has (collective then, which all workers see).
+
+    Args:
+        sums: The table.
+        world: The workers.
+        error: What this worker has raised by itself; None for nothing.
+
+    Raises:
+        ReductionError: Another worker has raised an error, or this one; not where this worker's reduction has failed
+            and no worker has raised an error of its own: then there is nothing to add to that.
+    """
+    if all(status.failure is Failure.NONE for status in sums.statuses):
+        return
+    with calls_for("telling the other ranks of an error"):
+        found = world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    cause = next(((rank, text) for rank, text in enumerate(found) if text is not None), None)
+    if cause is not None:
+        rank, text = cause
+        raise ReductionError(
+            f"Rank {rank} raised an error in this step. No parameter was changed on any rank. The error: {text}"
+        )
+    if sums.statuses[world.rank].failure is Failure.NONE:
+        ranks = [rank for rank, status in enumerate(sums.statuses) if status.failure is not Failure.NONE]
+        raise ReductionError(
+            f"The gradients of this step could not be reduced on rank {', '.join(map(str, ranks))}, whose error says "
+            "why. No parameter was changed on any rank."
+        )
 
 
 def check_places(sums: StepSums) -> None:
@@ -44,7 +75,7 @@ def check_written(sums: StepSums, names: Sequence[str], batch: ShardedBatch) -> 
     Raises:
         LossError: They have.
     """
-    rank, number = next(((rank, each.written) for rank, each in enumerate(sums.standings) if each.written), (0, 0))
+    rank, number = next(((rank, each.written) for rank, each in enumerate(sums.statuses) if each.written), (0, 0))
     if number:
         raise LossError(
             f"Parameter {names[number - 1]} was written on rank {rank} while the shards of "
@@ -99,7 +130,7 @@ class OrderWatch:
         Raises:
             LossError: A backward has run another inside for the first time, and not in the first step.
         """
-        rank = next((rank for rank, each in enumerate(sums.standings) if each.ran_inner), None)
+        rank = next((rank for rank, each in enumerate(sums.statuses) if each.ran_inner), None)
         is_late = rank is not None and not self._has_inner and not self.is_first
         self.is_first = False
         self._has_inner |= rank is not None

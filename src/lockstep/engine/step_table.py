@@ -1,18 +1,22 @@
-"""What the workers tell each other once per step besides gradients: losses, and where each of them stands.
+"""What all workers exchange once per step besides gradients: losses, and the status of each worker.
 
     row s < num_shards       loss * weight of shard s, its weight
-    row num_shards + r       of worker r: epoch, step, a number for its loader, what its `Standing` holds, then its
-                             `WorkerNumbers`
+    row num_shards + r       of worker r: epoch, step, a number for its loader, its `WorkerStatus`, its `WorkerNumbers`
 
-A row is written by one worker and zero on all others, so adding up in any order is exact, and everybody draws the same
+A row is written by one worker and zero on all others, so adding up in any order is exact, and all workers draw the same
 conclusions from the same numbers.
+
+[Note: the commit point] A worker sends the table when it has all that it needs to finish the step: every reduced
+gradient, and shard 0's buffers. So a worker that has read the whole table knows that all workers can finish the step. A
+worker that has failed sends the table too, and says so in its status: no worker waits in vain for another one's table.
 """
 
 import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from enum import IntEnum
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -22,30 +26,47 @@ from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards import add_in_tree_order
 
-_NUM_COLUMNS = 13
+_BEGINNING: Final = Cursor()
+
+
+class Failure(IntEnum):
+    """Whether a worker can finish the step."""
+
+    NONE = 0
+    """It can."""
+    OWN = 1
+    """It has raised an error of its own."""
+    REDUCTION = 2
+    """The reduction has raised an error, as on all other workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What one worker tells of a step besides losses."""
+class WorkerStatus:
+    """What one worker says of a step besides losses."""
 
-    seconds: float
+    failure: Failure = Failure.NONE
+    """Whether it can finish the step."""
+    seconds: float = 0.0
     """How long a shard took; 0 where it was not measured."""
-    asked: Cursor
+    asked: Cursor = _BEGINNING
     """The furthest step that its loader was asked for."""
-    ran_inner: bool
+    ran_inner: bool = False
     """Whether a backward has run another inside."""
-    written: int
+    written: int = 0
     """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
-    has_new_layout: bool
-    """Whether the model has other buffers than when the step began."""
-    wants_stop: bool
+    has_new_layout: bool = False
+    """Whether shard 0 has left other buffers than the step began with; on rank 0."""
+    wants_stop: bool = False
     """Whether it was asked to stop."""
+
+
+_STATUS_COLUMNS: Final = 8
+_NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNumbers:
-    """What a worker says of the state in which the step finds it; tensors are not read before all are exchanged."""
+    """What the workers compare in each step; tensors are not read before all are exchanged."""
 
     options: int = 0
     """A number for the optimizer's options."""
@@ -57,7 +78,7 @@ class WorkerNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """What all workers' shards came to."""
+    """What the table holds when all workers' rows are in it."""
 
     losses: tuple[float, ...]
     """Of every shard, loss times weight; 0 for one without samples."""
@@ -65,14 +86,14 @@ class StepSums:
     """Of every shard."""
     places: tuple[tuple[float, ...], ...]
     """Of every worker: what tells its batch from another."""
-    standings: tuple[Standing, ...]
+    statuses: tuple[WorkerStatus, ...]
     """Of every worker."""
     options: tuple[float, ...]
     """Of every worker, `WorkerNumbers.options`."""
     values: tuple[float, ...]
     """Of every worker, `WorkerNumbers.values`."""
     may_be_nonfinite: bool
-    """Whether it is to be asked closely if a gradient is not finite."""
+    """Whether the gradients must be searched for one that is not finite."""
 
     @property
     def loss(self) -> float:
@@ -84,64 +105,98 @@ class StepSums:
         """Sum of the weights, in the order of the tree."""
         return _add(self.weights)
 
+    @property
+    def mean_loss(self) -> float:
+        """The weighted mean of the losses; NaN where nothing has a weight."""
+        weight = self.weight
+        return self.loss / weight if weight else math.nan
+
 
 @final
 class StepTable:
-    """The table of one step, as one worker fills it.
+    """The table of one step, as one worker fills it in.
 
     Args:
         world: The workers.
         num_shards: Number of shards of the run.
-        device: Where the losses are; filling does not wait for it.
+        device: Where the losses are; filling in does not wait for it.
     """
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
         self._world = world
         self._num_shards = num_shards
-        self._rows = torch.zeros((num_shards + world.world_size, _NUM_COLUMNS), dtype=torch.float64, device=device)
+        self._device = device
+        self._losses: dict[int, tuple[Tensor, float]] = {}
+        self._place: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._status = WorkerStatus()
+        self._numbers = WorkerNumbers()
 
-    def note_loss(self, shard: int, loss: Tensor, weight: float) -> None:
-        """Note the mean loss of a shard and its weight, which is more than zero."""
-        self._rows[shard, 0] = loss.detach().double() * weight
-        self._rows[shard, 1] = weight
+    def add_loss(self, shard: int, loss: Tensor, weight: float) -> None:
+        """Add the mean loss of a shard and its weight, which is more than zero."""
+        self._losses[shard] = loss.detach(), weight
 
-    def share(self, batch: ShardedBatch, standing: Standing, numbers: WorkerNumbers) -> StepSums:
-        """Return what all workers noted (collective).
+    def fill_in(self, batch: ShardedBatch, status: WorkerStatus, numbers: WorkerNumbers) -> None:
+        """Fill in this worker's row.
 
         Args:
             batch: The batch of this worker.
-            standing: What else it tells.
+            status: What it says of itself.
             numbers: What there is to compare between workers.
         """
-        place = (batch.cursor.epoch, batch.cursor.step, zlib.crc32(f"{batch.source} {batch.content}".encode()))
-        known = torch.tensor([*place, *_to_numbers(standing), numbers.options], dtype=torch.float64)
-        mine = self._rows[self._num_shards + self._world.rank]
-        mine[: len(known)] = known.to(self._rows.device)
-        mine[-2], mine[-1] = numbers.values, numbers.gradients
-        if self._world.group is not None:
-            dist.all_reduce(self._rows, group=self._world.group)
-        rows: list[list[float]] = self._rows.tolist()
-        shards, workers = rows[: self._num_shards], rows[self._num_shards :]
+        source = zlib.crc32(f"{batch.source} {batch.content}".encode())
+        self._place = (batch.cursor.epoch, batch.cursor.step, source)
+        self._status, self._numbers = status, numbers
+
+    def fill_in_failure(self, failure: Failure) -> None:
+        """Fill in the row of a worker that cannot finish the step."""
+        self._losses.clear()
+        self._status, self._numbers = WorkerStatus(failure=failure), WorkerNumbers()
+
+    def exchange(self) -> StepSums:
+        """Return what all workers have filled in (collective). [Note: the commit point]."""
+        values, table = self._write_rows()
+        if table is not None:
+            if self._world.group is not None:
+                dist.all_reduce(table, group=self._world.group)
+            values = table.tolist()
+        shards, workers = values[: self._num_shards], values[self._num_shards :]
         return StepSums(
             losses=tuple(row[0] for row in shards),
             weights=tuple(row[1] for row in shards),
             places=tuple(tuple(row[:3]) for row in workers),
-            standings=tuple(_from_numbers(row[3:-3]) for row in workers),
+            statuses=tuple(_to_status(row[3:-3]) for row in workers),
             options=tuple(row[-3] for row in workers),
             values=tuple(row[-2] for row in workers),
             may_be_nonfinite=not all(math.isfinite(row[-1]) for row in workers),
         )
 
+    def _write_rows(self) -> tuple[list[list[float]], Tensor | None]:
+        """Return this worker's rows, and as a tensor if they must be added up or are on a device."""
+        numbers, own = self._numbers, self._num_shards + self._world.rank
+        rows = [[0.0] * _NUM_COLUMNS for _ in range(self._num_shards + self._world.world_size)]
+        rows[own][:-2] = [*self._place, *_to_numbers(self._status), numbers.options]
+        if self._device.type == "cpu":  # numbers are at hand: one tensor is made, and none is written to
+            for shard, (loss, weight) in self._losses.items():
+                rows[shard][:2] = [loss.item() * weight, weight]
+            rows[own][-2:] = [float(numbers.values), float(numbers.gradients)]
+            return rows, None if self._world.group is None else torch.tensor(rows, dtype=torch.float64)
+        table = torch.tensor(rows, dtype=torch.float64).to(self._device)
+        for shard, (loss, weight) in self._losses.items():
+            table[shard, 0], table[shard, 1] = loss.double() * weight, weight
+        table[own, -2], table[own, -1] = numbers.values, numbers.gradients
+        return rows, table
 
-def _to_numbers(standing: Standing) -> tuple[float, ...]:
-    asked = standing.asked
-    flags = standing.ran_inner, standing.written, standing.has_new_layout, standing.wants_stop
-    return standing.seconds, asked.epoch, asked.step, *flags
+
+def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
+    asked = status.asked
+    flags = status.ran_inner, status.written, status.has_new_layout, status.wants_stop
+    return float(status.failure), status.seconds, asked.epoch, asked.step, *flags
 
 
-def _from_numbers(numbers: Sequence[float]) -> Standing:
-    seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
-    return Standing(
+def _to_status(numbers: Sequence[float]) -> WorkerStatus:
+    failure, seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
+    return WorkerStatus(
+        failure=Failure(int(failure)),
         seconds=seconds,
         asked=Cursor(int(epoch), int(step)),
         ran_inner=bool(ran_inner),

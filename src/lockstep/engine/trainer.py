@@ -1,104 +1,28 @@
-"""`Trainer`: the step of data-parallel training over shards, and evaluation.
+"""`Trainer`: what a training loop calls. The state of the run and the engine that takes its steps are apart."""
 
-cursor -> batch of the loader -> for each shard of this worker, largest subtree first:
-                                     seed from (seed, epoch, step, shard)
-                                     forward -> loss * weight -> backward     gradients add up in tree order
-          last shard's backward -> reduction over the workers                 (overlaps with that backward)
-          losses and weights of all shards, told to all                       a loss that is not finite stops all alike
-          seed from (seed, epoch, step)                                       for whoever draws until the next step
-          gradients / summed weight -> clip -> optimizer.step -> cursor + 1
-"""
-
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import state_digest
-from lockstep.comm import World, broadcast_tensors, join_world
-from lockstep.data import Cursor, ShardedBatch, ShardedLoader, Slice
-from lockstep.devices.transfer import to_device
-from lockstep.engine.agreement import Agreement
-from lockstep.engine.arguments import Arguments, check_arguments, check_same_terms, describe_options
-from lockstep.engine.balance import Balancer, Stopwatch
-from lockstep.engine.batches import DataWatch, check_cut, check_sync_batchnorm, place_of
-from lockstep.engine.buffers import BuffersOfShard0, without_repeats
-from lockstep.engine.checks import Conditions, ModelWatch, check_fingerprints, warn_of_other_conditions
-from lockstep.engine.evaluation import MetricValues, evaluation_mode, is_torchmetrics, sum_by_shard, update_in_order
-from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
-from lockstep.engine.gradients import are_finite, name_nonfinite
-from lockstep.engine.guards import ScheduleWatch, guard_steps
-from lockstep.engine.losses import explained_second_backward, read_loss
-from lockstep.engine.restoring import (
-    UnsavedBuffers,
-    check_options,
-    check_state,
-    class_name,
-    own_options,
-    undone_on_error,
-    warn_of_late_scheduler,
-    warn_of_other_options,
-)
-from lockstep.engine.side_effects import ParameterWatch, plain_attributes, warn_of_counters
-from lockstep.engine.state_file import (
-    LoadedState,
-    Scheduler,
-    heard_by_all,
-    pack_state,
-    read_together,
-    share_out,
-    unpack_state,
-    write_together,
-)
-from lockstep.engine.step_checks import OrderWatch, check_places, check_written, find_bad_loss
-from lockstep.engine.step_table import Standing, StepSums, StepTable, WorkerNumbers
-from lockstep.errors import (
-    GroupError,
-    LockstepError,
-    LossError,
-    ParameterMismatchError,
-    ReductionError,
-)
-from lockstep.processes.reproducibility import reseed_generators, set_deterministic
-from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
-from lockstep.shards import ShardTask, derive_seed
-
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
-"""`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
-Metric = Callable[[nn.Module, Any], MetricValues]
-"""`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
-
-_OF_THE_REDUCTION = (GroupError, ReductionError, ParameterMismatchError)
-"""Errors that every worker has, or that there is nobody left to tell of."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one step did; the same on every worker."""
-
-    loss: float
-    """Weighted mean loss of the global batch, in the order of the tree: the same bits on any number of workers."""
-    weight: float
-    """Summed weight of the global batch: samples, unless the loss says otherwise."""
-    cursor: Cursor
-    """The step that was taken."""
-    is_skipped: bool = False
-    """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
-    should_stop: bool = False
-    """Whether some worker was asked to stop (`Trainer.request_stop`): all are told so after the same step. Not after
-    the last step of an epoch, unless it is the only one: what a loop does between two epochs (step a scheduler,
-    evaluate) belongs to it."""
+from lockstep.comm import World, join_world
+from lockstep.data import Cursor, ShardedBatch, ShardedLoader
+from lockstep.engine.arguments import TrainerArguments, check_arguments
+from lockstep.engine.checks import warn_of_other_conditions
+from lockstep.engine.determinism import DeterminismSwitches
+from lockstep.engine.evaluation import Metric, evaluate
+from lockstep.engine.fingerprint import Fingerprint
+from lockstep.engine.run_state import RunState
+from lockstep.engine.saving import load_state, save_state
+from lockstep.engine.shard_runs import Loss
+from lockstep.engine.state_file import LoadedState, Scheduler
+from lockstep.engine.step_engine import StepEngine, StepOptions, StepResult
+from lockstep.reduce import BucketLimits
 
 
 @final
@@ -114,7 +38,8 @@ class Trainer:
     are kept; a forward that writes parameters is refused.
 
     Constructing is collective: each worker must, with the same model and arguments. Rank 0's parameters and buffers
-    become everybody's.
+    become those of all workers. It sets torch's switches for deterministic operators, for the whole process: see
+    `deterministic`, and `close`, which gives them back.
 
     Args:
         model: On the device where it is to train. Not wrapped in DistributedDataParallel.
@@ -132,10 +57,15 @@ class Trainer:
             parameters, buffers and optimizer as they were, on all workers alike, and goes on.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
-        deterministic: Deterministic operators; see `set_deterministic`. It holds for the whole process.
+        deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:
+            operators that have a deterministic form use it, others raise; cuDNN does not try kernels. False: operators
+            need not be deterministic, and cuDNN tries kernels. Either replaces what you have set before.
         bucket_limits: Sizes of the gradient buckets.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
             this worker and it is not there, or alone.
+
+    Attributes:
+        engine: Takes the steps, with the present workers.
 
     Raises:
         ParameterMismatchError: Workers have different models.
@@ -163,9 +93,9 @@ class Trainer:
         bucket_limits: BucketLimits | None = None,
         world: World | None = None,
     ) -> None:
-        self.world = join_world() if world is None else world
+        world = join_world() if world is None else world
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        arguments = Arguments(
+        self._arguments = TrainerArguments(
             model=model,
             optimizer=optimizer,
             loss=loss,
@@ -178,48 +108,54 @@ class Trainer:
             balance=balance,
             deterministic=deterministic,
         )
-        terms = check_arguments(arguments, self.world)
+        terms = check_arguments(self._arguments, world)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler = scaler
         self.num_shards = int(num_shards)
         self.seed = int(seed)
-        self.cursor = Cursor()
-        self.global_step = 0
-        self._loss = loss
-        self._max_grad_norm = max_grad_norm
-        self._skips_nonfinite = nonfinite == "skip"
-        self._device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
-        self._data = DataWatch()
-        self._balancer = Balancer() if balance == "speed" and self.world.world_size > 1 else None
-        self._stopwatch = Stopwatch(self._device)
-        trained = TrainedModel(model)
-        check_same_model(trained, self.world)
-        check_same_terms(terms)
-        set_deterministic(deterministic)
-        check_fingerprints(self.fingerprint(), self.world)
-        self._conditions = Conditions()
-        if self.world.group is not None:
-            broadcast_tensors(list(map(without_repeats, trained.tensors())), self.world.group)
-        self._gradients = ShardReducer(trained, self.world, num_shards, bucket_limits or BucketLimits())
-        self._gradients.on_last_gradient(self._stopwatch.lap_if_only)
-        self._buffers = BuffersOfShard0(model, self.world, self._device)
-        self._watch = ParameterWatch(model)
-        self._model_watch = ModelWatch(model, optimizer, trained)
-        self._order = OrderWatch(lambda adds_once: self._gradients.trust(adds_once=adds_once))
-        self._wants_stop = False
-        self._guard = guard_steps(optimizer, self)
-        self._schedule = ScheduleWatch(scheduler)
-        self._agreement = Agreement(model, optimizer, self.world)
-        self._unsaved = UnsavedBuffers(model)
+        self._state = RunState(
+            model, optimizer, scheduler=scheduler, scaler=scaler, num_shards=self.num_shards, seed=self.seed
+        )
+        self._options = StepOptions(
+            loss=loss,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            balance=balance,
+            bucket_limits=bucket_limits or BucketLimits(),
+        )
+        self._switches = DeterminismSwitches(deterministic=deterministic)
+        try:
+            self.engine = StepEngine(self._state, self._options, world, terms)
+        except BaseException:
+            self._switches.give_back()
+            raise
+
+    @property
+    def world(self) -> World:
+        """The present workers."""
+        return self.engine.world
+
+    @property
+    def cursor(self) -> Cursor:
+        """The next step."""
+        return self._state.cursor
+
+    @property
+    def global_step(self) -> int:
+        """How many steps were taken, skipped ones included."""
+        return self._state.global_step
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
 
         The model stays in the mode in which it is, training mode unless you changed it. The global generators of
         Python, NumPy and torch are seeded anew for each shard, and once more before the update, alike on every worker.
-        An error on one worker is an error on all; no parameter was changed then.
+
+        An error on one worker is an error on all. Parameters, buffers, optimizer, scheduler, scaler, generators and the
+        place in the data are as they were before the step then, and it may be taken again. One case is different: the
+        optimizer or the scheduler raises when it has written something. Then a checkpoint must be loaded.
 
         Raises:
             LossError: The loss is not a scalar, it or its gradient is not finite or depends on no parameter, or the
@@ -228,62 +164,15 @@ class Trainer:
             ParameterMismatchError: Parameters have other values than on another worker.
             ReductionError: Another worker has raised an error in this step.
             TypeError: The batch is not one of a ShardedLoader.
+            UnusableStateError: An update has failed in the middle, here, and no checkpoint was loaded since.
             ValueError: The batch was cut into another number of shards, is of another loader or another step than the
-                other workers', or is not where a restored run stands; the model was changed between steps; or the
-                optimizer's options are not the other workers'.
+                other workers', or is not the next one of a restored run; the model was changed between steps; the
+                optimizer's options are not the other workers'; or the trainer was closed.
         """
-        table = StepTable(self.world, self.num_shards, self._device)
-        try:
-            check_cut(batch, self.num_shards, self.world)
-            check_sync_batchnorm(batch, self.model)
-            self._data.check(batch, self.cursor)
-            self._model_watch.check()
-            self._conditions.check()
-            self._schedule.check()
-            self.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
-            self._run_shards(batch, table)
-        except _OF_THE_REDUCTION:
-            raise
-        except Exception:
-            with suppress(LockstepError):  # what the others say to that is not the cause
-                self._gradients.fail()
-            raise
-        with batch.assignment.held():
-            sums = table.share(batch, self._stand(batch), self._take_numbers())
-            check_places(sums)
-            if self._balancer is not None:
-                seconds, asked = zip(*((each.seconds, each.asked) for each in sums.standings), strict=True)
-                self._balancer.note(batch, seconds, max(asked))
-        self._buffers.share(is_new_layout=sums.standings[0].has_new_layout)
-        reseed_generators(derive_seed("update", self.seed, batch.cursor.epoch, batch.cursor.step))
-        check_written(sums, self._watch.names, batch)
-        self._order.check(sums, batch)
-        self._agreement.check_options(sums.options, place_of(batch.cursor))
-        self._agreement.check_values(sums.values, place_of(batch.cursor))
-        problem = self._find_problem(batch, sums) or self._update(batch, sums)
-        if problem:
-            if not self._skips_nonfinite:
-                raise LossError(f"{problem} No parameter was changed.")
-            warnings.warn(f"{problem} The step is skipped on every worker.", stacklevel=2)
-            self._buffers.go_back()
-        if self.scheduler is not None:
-            self.scheduler.step()
-            self._schedule.note()
-        self.cursor = batch.cursor.advance(batch.num_steps)
-        self.global_step += 1
-        self._data.note(batch)
-        loss = sums.loss / sums.weight if sums.weight else math.nan
-        is_end = self.cursor.step == 0 and batch.num_steps > 1
-        return StepResult(
-            loss=loss,
-            weight=sums.weight,
-            cursor=batch.cursor,
-            is_skipped=bool(problem),
-            should_stop=any(standing.wants_stop for standing in sums.standings) and not is_end,
-        )
+        return self.engine.step(batch)
 
     def request_stop(self) -> None:
-        """Have the steps from now on tell every worker to stop, in `StepResult.should_stop` (local).
+        """Let the steps from now on say on every worker that it should stop, in `StepResult.should_stop` (local).
 
         For a signal that asks to end, which reaches the workers at different moments, or only one of them: all leave
         the loop after the same step.
@@ -294,9 +183,8 @@ class Trainer:
                 trainer.save("run.ckpt")
                 return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
         """
-        self._wants_stop = True
+        self.engine.wants_stop = True
 
-    @torch.no_grad()
     def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
         """Sum `metric` over a data set, each sample counted once (collective).
 
@@ -317,115 +205,30 @@ class Trainer:
             TypeError: Not a ShardedLoader, or the metric returned neither a sum and a weight nor several by name.
             ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
-        if not isinstance(loader, ShardedLoader):
-            raise TypeError(
-                f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
-                "over all workers. Make one of the data set."
-            )
-        try:
-            with evaluation_mode(self.model):
-                if is_torchmetrics(metric):
-                    return update_in_order(metric, loader, self._predict, self.world)
-                return sum_by_shard(loader, partial(self._measure, metric), self.world)
-        finally:  # what a worker has drawn depends on which shards it ran
-            reseed_generators(derive_seed("evaluated", self.seed, self.cursor.epoch, self.cursor.step))
+        return evaluate(self._state, self.world, loader, metric)
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
-        return state_digest(_tensors(self.model))
+        return self._state.digest()
 
     def fingerprint(self) -> Fingerprint:
         """Return what the digest depends on besides code and data, as this process is set now (local)."""
-        return take_fingerprint(self._device, num_shards=self.num_shards, seed=self.seed)
+        return self._state.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to go on, on any number of workers (local).
 
-        `save` writes it into a file. To go on, load it into a trainer that was made in the same way, and begin where it
-        stands:
-
-            for epoch in range(trainer.cursor.epoch, num_epochs):
-                for batch in loader.epoch(epoch, trainer.cursor.step):
-                    trainer.step(batch)
-        """
-        unsaved = self._unsaved.changed()
-        if unsaved:
-            warnings.warn(
-                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that goes "
-                "on from it begins with other values there, and may end in others. Register it with persistent=True, "
-                "unless it only keeps what is computed anyway.",
-                stacklevel=2,
-            )
-        return self._take_state()
-
-    def save(
-        self,
-        path: str | Path,
-        *,
-        scheduler: Scheduler | LRScheduler | None = None,
-        metrics: Mapping[str, float] = MappingProxyType({}),
-    ) -> Path:
-        """Write all that the run needs to go on into one file, and return its path (collective: every worker calls).
-
-        Rank 0 writes; when this returns the file is whole and on the disk. It has the format that `lockstep train`
-        writes, docs/checkpoint-format.md.
-
-        Args:
-            path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
-            scheduler: One that you step yourself, if it is to go on as well.
-            metrics: What was measured, by name; `load` returns it.
-
-        Raises:
-            CheckpointError: On all workers: the file cannot be written. What was under `path` before is still there.
-            ValueError: The trainer steps a scheduler by itself already.
-        """
-        own = self._own_scheduler(scheduler)
-        made = self.scheduler if own is None else own
-        if self.world.rank == 0:
-            warn_of_late_scheduler(own, self.cursor)
-        return write_together(
-            self.world,
-            Path(path),
-            lambda: pack_state(self.state_dict(), made, None, metrics),
-        )
-
-    def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
-        """Go on from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
-
-        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin where the run
-        stands, in the middle of an epoch too; this loop is right for a new trainer as well:
+        `save` writes it into a file. To go on, load it into a trainer that was made in the same way, and begin at its
+        cursor:
 
             for epoch in range(trainer.cursor.epoch, num_epochs):
                 for batch in loader.epoch(epoch, trainer.cursor.step):
                     trainer.step(batch)
 
-        The optimizer goes on with the options of the file, its learning rate among them; where it was made with others
-        that is warned of. To change one, set it in `optimizer.param_groups` after this.
-
-        Args:
-            path: The file; a directory for the newest whole checkpoint in it, with a warning for each that is broken.
-            scheduler: The one that `save` was given.
-
         Raises:
-            CheckpointError: On all workers: the file is missing or damaged, is not the same on all of them, or belongs
-                to another model, optimizer or run. Nothing was changed.
-            ValueError: The trainer steps a scheduler by itself already.
+            UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
         """
-        own = self._own_scheduler(scheduler)
-        file, checkpoint = read_together(self.world, Path(path))
-        options = describe_options(self.optimizer)
-
-        def restore() -> None:
-            state, made = share_out(unpack_state(checkpoint), has_scheduler=self.scheduler is not None, own=own)
-            self.load_state_dict(state)
-            if own is not None and made is not None:
-                own.load_state_dict(made)
-
-        heard_by_all(self.world, restore, "loading a checkpoint")
-        if self.world.rank == 0:
-            warn_of_other_options(options, describe_options(self.optimizer))
-        metrics = checkpoint.manifest.metrics
-        return LoadedState(path=file, cursor=self.cursor, global_step=self.global_step, metrics=metrics)
+        return self._state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
@@ -436,178 +239,84 @@ class Trainer:
             CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
                 or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
         """
-        check_state(state, self._take_state())
-        options = own_options(self.optimizer)
-        with undone_on_error(self.model, self.optimizer):
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            check_options(self.optimizer, options)
-            if self.scaler is not None:
-                self.scaler.load_state_dict(state["scaler"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-                self._schedule.note()
-        self.cursor = Cursor(state["epoch"], state["step"])
-        self.global_step = state["global_step"]
-        self._data.restore(state.get("loader"))
+        with self._state.taken_back(state):
+            pass
         if self.world.rank == 0:  # one warning is enough
             warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
 
-    def _own_scheduler(self, scheduler: Scheduler | LRScheduler | None) -> Scheduler | LRScheduler | None:
-        if scheduler is not None and self.scheduler is not None:
-            raise ValueError(
-                "The trainer steps a scheduler, whose state is a part of its own. Leave scheduler= out; it is for one "
-                "that you step yourself."
-            )
-        return scheduler
+    def save(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Scheduler | LRScheduler | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> Path:
+        """Write all that the run needs to go on into one file, and return its path (collective: every worker calls).
 
-    def _take_state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_class": class_name(self.optimizer),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scheduler_class": class_name(self.scheduler),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "epoch": self.cursor.epoch,
-            "step": self.cursor.step,
-            "global_step": self.global_step,
-            "num_shards": self.num_shards,
-            "seed": self.seed,
-            "loader": self._data.source,
-            "fingerprint": self.fingerprint().to_dict(),
-        }
+        Rank 0 writes; when this returns the file is complete and on the disk. It has the format that `lockstep train`
+        writes, docs/checkpoint-format.md.
 
-    # -- During a step -------------------------------------------------------------------------------------------------
+        Args:
+            path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
+            scheduler: One that you step yourself, if it is to go on as well.
+            metrics: What was measured, by name; `load` returns it.
 
-    def _run_shards(self, batch: ShardedBatch, table: StepTable) -> None:
-        """Run forward and backward of this worker's shards, and reduce (collective)."""
-        slices = {part.shard: part for part in batch.slices}
-        turns = self._gradients.begin(batch.ranges)
-        self._buffers.begin(num_slices=len(turns), may_go_back=self._skips_nonfinite)
-        if self.num_shards > 1:
-            self._watch.begin()
-        attributes = plain_attributes(self.model) if self._order.is_first and self.world.rank == 0 else {}
-        self._stopwatch.start()
-        for number, turn in enumerate(turns, start=1):
-            is_last = number == len(turns)
-            if turn.shard in slices:
-                self._run_shard(batch, slices[turn.shard], turn, table)
-            self._gradients.end(turn)
-            self._buffers.after(turn.shard, is_last=is_last)
-            if number == 1 and attributes:
-                warn_of_counters(attributes, plain_attributes(self.model))
-            if not is_last:  # the end of the last one waits for others
-                self._stopwatch.lap(number)
-
-    def _run_shard(self, batch: ShardedBatch, part: Slice, turn: ShardTask, table: StepTable) -> None:
-        """Run one shard's forward and backward.
-
-        Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
-        precision does not overflow.
+        Raises:
+            CheckpointError: On all workers: the file cannot be written. What was under `path` before is still there.
+            PeerFailedError: The state of another worker cannot be used.
+            UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
+            ValueError: The trainer steps a scheduler by itself already.
         """
-        loss, weight = self._forward(batch, part)
-        if not weight > 0:  # nothing to learn from, and the mean of nothing may be NaN
-            return
-        table.note_loss(part.shard, loss, weight)
-        scaled = loss * (weight / batch.num_samples)
-        if self.scaler is not None:
-            scaled = self.scaler.scale(scaled)
-        self._gradients.mark(scaled, turn)
-        with explained_second_backward():
-            scaled.backward()
+        return save_state(self._state, self.world, Path(path), scheduler, metrics)
 
-    def _forward(self, batch: ShardedBatch, part: Slice) -> tuple[Tensor, float]:
-        self._seed("shard", batch, part)
-        return read_loss(self._loss(self.model, to_device(part.data, self._device)), part)
+    def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
+        """Go on from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
 
-    def _seed(self, purpose: str, batch: ShardedBatch, part: Slice) -> None:
-        reseed_generators(derive_seed(purpose, self.seed, batch.cursor.epoch, batch.cursor.step, part.shard))
+        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin at the run's
+        cursor, in the middle of an epoch too; this loop is right for a new trainer as well:
 
-    # -- After the reduction -------------------------------------------------------------------------------------------
+            for epoch in range(trainer.cursor.epoch, num_epochs):
+                for batch in loader.epoch(epoch, trainer.cursor.step):
+                    trainer.step(batch)
 
-    def _stand(self, batch: ShardedBatch) -> Standing:
-        return Standing(
-            seconds=self._stopwatch.seconds_per_shard(),
-            asked=batch.assignment.asked,
-            ran_inner=self._gradients.ran_inner,
-            written=self._watch.find_written() if self.num_shards > 1 else 0,
-            has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout,
-            wants_stop=self._wants_stop,
-        )
+        The optimizer goes on with the options of the file, its learning rate among them; where it was made with others
+        that is warned of. To change one, set it in `optimizer.param_groups` after this.
 
-    def _held_parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        Args:
+            path: The file; a directory for the newest complete checkpoint in it, with a warning for each broken one.
+            scheduler: The one that `save` was given.
 
-    def _take_numbers(self) -> WorkerNumbers:
-        """Return what the workers compare in this step (local)."""
-        gradients: Tensor | int = 0
-        if self.scaler is None and self._max_grad_norm is None:  # else a scaler looks, or the norm tells
-            gradients = self._gradients.sum_to_suspect(self._device)
-        return WorkerNumbers(
-            options=self._agreement.options_number(), values=self._agreement.values_number(), gradients=gradients
-        )
+        Raises:
+            CheckpointError: On all workers: the file is missing or damaged, is not the same on all of them, or belongs
+                to another model, optimizer or run. Nothing was changed.
+            ValueError: The trainer steps a scheduler by itself already.
+        """
+        return load_state(self._state, self.world, Path(path), scheduler)
 
-    def _find_problem(self, batch: ShardedBatch, sums: StepSums) -> str:
-        """Return what is wrong with the losses of a step, or the gradients, in words; empty if nothing is."""
-        bad_loss = find_bad_loss(sums, batch)
-        if not bad_loss and sums.may_be_nonfinite and not are_finite(self._held_parameters()):
-            return self._explain_gradient(batch)
-        return bad_loss
+    def move_to(self, world: World) -> None:
+        """Go on with other workers (collective for these): release what belongs to the present ones, and begin anew.
 
-    def _explain_gradient(self, batch: ShardedBatch, norm: Tensor | None = None) -> str:
-        name, place = name_nonfinite(self.model.named_parameters()), place_of(batch.cursor)
-        what = "The gradient" if norm is None else f"The gradient's norm is {norm.item()}"
-        if name:
-            return (
-                f"{what}{' is' if norm is None else ', for it is'} not finite in {name} at {place}, although "
-                "the loss is finite. Look for a square root or logarithm of zero, or a division by it, in the model or "
-                'the loss; or try a smaller learning rate. nonfinite="skip" leaves such steps out.'
-            )
-        return f"{what} at {place}, although losses and gradients are finite. Try a smaller learning rate."
+        The state of the run stays: model, optimizer, scheduler, scaler and cursor, which must be the same on all of the
+        new workers. A loader that is to go on as well is made with `world=lambda: trainer.world`.
 
-    def _update(self, batch: ShardedBatch, sums: StepSums) -> str:
-        """Divide, clip and update; return what is wrong with the gradients instead, in words."""
-        trained = list(self._held_parameters())
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        if not gradients:
-            raise LossError(
-                f"No parameter of the optimizer has a gradient at {place_of(batch.cursor)}: the losses depend on none "
-                "of them. Compute the loss from what the model, which the loss function is given, returns."
-            )
-        if sums.weight != batch.num_samples:
-            torch._foreach_div_(gradients, sums.weight / batch.num_samples)
-        if self.scaler is not None and self._max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self._max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(trained, self._max_grad_norm)
-            if self.scaler is None and not math.isfinite(norm):
-                return self._explain_gradient(batch, norm)
-        with self._guard.allowed():
-            if self.scaler is None:
-                self.optimizer.step()
-            else:  # it leaves the step out where a gradient is not finite, and lowers its scale
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        self._agreement.note_update()
-        return ""
+        Args:
+            world: The new workers.
 
-    # -- Evaluation ----------------------------------------------------------------------------------------------------
+        Raises:
+            ParameterMismatchError: Workers have different models.
+            PeerFailedError: This number of workers is refused on another worker.
+            ValueError: More workers than shards, or trainers that differ between workers.
+        """
+        self.engine.close()
+        place = {"place in the data": str(self.cursor), "steps taken": str(self.global_step)}
+        terms = check_arguments(self._arguments, world, place)
+        wants_stop, self.engine = self.engine.wants_stop, StepEngine(self._state, self._options, world, terms)
+        self.engine.wants_stop = wants_stop
 
-    def _measure(self, metric: Metric, batch: ShardedBatch, part: Slice) -> MetricValues:
-        self._seed("evaluate", batch, part)
-        return metric(self.model, to_device(part.data, self._device))
+    def close(self) -> None:
+        """Release hooks, threads and buckets, and give torch's deterministic switches back (local).
 
-    def _predict(self, batch: ShardedBatch, part: Slice) -> tuple[Any, Any]:
-        self._seed("evaluate", batch, part)
-        data = to_device(part.data, self._device)
-        if not (isinstance(data, tuple | list) and len(data) == 2):  # noqa: PLR2004
-            raise TypeError(
-                f"The loader's batches are of type {type(data).__name__}, and an object of torchmetrics needs pairs "
-                "(input, target). For others give a function metric(model, batch)."
-            )
-        return self.model(data[0]), data[1]
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        Gradients are released too. What reads the state still works: `digest`, `state_dict`, `save`, `evaluate`.
+        """
+        self.engine.close()
+        self._switches.give_back()

@@ -68,6 +68,16 @@ class ShardReducer:
         """Whether a backward of the last step ran another one inside here."""
         return self._in_place.ran_inner
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the reduction since `begin` is over here, so that no other worker waits for this one in it."""
+        return self._reducer is not None and self._reducer.num_reductions != self._num_reductions
+
+    def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
+        """Call `start` just before the last message of each step, as `Reducer.send_besides` says (local)."""
+        if self._reducer is not None:
+            self._reducer.send_besides(start)
+
     def trust(self, *, adds_once: bool) -> None:
         """Take in what all workers' backwards have shown: whether they run no others inside (local).
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.data import ShardedLoader
+from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import can_be_called, check_scheduler
 from lockstep.engine.evaluation import MetricValues
 from lockstep.engine.metrics import accuracy, has_classes
 from lockstep.engine.state_file import Scheduler
-from lockstep.engine.trainer import Loss, Metric, Trainer
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.config import Config

@@ -69,6 +69,12 @@ def is_compiled_autograd_on() -> bool:
     )
 
 
+def is_inductor_deterministic() -> bool:
+    """Return the compiler's own switch for repeatable code; False, its default, where it is not imported."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.deterministic)
+
+
 def set_inductor_deterministic(deterministic: bool) -> None:
     """Set the compiler's own switch for repeatable code, if it is imported.
 

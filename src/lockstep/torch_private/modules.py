@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel.data_parallel import _check_balance
@@ -17,6 +18,7 @@ __all__ = [
     "buffer_registry",
     "check_comm_hook",
     "find_tensors",
+    "forget_scaling",
     "former_parameters_of",
     "forward_pre_hooks",
     "has_forward_or_backward_hooks",
@@ -56,6 +58,16 @@ forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forwa
 
 optimizer_step_pre_hooks: Callable[[Optimizer], Mapping[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 """An optimizer's step pre-hooks by number: for finding the one guard that several trainers share."""
+
+
+def forget_scaling(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler forget what `unscale_` and `step` have recorded of an optimizer since the last `update`.
+
+    For: a step whose optimizer has raised, and which is taken again. Without it `unscale_` raises an error, for it has
+    been called already.
+    """
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
 
 find_tensors: Callable[[Any], Iterable[Tensor]] = _find_tensors
 """The tensors in a module's output, found as torch's own DDP finds them (lists, dictionaries, dataclasses, RRefs)."""

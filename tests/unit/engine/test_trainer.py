@@ -383,7 +383,6 @@ def test_the_gradient_is_held_in_few_copies() -> None:
     # 8 shards: three partials and the gradient that is being computed, and no more.
     net = nn.Linear(500, 2, bias=False)
     data_set = TensorDataset(torch.ones(8, 500), torch.ones(8, 2))
-    training = trainer(net, num_shards=8)
     most = 0
 
     def count(model: nn.Module, batch: Any) -> Tensor:
@@ -394,8 +393,7 @@ def test_the_gradient_is_held_in_few_copies() -> None:
         most = max(most, len(held))
         return loss
 
-    training._loss = count
-    training.step(next(ShardedLoader(data_set, batch_size=8, num_shards=8).epoch(0)))
+    trainer(net, num_shards=8, loss=count).step(next(ShardedLoader(data_set, batch_size=8, num_shards=8).epoch(0)))
     assert most == 3  # while the eighth is to come
 
 

@@ -17,6 +17,7 @@ from lockstep.comm import current_world
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.engine.batches import check_sync_batchnorm
+from lockstep.engine.comparison import WorkerComparison
 from lockstep.errors import CheckpointError, LossError
 
 
@@ -262,7 +263,7 @@ def test_shards_do_not_move_while_evaluating() -> None:
     batches = loader()
     first = next(batches.epoch(0))
     first.assignment._now = ()
-    assert [batch.ranges for batch in batches.still_epoch()] == [(range(2),)] * 3
+    assert [batch.ranges for batch in batches.fixed_assignment_epoch()] == [(range(2),)] * 3
 
 
 # -- States ------------------------------------------------------------------------------------------------------------
@@ -381,9 +382,10 @@ def test_tiny_numbers_that_become_zero_are_in_the_fingerprint() -> None:
 
 
 def test_a_world_of_one_compares_nothing() -> None:
-    training = make()
+    model = nn.Linear(3, 1)
+    comparison = WorkerComparison(model, sgd(model), current_world())
     assert current_world().world_size == 1
-    assert (training._agreement.options_number(), training._agreement.values_number()) == (0, 0)
+    assert (comparison.options_number(), comparison.values_number()) == (0, 0)
 
 
 # -- Calls that are the trainer's --------------------------------------------------------------------------------------

@@ -1,37 +1,35 @@
 """Do the workers still train the same thing? Two numbers per worker and step, which travel in the step table.
 
-One is of the optimizer's options, for a learning rate that is set on one rank alone gives every rank other weights. The
+One is of the optimizer's options: a learning rate that is set on one rank alone gives that rank other weights. The
 other is of the parameters' bits. Reading them all takes as long as a part of an update, so it is done only where
 something has written to them since the last update: weights that were loaded, or a forward that changes them. Each
 parameter counts its writes (`_version`), and the optimizer's are the same on every worker.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import World, calls_for
-from lockstep.engine.arguments import describe_options, differences
+from lockstep.engine.arguments import describe_differences, describe_options
+from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.errors import ParameterMismatchError
+from lockstep.torch_private import version_of
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EXACT_BITS = 52
-"""Bits of a whole number that the step table's float64 holds exactly."""
 _PURPOSE = "comparing what the workers train"
 
 
 @final
-class Agreement:
-    """What one worker says of its optimizer and parameters.
+class WorkerComparison:
+    """Compares the optimizer's options and the parameters of the workers, step by step.
 
     Args:
         model: Whose parameters.
         optimizer: Whose options.
-        world: The workers; one that is alone says nothing.
+        world: The workers; one that is alone has nothing to compare.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
@@ -39,7 +37,7 @@ class Agreement:
         self._optimizer = optimizer
         self._world = world
         self._is_alone = world.group is None or world.world_size == 1
-        self._writes = -1
+        self._num_writes = -1
 
     def options_number(self) -> int:
         """Return a number that is the same for the same options (local)."""
@@ -47,13 +45,17 @@ class Agreement:
 
     def values_number(self) -> Tensor | int:
         """Return a number that is the same for the same parameters, or 0 if only updates have written them (local)."""
-        if self._is_alone or self._writes == self._count_writes():
+        if self._is_alone or self._num_writes == self._count_writes():
             return 0
         return sum_of_bits(parameter for _, parameter in self._named)
 
-    def note_update(self) -> None:
-        """Note that the parameters are now what the optimizer has made of them (local)."""
-        self._writes = self._count_writes()
+    def trust_values(self) -> None:
+        """Take the parameters for the same on all workers, until something writes to them: an update has (local)."""
+        self._num_writes = -1 if self._is_alone else self._count_writes()
+
+    def distrust_values(self) -> None:
+        """Compare the parameters in the next step, whether or not something writes to them (local)."""
+        self._num_writes = -1
 
     def check_options(self, numbers: Sequence[float], place: str) -> None:
         """Compare the workers' numbers of this step (collective where they differ, which all see).
@@ -68,8 +70,8 @@ class Agreement:
         for rank, options in enumerate(others, start=1):
             if options != first:
                 raise ValueError(
-                    f"The optimizers of ranks {rank} and 0 differ at {place}: {differences(options, first)}. Set "
-                    "options, and step a scheduler, alike on every rank. No parameter was changed."
+                    f"The optimizers of ranks {rank} and 0 differ at {place}: {describe_differences(options, first)}. "
+                    "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step."
                 )
 
     def check_values(self, numbers: Sequence[float], place: str) -> None:
@@ -88,22 +90,10 @@ class Agreement:
             if odd is not None:
                 raise ParameterMismatchError(
                     f"Parameter {odd} has other values on rank {rank} than on rank 0 at {place}. Something other than "
-                    "the optimizer has written to it on one rank: weights that were loaded after the trainer was made, "
-                    "say, or the model's forward. Load them on every rank, or before making the trainer, which sends "
-                    "rank 0's to all. The step changed nothing."
+                    "the optimizer has written to it on one rank (weights that were loaded after the trainer was made, "
+                    "say, or the model's forward), or an update has failed there. Load weights on every rank, or "
+                    "before making the trainer, which sends rank 0's to all. Nothing was changed by this step."
                 )
 
     def _count_writes(self) -> int:
-        return sum(parameter._version for _, parameter in self._named)  # noqa: SLF001 - torch has no public name for it
-
-
-@torch.no_grad()
-def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors' elements, taken as whole numbers: exact in any order, on any device (local)."""
-    total: Tensor | None = None
-    for number, tensor in enumerate(tensors, start=1):
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
-        total = bits if total is None else total + bits.to(total.device) * (2 * number + 1)
-    assert total is not None
-    return total & (1 << _EXACT_BITS) - 1
+        return sum(version_of(parameter) for _, parameter in self._named)

@@ -1,0 +1,180 @@
+"""What of a run outlives its workers: model, optimizer, scheduler, scaler, and where in the data the run is.
+
+Nothing here holds a `World`: a run may go on with other workers, and each set of workers has an engine of its own
+(`lockstep.engine.step_engine`), which is made from this state and writes to it in the commit phase of a step.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import state_digest
+from lockstep.data import Cursor, ShardedBatch
+from lockstep.engine.batches import DataHistory
+from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
+from lockstep.engine.guards import SchedulerWatch
+from lockstep.engine.restoring import (
+    UnsavedBuffers,
+    check_options,
+    check_state,
+    class_name,
+    own_options,
+    undone_on_error,
+)
+from lockstep.engine.state_file import Scheduler
+from lockstep.errors import UnusableStateError
+
+
+@final
+class RunState:
+    """The state of a run on one worker; the same on every worker between two steps.
+
+    Args:
+        model: Its parameters and buffers.
+        optimizer: Over the model's parameters.
+        scheduler: Stepped once per step, or None.
+        scaler: Scales the loss, or None.
+        num_shards: Number of shards of the run.
+        seed: Of every random state in a step.
+
+    Attributes:
+        cursor: The next step.
+        global_step: How many steps were taken, skipped ones included.
+        device: Where the trained parameters are.
+        data: The batches that were trained on.
+        scheduler_watch: Warns of a scheduler that somebody else steps too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Scheduler | None,
+        scaler: GradScaler | None,
+        num_shards: int,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.num_shards = num_shards
+        self.seed = seed
+        self.cursor = Cursor()
+        self.global_step = 0
+        self.device: torch.device = next(each.device for each in model.parameters() if each.requires_grad)
+        self.data = DataHistory()
+        self.scheduler_watch = SchedulerWatch(scheduler)
+        self._unsaved = UnsavedBuffers(model)
+        self._is_usable = True
+
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that the optimizer updates, group by group."""
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def advance(self, batch: ShardedBatch) -> None:
+        """Note that the step of `batch` was taken."""
+        self.cursor = batch.cursor.advance(batch.num_steps)
+        self.global_step += 1
+        self.data.note(batch)
+        self.scheduler_watch.note()
+
+    def mark_unusable(self) -> None:
+        """Note that an update has failed in the middle, so that parameters and optimizer belong to no step."""
+        self._is_usable = False
+
+    def check_usable(self) -> None:
+        """Refuse to go on from an update that has failed in the middle.
+
+        Raises:
+            UnusableStateError: One has, and no state was loaded since.
+        """
+        if not self._is_usable:
+            raise UnusableStateError(
+                f"The update of epoch {self.cursor.epoch}, step {self.cursor.step} (counted from 0) failed when it had "
+                "changed a part of the parameters or of the optimizer's state, so this trainer cannot go on. Load a "
+                "checkpoint on every rank: trainer.load(path)."
+            )
+
+    def digest(self) -> str:
+        """Return the SHA-256 of parameters and buffers, 64 hex digits."""
+        return state_digest({name: each for name, each in self.model.state_dict().items() if isinstance(each, Tensor)})
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what the digest depends on besides code and data, as this process is set now."""
+        return take_fingerprint(self.device, num_shards=self.num_shards, seed=self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the run needs to go on: plain values, and the live tensors.
+
+        Raises:
+            UnusableStateError: An update has failed in the middle.
+        """
+        self.check_usable()
+        unsaved = self._unsaved.changed()
+        if unsaved:
+            warnings.warn(
+                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that goes "
+                "on from it begins with other values there, and may end in others. Register it with persistent=True, "
+                "unless it only keeps what is computed anyway.",
+                stacklevel=3,
+            )
+        return self._collect()
+
+    @contextmanager
+    def taken_back(
+        self, state: Mapping[str, Any], scheduler: Scheduler | None = None, of_scheduler: dict[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Go on from what `to_dict` returned; if what is done within fails, all is as it was.
+
+        Args:
+            state: The state.
+            scheduler: One that this run does not step by itself, and that is to go on as well.
+            of_scheduler: Its state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
+                or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
+        """
+        check_state(state, self._collect())
+        options = own_options(self.optimizer)
+        with undone_on_error(self.model, self.optimizer, [self.scheduler, self.scaler, scheduler]):
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            check_options(self.optimizer, options)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+            if scheduler is not None and of_scheduler is not None:
+                scheduler.load_state_dict(of_scheduler)
+            cursor, global_step = Cursor(state["epoch"], state["step"]), state["global_step"]
+            yield
+        self.cursor, self.global_step = cursor, global_step
+        self.scheduler_watch.note()
+        self.data.restore(state.get("loader"))
+        self._is_usable = True
+
+    def _collect(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": class_name(self.optimizer),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler_class": class_name(self.scheduler),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "epoch": self.cursor.epoch,
+            "step": self.cursor.step,
+            "global_step": self.global_step,
+            "num_shards": self.num_shards,
+            "seed": self.seed,
+            "loader": self.data.source,
+            "fingerprint": self.fingerprint().to_dict(),
+        }

@@ -1,0 +1,88 @@
+"""What `Trainer.save` and `Trainer.load` do."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checkpoint import Checkpoint
+from lockstep.comm import World
+from lockstep.engine.arguments import describe_options
+from lockstep.engine.checks import warn_of_other_conditions
+from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.restoring import warn_of_late_scheduler, warn_of_other_options
+from lockstep.engine.run_state import RunState
+from lockstep.engine.state_file import (
+    LoadedState,
+    Scheduler,
+    pack_state,
+    raise_on_all_ranks,
+    read_on_all_ranks,
+    share_out,
+    unpack_state,
+    write_on_rank_0,
+)
+
+
+def save_state(
+    state: RunState,
+    world: World,
+    path: Path,
+    scheduler: Scheduler | LRScheduler | None,
+    metrics: Mapping[str, float],
+) -> Path:
+    """Write a state into one file and return its path (collective); `Trainer.save` says what it raises.
+
+    Args:
+        state: The state.
+        world: The workers.
+        path: The file, or a directory.
+        scheduler: One that the run does not step by itself, or None.
+        metrics: What was measured, by name.
+    """
+    _check_scheduler(state, scheduler)
+    gather_results(world, state.check_usable, "Trainer.save")
+    if world.rank == 0:
+        warn_of_late_scheduler(scheduler, state.cursor)
+
+    def take() -> Checkpoint:
+        return pack_state(state.to_dict(), state.scheduler if scheduler is None else scheduler, None, metrics)
+
+    return write_on_rank_0(world, path, take)
+
+
+def load_state(state: RunState, world: World, path: Path, scheduler: Scheduler | LRScheduler | None) -> LoadedState:
+    """Go on from a file (collective); `Trainer.load` says what it raises.
+
+    Args:
+        state: What takes it back.
+        world: The workers.
+        path: The file, or a directory.
+        scheduler: One that the run does not step by itself, or None.
+    """
+    _check_scheduler(state, scheduler)
+    file, checkpoint = read_on_all_ranks(world, path)
+    options = describe_options(state.optimizer)
+    with ExitStack() as undone_on_error:
+
+        def restore() -> None:
+            own, of_scheduler = share_out(
+                unpack_state(checkpoint), has_scheduler=state.scheduler is not None, own=scheduler
+            )
+            undone_on_error.enter_context(state.taken_back(own, scheduler, of_scheduler))
+
+        raise_on_all_ranks(world, restore, "loading a checkpoint")
+    if world.rank == 0:  # one warning is enough
+        warn_of_other_conditions(checkpoint.manifest.fingerprint, state.fingerprint())
+        warn_of_other_options(options, describe_options(state.optimizer))
+    metrics = checkpoint.manifest.metrics
+    return LoadedState(path=file, cursor=state.cursor, global_step=state.global_step, metrics=metrics)
+
+
+def _check_scheduler(state: RunState, scheduler: Scheduler | LRScheduler | None) -> None:
+    if scheduler is not None and state.scheduler is not None:
+        raise ValueError(
+            "The trainer steps a scheduler, whose state is a part of its own. Leave scheduler= out; it is for one "
+            "that you step yourself."
+        )

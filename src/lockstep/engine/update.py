@@ -1,0 +1,166 @@
+"""The update of a step: what the commit phase calls of the user's objects, and what becomes of an error in it.
+
+Commit writes to what lasts, so an error there cannot simply be undone. An optimizer that raises has often written
+nothing yet: a hook before its step has failed, or the memory for its state. Then the step is as if it had not begun.
+Else the state is *unusable*: parameters and optimizer belong to no step, and a checkpoint must be loaded.
+
+[Note: what an optimizer has written] A tensor counts its writes (`_version`), so tensors that are the same objects with
+the same counts were not written. Writes through `.data` are not counted. So before the first update a sum of all bits
+of the parameters is taken too; if all that had a gradient were counted as written then, counts are enough from then on.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from lockstep.engine.guards import StepGuard
+from lockstep.engine.run_state import RunState
+from lockstep.engine.tensor_bits import sum_of_bits
+from lockstep.torch_private import forget_scaling, version_of
+
+
+@final
+class Update:
+    """Makes the updates of a run.
+
+    Args:
+        state: Parameters, optimizer, scaler, scheduler.
+        max_grad_norm: Where the gradient's 2-norm is clipped.
+        guard: Refuses steps of the optimizer that are not made here.
+    """
+
+    def __init__(self, state: RunState, max_grad_norm: float | None, guard: StepGuard) -> None:
+        self._state = state
+        self._max_grad_norm = max_grad_norm
+        self._guard = guard
+        self._parameters = list(state.model.parameters())
+        self._counts_are_enough: bool | None = None
+        self._has_updated_scaler = False
+
+    def apply(self, norm: Tensor | None, *, is_skipped: bool) -> None:
+        """Clip, update and step the scheduler (local).
+
+        Args:
+            norm: The gradient's norm, for clipping.
+            is_skipped: Whether parameters and optimizer stay as they are.
+
+        Raises:
+            Exception: What the optimizer or the scheduler raises. Either nothing was changed then, or the state is
+                marked as unusable.
+        """
+        if is_skipped:
+            self._step_scheduler_alone()
+            return
+        before = _Written(self._state, self._parameters, reads_bits=self._counts_are_enough is None)
+        self._has_updated_scaler = False
+        try:
+            self._step_optimizer(norm)
+        except BaseException:
+            if self._has_updated_scaler or self._counts_are_enough is False or before.has_changed():
+                self._state.mark_unusable()
+            else:
+                before.put_back_options()
+                self._forget_scaling()
+            raise
+        if self._counts_are_enough is None and before.has_changed():
+            self._counts_are_enough = before.counts_show_all()
+        if self._state.scheduler is not None:
+            with self._unusable_on_error():
+                self._state.scheduler.step()
+
+    def _step_scheduler_alone(self) -> None:
+        scheduler = self._state.scheduler
+        if scheduler is None:
+            return
+        saved, before = copy.deepcopy(scheduler.state_dict()), _Written(self._state, (), reads_bits=False)
+        try:
+            scheduler.step()
+        except BaseException:
+            with self._unusable_on_error():
+                scheduler.load_state_dict(saved)
+            before.put_back_options()
+            raise
+
+    @contextmanager
+    def _unusable_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._state.mark_unusable()
+            raise
+
+    def _forget_scaling(self) -> None:
+        """Let the scaler forget what `unscale_` and `step` have noted since the last `update`."""
+        if self._state.scaler is not None:
+            forget_scaling(self._state.scaler, self._state.optimizer)
+
+    def _step_optimizer(self, norm: Tensor | None) -> None:
+        optimizer, scaler = self._state.optimizer, self._state.scaler
+        trained = list(self._state.trained_parameters())
+        if scaler is not None and self._max_grad_norm is not None:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.get_total_norm(parameter.grad for parameter in trained if parameter.grad is not None)
+        if self._max_grad_norm is not None and norm is not None:
+            nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
+        with self._guard.allowed():
+            if scaler is None:
+                optimizer.step()
+            else:  # it leaves the step out where a gradient is not finite, and lowers its scale
+                scaler.step(optimizer)
+                self._has_updated_scaler = True
+                scaler.update()
+
+
+@final
+class _Written:
+    """Tells whether parameters or the optimizer were written since. [Note: what an optimizer has written]."""
+
+    def __init__(self, state: RunState, parameters: Sequence[nn.Parameter], *, reads_bits: bool) -> None:
+        self._optimizer = state.optimizer
+        self._parameters = parameters
+        self._counts = list(map(version_of, parameters))
+        self._values = self._list_state()
+        self._value_counts = list(map(_count, self._values))
+        self._options = [dict(group) for group in state.optimizer.param_groups]
+        self._bits = sum_of_bits(parameters) if reads_bits else None
+
+    def has_changed(self) -> bool:
+        """Return whether something was written, or may have been."""
+        values = self._list_state()
+        return (
+            list(map(version_of, self._parameters)) != self._counts
+            or len(values) != len(self._values)
+            or not all(map(is_, values, self._values))
+            or list(map(_count, values)) != self._value_counts
+            or not all(isinstance(value, Tensor | int | float | str | None) for value in values)
+            or (self._bits is not None and bool(sum_of_bits(self._parameters) != self._bits))
+        )
+
+    def put_back_options(self) -> None:
+        """Give the parameter groups the options that they had."""
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.clear()
+            group.update(options)
+
+    def counts_show_all(self) -> bool:
+        """Return whether the writes of an update to all parameters that have a gradient were counted."""
+        held = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        counted = zip(self._parameters, self._counts, strict=True)
+        return all(
+            version_of(parameter) != count
+            for parameter, count in counted
+            if id(parameter) in held and parameter.grad is not None
+        )
+
+    def _list_state(self) -> list[Any]:
+        entries = self._optimizer.state.values()
+        return list(chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in entries))
+
+
+def _count(value: Any) -> int:
+    return version_of(value) if isinstance(value, Tensor) else 0
