@@ -1,0 +1,242 @@
+"""A step that fails, in any phase and on any worker, is as if it had not begun."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.support import faulty_runs as faults
+from tests.support.faulty_runs import FAILING_STEP, NUM_SHARDS, Fault, Growing, Run, Running, differences
+from tests.support.threaded_ranks import run_ranks
+from torch import nn
+
+import lockstep as ls
+from lockstep.comm import World
+
+ON_ONE: dict[str, tuple[Fault, str]] = {
+    "prepare: a changed model": (faults.in_a_changed_model, "last.bias is no longer trained"),
+    "compute: the first shard's loss": (faults.in_the_loss(1), "the loss function has failed"),
+    "compute: the second shard's loss": (faults.in_the_loss(2), "the loss function has failed"),
+    "reduce: the last backward": (faults.in_the_last_backward, "the backward has failed"),
+    "agree: an infinite loss": (faults.with_a_loss_that_is_not_finite, "is inf at epoch 0, step 1"),
+    "agree: a gradient that is not finite": (faults.with_a_gradient_that_is_not_finite, "not finite in norm.weight"),
+    "agree: another learning rate": (faults.with_another_learning_rate, "lr is"),
+    "agree: a written parameter": (faults.with_a_parameter_that_is_written, "last.bias was written on rank"),
+}
+"""Faults on one worker alone, and what its error says. An error on one is an error on all."""
+ON_ALL: dict[str, tuple[Fault, str]] = {
+    "commit: the optimizer": (faults.in_the_optimizer, "failed before its update"),
+    "commit: a hook of the optimizer": (faults.in_a_hook_of_the_optimizer, "a hook has failed"),
+}
+"""Faults of the update, which is the same on all workers."""
+
+
+def fail_once(run: Run, fault: Fault, *, is_armed: bool) -> tuple[str, list[str]]:
+    """Take steps up to the one that fails, arm a fault and fail; return the error, and what has changed."""
+    batches = list(run.loader.epoch(0))
+    for batch in batches[:FAILING_STEP]:
+        run.trainer.step(batch)
+    run.draw()
+    disarm = fault(run) if is_armed else faults.nothing
+    before = run.everything()
+    try:
+        run.trainer.step(batches[FAILING_STEP])
+    except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing"
+    changed = differences(before, run.everything())
+    disarm()
+    return said, changed
+
+
+@cache
+def undisturbed(model: type[nn.Module] = Running, max_grad_norm: float | None = None) -> str:
+    """Return the digest at the end of a run on one worker in which nothing fails."""
+    return run_ranks(1, lambda _world: Run(None, model, max_grad_norm=max_grad_norm).finish())[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("name", ON_ONE)
+def test_a_fault_on_one_worker_changes_nothing_on_any(name: str, rank: int) -> None:
+    fault, message = ON_ONE[name]
+
+    def program(world: World) -> tuple[str, list[str], str]:
+        run = Run(world)
+        said, changed = fail_once(run, fault, is_armed=world.rank == rank)
+        return said, changed, run.finish()
+
+    # Two workers with two shards each, or three, of which one has two. The third rank is of the latter.
+    answers = run_ranks(2 if rank < 2 else 3, program)
+    for said, changed, digest in answers:
+        assert message in said
+        assert changed == []
+        assert digest == undisturbed()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("name", [*ON_ONE, *ON_ALL])
+def test_a_fault_on_all_workers_changes_nothing(name: str, workers: int, max_grad_norm: float | None) -> None:
+    fault, message = (ON_ONE | ON_ALL)[name]
+    if name == "agree: another learning rate":
+        pytest.skip("no error where all set it")
+
+    def program(world: World) -> tuple[str, list[str], str]:
+        run = Run(world, max_grad_norm=max_grad_norm)
+        said, changed = fail_once(run, fault, is_armed=True)
+        return said, changed, run.finish()
+
+    for said, changed, digest in run_ranks(workers, program):
+        assert message in said
+        assert changed == []
+        assert digest == undisturbed(max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.parametrize("name", ["reduce: the last backward", "agree: an infinite loss"])
+def test_a_step_that_has_changed_the_shapes_of_buffers_is_undone_too(name: str) -> None:
+    fault, message = ON_ONE[name]
+
+    def program(world: World) -> tuple[str, list[str], str]:
+        run = Run(world, Growing)
+        said, changed = fail_once(run, fault, is_armed=world.rank == world.world_size - 1)
+        return said, changed, run.finish()
+
+    for workers in (1, 2, 3):
+        for said, changed, digest in run_ranks(workers, program):
+            assert message in said
+            assert changed == []
+            assert digest == undisturbed(Growing)
+
+
+def test_the_first_step_can_fail() -> None:
+    def program(world: World) -> str:
+        run = Run(world)
+        if world.rank == 1:
+            faults.in_the_loss(2)(run)
+        with pytest.raises((faults.InjectedError, ls.ReductionError)):
+            run.trainer.step(next(run.loader.epoch(0)))
+        return run.finish()
+
+    assert run_ranks(2, program) == [undisturbed()] * 2
+
+
+def test_the_error_on_the_other_workers_names_the_rank_and_the_cause() -> None:
+    def program(world: World) -> str:
+        return fail_once(Run(world), faults.in_the_loss(1), is_armed=world.rank == 1)[0]
+
+    first, second, third = run_ranks(3, program)
+    assert second == "InjectedError: the loss function has failed"
+    for said in (first, third):
+        assert said.startswith("ReductionError: Rank 1 raised an error in this step. No parameter was changed")
+        assert "InjectedError: the loss function has failed" in said
+
+
+def test_a_scaler_forgets_a_step_whose_optimizer_has_failed() -> None:
+    def run_with_scaler(*, fails: bool) -> tuple[str, list[str], str]:
+        run = Run(None, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), max_grad_norm=0.5)
+        said, changed = fail_once(run, faults.in_the_optimizer, is_armed=fails)
+        return said, changed, run.finish()
+
+    said, changed, digest = run_ranks(1, lambda _world: run_with_scaler(fails=True))[0]
+    assert (said, changed) == ("InjectedError: the optimizer has failed before its update", [])
+    assert digest == run_ranks(1, lambda _world: run_with_scaler(fails=False))[0][2]
+
+
+def test_a_scheduler_that_fails_in_a_skipped_step_changes_nothing() -> None:
+    def program(_world: World) -> list[str]:
+        run = Run(None, nonfinite="skip")
+        batches = run.loader.epoch(0)
+        run.trainer.step(next(batches))
+        disarm = faults.with_a_loss_that_is_not_finite(run)
+        run.optimizer.scheduler_fails = True
+        before = run.everything()
+        with pytest.warns(UserWarning, match="is skipped"), pytest.raises(faults.InjectedError):
+            run.trainer.step(next(batches))
+        disarm()
+        changed = differences(before, run.everything())
+        assert run.finish() == undisturbed()
+        return changed
+
+    assert run_ranks(1, program) == [[]]
+
+
+# -- What cannot be undone ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["optimizer", "scheduler", "data"])
+def test_an_update_that_fails_in_the_middle_makes_the_trainer_unusable(what: str, tmp_path: Any) -> None:
+    class ThroughData(torch.optim.SGD):
+        """Writes through `.data`, which no version tells of, and then fails."""
+
+        @torch.no_grad()
+        def step(self, _closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(1.0)
+                raise faults.InjectedError("in the middle")
+
+    def program(_world: World) -> None:
+        run = Run(None)
+        run.trainer.save(tmp_path / "good.ckpt")
+        if what == "data":
+            optimizer = ThroughData(run.model.parameters(), lr=0.1)
+            run.trainer = ls.Trainer(run.model, optimizer, loss=run.loss, num_shards=NUM_SHARDS)
+        elif what == "optimizer":
+            run.optimizer.fault = "after"
+        else:
+            run.optimizer.scheduler_fails = True
+        batch = next(run.loader.epoch(0))
+        with pytest.raises(faults.InjectedError):
+            run.trainer.step(batch)
+        for call in (lambda: run.trainer.step(batch), lambda: run.trainer.save(tmp_path), run.trainer.state_dict):
+            with pytest.raises(ls.LockstepError, match=r"failed when it had changed a part .*trainer\.load\(path\)"):
+                call()
+        if what != "data":
+            run.trainer.load(tmp_path / "good.ckpt")
+            assert run.finish() == undisturbed()
+
+    run_ranks(1, program)
+
+
+def test_a_worker_whose_trainer_is_unusable_is_an_error_on_all() -> None:
+    def program(world: World) -> list[str]:
+        run = Run(world)
+        said = []
+        if world.rank == 1:
+            run.optimizer.fault = "after"
+        for call in (*[lambda batch=batch: run.trainer.step(batch) for batch in run.loader.epoch(0)][:2], run.save):
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+                said.append(f"{type(error).__name__}: {error}")
+            else:
+                said.append("")
+        return said
+
+    first, second = run_ranks(2, program)
+    assert first[0] == ""
+    assert second[0].startswith("InjectedError")
+    for number in (1, 2):
+        assert second[number].startswith("UnusableStateError")
+        assert "Rank 1" in first[number]
+        assert "Load a checkpoint" in first[number]
+
+
+def test_an_update_that_fails_on_one_worker_alone_is_found_in_the_next_step() -> None:
+    # It has changed nothing there, but the others have finished the step.
+    def program(world: World) -> str:
+        run = Run(world)
+        batches = list(run.loader.epoch(0))
+        if world.rank == 1:
+            run.optimizer.fault = "before"
+            with pytest.raises(faults.InjectedError):
+                run.trainer.step(batches[0])
+        else:
+            run.trainer.step(batches[0])
+        with pytest.raises(ls.ParameterMismatchError) as caught:
+            run.trainer.step(batches[1])
+        return str(caught.value)
+
+    for said in run_ranks(2, program):
+        assert "has other values on rank 1 than on rank 0" in said
+        assert "or an update has failed there" in said
