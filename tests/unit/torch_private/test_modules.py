@@ -16,6 +16,7 @@ from lockstep.torch_private import (
     buffer_registry,
     check_comm_hook,
     find_tensors,
+    forget_scaling,
     former_parameters_of,
     forward_pre_hooks,
     has_forward_or_backward_hooks,
@@ -301,3 +302,16 @@ def test_every_batch_norm_is_one() -> None:
 @pytest.mark.filterwarnings("error")
 def test_a_gpu_is_as_large_as_itself() -> None:
     warn_of_unequal_devices([0, 0])
+
+
+def test_a_scaler_that_forgets_an_optimizer_can_unscale_its_gradients_again() -> None:
+    # Breaks: taking a step again whose optimizer has raised, with a GradScaler.
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert str(weight.grad) == "tensor([1.])"
+        forget_scaling(scaler, optimizer)
