@@ -74,9 +74,9 @@ class ShardReducer:
         return self._reducer is not None and self._reducer.num_reductions != self._num_reductions
 
     def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
-        """Call `start` just before the last message of each step, as `Reducer.send_besides` says (local)."""
+        """Call `start` just before the last message of each step, as `BucketSchedule.send_besides` says (local)."""
         if self._reducer is not None:
-            self._reducer.send_besides(start)
+            self._reducer.schedule.send_besides = start
 
     def trust(self, *, adds_once: bool) -> None:
         """Take in what all workers' backwards have shown: whether they run no others inside (local).
