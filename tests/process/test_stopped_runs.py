@@ -188,8 +188,8 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(project: Path, runs: Runs, sai
     runs.copy_to(project)
     refused = said("run_dir=run", "--resume", "max_grad_norm=1.0")
     assert refused.code == 2
-    assert "max_grad_norm was None and is 1.0" in refused.stderr
-    assert "say --allow max_grad_norm;" in refused.stderr
+    assert "max_grad_norm was None and is now 1.0" in refused.stderr
+    assert "give --allow max_grad_norm;" in refused.stderr
     assert digest(said("--resume", "run", "workers=1")) == runs.digest
     assert rows("run") == rows(runs.folder / "whole")
 
@@ -198,8 +198,8 @@ def test_an_older_checkpoint_leads_to_the_same_end_in_a_new_directory(project: P
     runs.copy_to(project)
     forked = said("--resume", "run/step-00000003.ckpt", "run_dir=fork", "workers=3")
     assert "resuming from fork/step-00000003.ckpt" in forked.stdout
-    assert "\n  workers was 2 and is 3\n" in forked.stdout
-    assert "going on with epoch 1, step 4 of 4" in forked.stdout
+    assert "\n  workers was 2 and is now 3\n" in forked.stdout
+    assert "continuing with epoch 1, step 4 of 4" in forked.stdout
     assert digest(forked) == runs.digest
     assert rows("fork") == rows(runs.folder / "whole")
     assert checkpoints("run") == checkpoints(runs.folder / "run")

@@ -273,7 +273,7 @@ def test_a_broken_checkpoint_is_told_of_and_the_one_before_taken_to_the_same_dig
     finished = run(project, *OWN, "epochs=4", "workers=1", "--resume")
     assert "warning" in finished.stderr
     assert broken.name in finished.stderr
-    assert "going on with epoch 3" in finished.stdout
+    assert "continuing with epoch 3" in finished.stdout
     assert digest_line(finished) == trained.digest
     recorded = rows(folder / "metrics.jsonl")
     assert [row["global_step"] for row in recorded if row["kind"] == "step"] == list(range(1, 17))
@@ -291,7 +291,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_whole(project: Path, traine
     [checkpoint] = folder.glob("*.ckpt")
     before = checkpoint.read_bytes()
     finished = run(project, *OWN, "epochs=5", "workers=1", "--resume", before=limit_file_size)
-    assert "going on with epoch 5" in finished.stdout  # of four once
+    assert "continuing with epoch 5" in finished.stdout  # of four once
     assert finished.returncode == 2, finished.stderr
     assert "error: The checkpoint" in finished.stderr
     assert "could not be written" in finished.stderr
@@ -321,7 +321,7 @@ def test_a_second_training_in_a_directory_is_refused(
     with lock_run(folder):
         finished = run_here(*OWN, "epochs=5", "workers=1", "--resume")
     assert finished.code == 2
-    assert f"Another training is in the run directory run: process {os.getpid()} on host" in finished.stderr
+    assert f"Another training uses the run directory run: process {os.getpid()} on host" in finished.stderr
     assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock") == before
 
 

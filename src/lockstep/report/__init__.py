@@ -1,7 +1,7 @@
-"""Reporting: what a run shows and leaves behind.
+"""Reporting: progress on the terminal, the metrics file, and curves.
 
-Everything here is a recorder of events, or reads what one wrote. A worker that is not rank 0 reports nothing.
-`curves.py` is imported by who draws, for matplotlib takes its time to import.
+Everything here is a recorder of events, or reads a file of a recorder. Only rank 0 reports.
+`curves.py` is not imported here, because importing matplotlib is slow.
 """
 
 from lockstep.report.metrics_file import MetricsFile, sum_epoch

@@ -1,6 +1,6 @@
 """`curves.png`: loss and the test metrics of a run, drawn from its metrics file.
 
-Matplotlib is imported where it draws: a quarter of a second, which workers, who never draw, and bad input would pay.
+Matplotlib is imported inside the functions that draw. The import takes a quarter of a second and workers never draw.
 """
 
 from pathlib import Path
@@ -18,9 +18,9 @@ _DECADE = 10
 
 
 def draw_curves(metrics: Path, picture: Path, title: str) -> None:
-    """Draw the curves of a metrics file into a PNG; nothing is drawn before the first epoch is done.
+    """Draw the curves of a metrics file as a PNG; does nothing before the end of the first epoch.
 
-    Left, the training loss of each step and epoch and the test loss; right, the other test metrics, if there are any.
+    Left: training loss of each step and epoch, and test loss. Right: other test metrics, if there are any.
     """
     rows = list(read_metrics(metrics))
     epochs = [row for row in rows if row["kind"] == "epoch"]
@@ -69,7 +69,9 @@ def _draw_metrics(axes: "Axes", epochs: list[dict[str, Any]], names: list[str]) 
 
 
 def _draw_epochs(axes: "Axes", epochs: list[dict[str, Any]], key: str, label: str, colour: str | None) -> None:
-    known = [row for row in epochs if row.get(key) is not None]  # a resumed run may have begun with another metric
+    known = [
+        row for row in epochs if row.get(key) is not None
+    ]  # a resumed run may have measured another metric at first
     places = [row["epoch"] + 1 for row in known]
     axes.plot(places, [row[key] for row in known], marker="o", markersize=3.5, color=colour, label=label)
 

@@ -15,25 +15,25 @@ from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, S
 
 @final
 class MetricsFile:
-    """A recorder that appends to a file; a line is handed to the system when `record` returns.
+    """A recorder that appends to a file; `record` returns after the line was written to the page cache.
 
     Args:
         path: The file.
-        may_fail: Warn when a line cannot be written, once until one can be again, and go on.
+        may_fail: If a line cannot be written, warn and continue. After a success the next failure warns again.
 
     Raises:
-        RunDirectoryError: In `record`: the file cannot be written, and that may not fail.
+        RunDirectoryError: In `record`: the file cannot be written, and `may_fail` is False.
     """
 
     def __init__(self, path: Path, *, may_fail: bool = False) -> None:
         self._path = path
         self._may_fail = may_fail
         self._is_failing = False
-        # A line that a kill cut off stays alone on its line.
+        # If a killed process left an incomplete last line, the first record starts on a new line.
         self._lead = "" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else "\n"
 
     def record(self, event: Event) -> None:
-        """Append the event, unless the file has no use for it."""
+        """Append the event, if it is a step or an epoch."""
         line = _as_line(event)
         if line is None:
             return
@@ -41,7 +41,7 @@ class MetricsFile:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{self._lead}{json.dumps(line, allow_nan=False)}\n")
         except OSError as error:
-            self._lead = "\n"  # a part of the line may be there
+            self._lead = "\n"  # a part of the line may have been written
             self._fail(error)
         else:
             self._lead, self._is_failing = "", False
@@ -49,22 +49,22 @@ class MetricsFile:
     def _fail(self, error: OSError) -> None:
         if not self._may_fail:
             raise RunDirectoryError(
-                f"{self._path} cannot be written: {error}. Any checkpoint written before is whole: make room, then go "
-                "on with --resume."
+                f"{self._path} cannot be written: {error}. Earlier checkpoints are intact. Free disk space, then "
+                "continue the run with --resume."
             ) from error
         if not self._is_failing:
             warnings.warn(
-                f"{self._path} cannot be written: {error}. The training goes on, and lines will be missing until there "
-                "is room.",
+                f"{self._path} cannot be written: {error}. The training continues. Lines will be missing until the "
+                "file can be written again.",
                 stacklevel=3,
             )
         self._is_failing = True
 
     def rewind(self, global_step: int) -> None:
-        """Drop what was recorded after an update, from which the run now goes on.
+        """Remove the lines after update `global_step`, from which the run is resumed.
 
         Raises:
-            RunDirectoryError: The file cannot be written; it is as it was.
+            RunDirectoryError: The file cannot be written; it is unchanged.
         """
         if self._path.exists():
             kept = [row for row in read_metrics(self._path) if row["global_step"] <= global_step]
@@ -72,22 +72,22 @@ class MetricsFile:
                 atomic_write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
             except OSError as error:
                 raise RunDirectoryError(
-                    f"{self._path} cannot be written: {error}. Make room, then go on with --resume."
+                    f"{self._path} cannot be written: {error}. Free disk space, then continue the run with --resume."
                 ) from error
             self._lead = ""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; a line that was cut off by a kill is passed over."""
+    """Yield the objects of a metrics file; skips incomplete lines of killed processes."""
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
-    """Return the summed loss, each times its weight, and the summed weight of an epoch's steps in a metrics file.
+    """Return the sum of loss times weight, and the sum of weights, over an epoch's steps in a metrics file.
 
-    In the order in which they were taken, so that a mean which goes on from here has the bits that it would have had.
+    Adds in the order of the steps, so that the epoch's mean has the same bits as in a run without interruption.
     """
     loss = weight = 0.0
     for row in read_metrics(path) if path.exists() else ():
@@ -124,5 +124,5 @@ def _as_line(event: Event) -> dict[str, Any] | None:
 
 
 def _finite(value: float) -> float | None:
-    """Return what JSON has for a number: nothing for one that is none, as the loss of a step that was skipped."""
+    """Return a finite number or None, because JSON has no NaN; the loss of a skipped step is not finite."""
     return value if math.isfinite(value) else None

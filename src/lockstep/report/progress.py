@@ -1,4 +1,4 @@
-"""What rank 0 shows while training: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a training on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
 from typing import final
 
@@ -17,7 +17,7 @@ class PlainLines:
         self._num_epochs = 0
 
     def record(self, event: Event) -> None:
-        """Print the event, if it deserves a line."""
+        """Print a line at the start of the run and after each epoch."""
         match event:
             case RunStarted():
                 self._num_epochs = event.num_epochs
@@ -30,7 +30,7 @@ class PlainLines:
 
 @final
 class ProgressBar:
-    """A recorder that shows a bar over the steps of the run, with the lines of `PlainLines` above it."""
+    """A recorder that shows a progress bar over the steps of the run, below the lines of `PlainLines`."""
 
     def __init__(self, console: Console) -> None:
         self._lines = PlainLines(console)
@@ -52,7 +52,7 @@ class ProgressBar:
         self._progress.stop()
 
     def record(self, event: Event) -> None:
-        """Move the bar."""
+        """Update the progress bar."""
         match event:
             case RunStarted():
                 total = event.num_epochs * event.num_steps
@@ -82,10 +82,10 @@ def _describe_run(event: RunStarted) -> str:
 
 def _describe_start(event: RunStarted) -> str:
     if event.first_epoch >= event.num_epochs:
-        return f"; the run has all its {event.first_epoch} epochs already, so there is nothing left to train"
+        return f"; all {event.first_epoch} epochs are done already, so nothing is left to train"
     if event.first_step:
-        return f", going on with epoch {event.first_epoch + 1}, step {event.first_step + 1} of {event.num_steps}"
-    return f", going on with epoch {event.first_epoch + 1}" if event.first_epoch else ""
+        return f", continuing with epoch {event.first_epoch + 1}, step {event.first_step + 1} of {event.num_steps}"
+    return f", continuing with epoch {event.first_epoch + 1}" if event.first_epoch else ""
 
 
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> str:

@@ -1,4 +1,5 @@
-"""Runs: what a config describes, in a directory of its own; begun, stopped, and resumed.
+"""Runs: training what a config describes, in a directory of its own; starting, stopping and resuming it.
 
-Invariants: a run directory is never written over; it holds one history; what a checkpoint cannot restore is refused.
+Invariants: an existing run directory is never overwritten. All its checkpoints are of one sequence of steps. Resuming
+refuses changes that a checkpoint cannot restore.
 """

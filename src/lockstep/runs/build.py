@@ -1,4 +1,4 @@
-"""Making what a config names: model, data, loss, optimizer, scheduler, metric."""
+"""Constructing what a config names: model, data, loss, optimizer, scheduler, metric."""
 
 import inspect
 from collections.abc import Callable
@@ -26,19 +26,19 @@ from lockstep.shards import derive_seed
 from lockstep.torch_private import tree_leaves
 
 Criterion = Callable[[Any, Any], Tensor]
-"""A loss as a config names it: of (output, target)."""
+"""A loss as a config names it: called with (output, target)."""
 Autocast = Callable[[], AbstractContextManager[object]]
-"""Makes the context in which model and loss are computed."""
+"""Returns the autocast context in which model and loss are computed."""
 Counter = Callable[[Any, Any], tuple[float, float]]
-"""A metric as a config names it: of (output, target), returns a sum and a count."""
+"""A metric as a config names it: called with (output, target), returns a sum and a count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """What a config names, made."""
+    """The objects that a config names."""
 
     trainer: Trainer
-    """Holds model, optimizer and loss; steps the scheduler if that is its interval."""
+    """The trainer of model, optimizer and loss; it steps the scheduler if `scheduler_interval` is "step"."""
     scheduler: Scheduler | None
     """The scheduler, whatever its interval."""
     metric: Metric
@@ -50,15 +50,15 @@ class RunParts:
 
 
 def build_parts(config: Config, device: torch.device) -> RunParts:
-    """Make everything that a config names (collective: every worker calls).
+    """Construct everything that a config names (collective: every worker calls).
 
     Raises:
-        ConfigError: Something cannot be found or made, or is not what it should be.
+        ConfigError: An object cannot be imported or constructed, or has the wrong type.
     """
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
     train_set, test_set = _build_data(config)
-    # Seeded again, so that what the data drew does not change the model.
+    # Seeded again, so that random numbers drawn for the data do not change the model.
     seed_generators(derive_seed("model", config.seed))
     model = _build_model(config, device)
     optimizer = _build_optimizer(config, model)
@@ -96,7 +96,7 @@ def _build_trainer(
             deterministic=config.deterministic,
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"The config cannot be trained: {error}") from error
+        raise ConfigError(f"The config cannot be used for training: {error}") from error
 
 
 def _build_model(config: Config, device: torch.device) -> nn.Module:
@@ -176,7 +176,7 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
             seed=config.seed,
             shuffle=shuffle,
             num_workers=config.loader_workers,
-            persistent_workers=config.loader_workers > 0,  # nobody changes the data between epochs here
+            persistent_workers=config.loader_workers > 0,  # the data set does not change between epochs
             pin_memory=device.type == "cuda",
         )
     except (TypeError, ValueError) as error:
@@ -231,6 +231,6 @@ def _input_and_target(batch: Any) -> tuple[Any, Any]:
     if not (isinstance(batch, tuple | list) and len(batch) == 2):  # noqa: PLR2004
         raise ConfigError(
             f"data yields samples that collate to a {type(batch).__name__}, expected pairs (input, target). "
-            "For anything else write a loop with ls.Trainer, whose loss takes the batch as it is."
+            "For other batches write a training loop with ls.Trainer, whose loss gets the whole batch."
         )
     return batch[0], batch[1]

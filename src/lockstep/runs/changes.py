@@ -1,8 +1,8 @@
-"""How a config differs from the one that a run was begun with, and what that does to the run. Pure.
+"""Differences between a config and the one that a run was started with, and what each does to the run. Pure.
 
-harmless       where the run computes, how long, what it shows: listed
-needs --allow  changes the bits from here on: listed, and refused without `--allow NAME`
-impossible     the state would not fit, or not have the effect that the config says: refused
+harmless       changes only where and how long the run computes, or what it shows: listed
+needs --allow  changes the results from here on: listed, and an error without `--allow NAME`
+impossible     the saved state would not fit, or would override the changed value: an error
 """
 
 import difflib
@@ -22,34 +22,34 @@ _HARMLESS = frozenset(
         *("loader_workers", "metric", "on_save_error", "run_dir", "save_every", "workers"),
     }
 )
-"""Config keys that do not change what is computed, only where, how long and what is kept of it."""
-_SCHEDULER_REASON = "the scheduler's state in the checkpoint holds what it was made with"
+"""Config keys that do not change what is computed, only where, how long, and what is saved."""
+_SCHEDULER_REASON = "the scheduler's state in the checkpoint contains its old arguments"
 _IMPOSSIBLE: Mapping[str, str] = {
-    "num_shards": "the order in which gradients are added goes by it, in all of the run",
-    "seed": "all that is random follows from it, in all of the run",
-    "optimizer": "the state of one optimizer means nothing to another",
+    "num_shards": "the order in which gradients are added depends on it, during the whole run",
+    "seed": "all random numbers depend on it, during the whole run",
+    "optimizer": "one optimizer cannot use the state of another",
     "scheduler": _SCHEDULER_REASON,
     "scheduler_args": _SCHEDULER_REASON,
     "scheduler_interval": _SCHEDULER_REASON,
 }
 _UNSET = object()
-_REMOVES = ", so older checkpoints are removed at the next save in their directory"
+_REMOVES = ", so the next save removes older checkpoints from their directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A value of a config that is not what it was."""
+    """A config value that has changed."""
 
     name: str
-    """Its key, with dots into arguments: `optimizer_args.lr`."""
+    """Its key; dots lead into arguments: `optimizer_args.lr`."""
     before: str
-    """What it was, as text."""
+    """The old value, as text."""
     after: str
-    """What it is."""
+    """The new value, as text."""
     needs_allow: bool
-    """Whether it changes the bits of the run."""
+    """Whether it changes the results of the run, so that it needs `--allow`."""
     reason_impossible: str
-    """Why it cannot be changed; empty where it can."""
+    """Why it cannot be changed; empty if it can."""
 
     @property
     def key(self) -> str:
@@ -57,26 +57,26 @@ class Change:
         return self.name.partition(".")[0]
 
     def __str__(self) -> str:
-        """Say it in words."""
-        return f"{self.name} was {self.before} and is {self.after}"
+        """Describe the change in words."""
+        return f"{self.name} was {self.before} and is now {self.after}"
 
     def is_allowed(self, allowed: Collection[str]) -> bool:
-        """Return whether leave was given, by the name, one that it is below, or `all`."""
+        """Return whether `allowed` contains the name, a prefix of it (`optimizer_args`), or `all`."""
         parts = self.name.split(".")
         return not {ALL, *(".".join(parts[:length]) for length in range(1, len(parts) + 1))}.isdisjoint(allowed)
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> list[Change]:
-    """Return what differs between two configs as plain values; keys that only one of them knows are left out.
+    """Return the differences between two configs, given as plain values; keys that only one config has are left out.
 
     Args:
         saved: The config in the checkpoint.
-        now: The config to go on with.
-        is_mid_epoch: Whether the checkpoint stands in the middle of an epoch.
+        now: The config to continue with.
+        is_mid_epoch: Whether the checkpoint was written in the middle of an epoch.
     """
     found = []
     for key in now:
-        if key not in saved or saved[key] == now[key] or key == "run_dir":  # the one that is gone on with is shown
+        if key not in saved or saved[key] == now[key] or key == "run_dir":  # the run directory is always shown
             continue
         for name, before, after in _differences(key, saved[key], now[key]):
             found.append(
@@ -92,40 +92,41 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
 
 
 def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None:
-    """Check that a run may go on with these changes.
+    """Check that a run may continue with these changes.
 
     Raises:
-        CheckpointError: One is impossible, or changes the bits and is not allowed; names the options to give.
+        CheckpointError: A change is impossible, or it changes the results and is not allowed. The message names the
+            options to give.
     """
     impossible = [change for change in changes if change.reason_impossible]
     if impossible:
         listed = "; ".join(f"{change}, but {change.reason_impossible}" for change in impossible)
         raise CheckpointError(
-            f"The run was begun with another config, with which it cannot go on: {listed}. To go on, set it back; to "
-            "change it, begin a new run."
+            f"The run was started with another config and cannot continue with this one: {listed}. To continue, "
+            "restore the old value; to change it, start a new run."
         )
     refused = [change for change in changes if change.needs_allow and not change.is_allowed(allowed)]
     if refused:
         options = " ".join(f"--allow {change.name}" for change in refused)
         raise CheckpointError(
-            f"The run was begun with another config: {'; '.join(map(str, refused))}. This changes what comes out of "
-            f"it. To go on, set it back; to change it from here on, say {options}; or "
-            "begin a new run."
+            f"The run was started with another config: {'; '.join(map(str, refused))}. This changes the results of the "
+            f"run. To continue, restore the old value; to change it from here on, give {options}; or "
+            "start a new run."
         )
 
 
 def check_names(allowed: Collection[str], known: Collection[str]) -> None:
-    """Check that what is to be allowed are keys of a config.
+    """Check that the names given to `--allow` are keys of a config.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: A name is not.
     """
     for name in allowed:
         key = name.partition(".")[0]
         if name != ALL and key not in known:
             near = difflib.get_close_matches(key, [*known], n=1)
             raise ConfigError(
-                f"--allow {name} names no key of a config."
+                f"--allow {name} does not name a config key."
                 + (f" Did you mean {near[0]!r}?" if near else " Expected one such as max_grad_norm, or all.")
             )
 
@@ -148,16 +149,16 @@ def _text(value: Any) -> str:
 
 
 def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
-    """Return why a value cannot be changed; empty where it can."""
+    """Return why a value cannot be changed; empty if it can."""
     key, _, option = name.partition(".")
     if key in _IMPOSSIBLE:
         return _IMPOSSIBLE[key]
     if key == "precision" and "float16" in {saved[key], now[key]}:
-        return "float16 comes with a gradient scaler, whose state the other side has not"
+        return "float16 uses a gradient scaler, and only one of the two configs has its state"
     if key == "batch_size" and is_mid_epoch:
         return (
-            "the checkpoint stands in the middle of an epoch, which would be cut anew: samples would be seen twice, or "
-            "never; a checkpoint of an epoch's end can go on with it"
+            "the checkpoint was written in the middle of an epoch. With other batches some samples of it would be "
+            "used twice or not at all; resume from a checkpoint written at the end of an epoch"
         )
     if key == "optimizer_args" and option in SCHEDULED and now.get("scheduler") is not None:
         return f"it is set by the scheduler, and {_SCHEDULER_REASON}"

@@ -19,7 +19,7 @@ Kwargs = dict[str, Any]
 
 
 class Config(BaseModel):
-    """What `lockstep train` reads; unknown keys are errors."""
+    """The config of `lockstep train`; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -30,7 +30,7 @@ class Config(BaseModel):
     """Import path of the data: called with `data_args`, returns `(train, test)`; test may be None."""
     data_args: Kwargs = {}
     loss: ImportPath = "torch.nn.functional:cross_entropy"
-    """Import path of the loss: a function of (output, target), or a class of such functions."""
+    """Import path of the loss: a function of (output, target), or a class whose instances are such functions."""
     loss_args: Kwargs = {}
     optimizer: ImportPath = "torch.optim:AdamW"
     """Import path of the optimizer: called with the parameters and `optimizer_args`."""
@@ -41,53 +41,53 @@ class Config(BaseModel):
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """How often the scheduler steps."""
     metric: ImportPath | None = None
-    """Import path of a function of (output, target) that returns a sum and a count; None for accuracy if it applies."""
+    """Import path of a function of (output, target) that returns a sum and a count; None: accuracy, if it applies."""
     finish: ImportPath | None = None
     """Import path of a function that is called with the trained model on rank 0; what it returns is printed."""
     finish_args: Kwargs = {}
     batch_size: int = Field(default=128, ge=1)
-    """Samples of a step over all workers."""
+    """Number of samples of a step, over all workers."""
     num_shards: int = Field(default=4, ge=1)
-    """Slices of a step's batch: belongs to the run, so that the number of workers does not change the result."""
+    """Number of parts of each batch. It belongs to the run, so the number of workers does not change the result."""
     epochs: int = Field(default=10, ge=1)
     """Passes over the training set."""
     max_grad_norm: float | None = Field(default=None, gt=0)
-    """Clip the gradient's 2-norm to this."""
+    """Clip the 2-norm of the gradients to this value."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """In what the model and the loss are computed where that is safe (torch.autocast); weights stay as they are."""
+    """The dtype of torch.autocast for model and loss; parameters keep their dtype."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What becomes of a step whose loss is not finite: the run stops, or the step is left out."""
+    """What a loss that is not finite does: stop the run, or skip the step."""
     balance: Literal["even", "speed"] = "even"
-    """Whether shards move from slow workers to fast ones; it changes no result."""
+    """Whether shards move from slow workers to fast workers; this does not change the result."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of everything that is random."""
+    """Seed of all random numbers."""
     deterministic: bool = True
-    """Deterministic operators only: the same digest each time."""
+    """Use only deterministic operators, so that every run has the same digest."""
     device_ids: str | list[int | str] = "auto"
-    """Which devices: auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or GPUs by nvidia-smi's number or by UUID."""
+    """Devices: auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
     workers: int | None = Field(default=None, ge=1)
-    """How many workers, where device_ids leaves that open."""
+    """Number of workers, if device_ids does not determine it."""
     threads_per_worker: int = Field(default=1, ge=1)
-    """CPU threads of each worker; part of the run, for it changes the last bits of a matrix product."""
+    """CPU threads of each worker. It belongs to the run, because it changes the last bits of a matrix product."""
     loader_workers: int = Field(default=0, ge=0)
     """Data-loading processes of each worker."""
     run_dir: str | None = Field(default=None, min_length=1)
-    """Where the run is kept; must not exist yet. None for a new numbered one under runs/."""
+    """The run directory, which must not exist yet; None for a new numbered one under runs/."""
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints to keep, the newest."""
+    """Number of the newest checkpoints to keep."""
     keep_best: str | None = Field(default=None, min_length=1)
-    """A metric of the test set: the best checkpoint by it is kept besides; `-loss` where lower is better."""
+    """A metric of the test set, by which the best checkpoint is kept too; `-loss` if lower is better."""
     save_every: int | None = Field(default=None, ge=1)
-    """Save after so many steps too, in the middle of an epoch; None for the ends of epochs alone."""
+    """Save after every so many steps too; None to save only at the end of each epoch."""
     async_save: bool = True
-    """Whether checkpoints are written in the background, from a copy of the state, while the training goes on."""
+    """Whether checkpoints are written in the background, from a copy of the state, while the training continues."""
     on_save_error: Literal["stop", "warn"] = "stop"
-    """What becomes of the run when a checkpoint or a line of metrics cannot be written."""
+    """What happens if a checkpoint or a line of metrics cannot be written: stop the run, or warn."""
 
     @field_validator("device_ids", mode="before")
     @classmethod
     def _list_one_device(cls, request: object) -> object:
-        """Take one GPU's number, which YAML does not read as text, as a list of one."""
+        """Turn the index of one GPU, which YAML reads as an integer, into a list."""
         return [request] if isinstance(request, int) and not isinstance(request, bool) else request
 
     @field_validator("device_ids")
@@ -103,7 +103,9 @@ class Config(BaseModel):
     @classmethod
     def _check_best(cls, name: str | None) -> str | None:
         if name == "loss":
-            raise ValueError("keep_best is 'loss', which would keep the worst: write '-loss', for lower is better")
+            raise ValueError(
+                "keep_best is 'loss', which would keep the highest loss. Write '-loss', because lower is better"
+            )
         return name
 
     @model_validator(mode="after")
@@ -118,10 +120,10 @@ class Config(BaseModel):
         return self
 
     def check_workers(self, num_workers: int) -> None:
-        """Check the number of workers that the devices come to.
+        """Check the number of workers that follows from the devices.
 
         Raises:
-            ConfigError: More workers than shards.
+            ConfigError: There are more workers than shards.
         """
         if num_workers > self.num_shards:
             raise ConfigError(
@@ -147,14 +149,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `key=value`, the value as YAML; dots reach into arguments: `optimizer_args.lr=1e-3`.
 
     Raises:
-        ConfigError: The file is missing or not YAML, a key is unknown, a value has the wrong type. One message for all
-            that is wrong.
+        ConfigError: The file is missing or not YAML, a key is unknown, or a value has the wrong type. One message lists
+            all mistakes.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"There is no config file {path}. Check the path; examples/digits.yaml is one to start from."
+            f"There is no config file {path}. Check the path. For an example, see examples/digits.yaml."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
@@ -170,7 +172,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
     """Check the values of a config.
 
     Raises:
-        ConfigError: One message for all that is wrong with them.
+        ConfigError: Values are wrong. One message lists all mistakes.
     """
     try:
         return Config.model_validate(dict(values))
@@ -186,7 +188,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+    except (YAMLError, ValueError) as error:  # ValueError: an invalid date
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -1,9 +1,9 @@
-"""What a run was started with and on: enough to repeat it. Written to environment.json in its directory.
+"""Recording how and where a run was started, so that it can be repeated: environment.json in its directory.
 
 run_dir/
-  environment.json         one object for each start of the run, the newest first
-  uncommitted-<n>.patch    what `git diff --binary HEAD` said at start n, where the user's code had changes; files that
-                           git does not know are listed, and not kept
+  environment.json         one object per start of the run, the latest first
+  uncommitted-<n>.patch    output of `git diff --binary HEAD` at start n, if the user's code was changed. Untracked
+                           files are listed in environment.json, but not saved
 """
 
 import json
@@ -32,7 +32,7 @@ ENVIRONMENT_NAME = "environment.json"
 _GIT_SECONDS = 20.0
 _MAX_UNTRACKED_NAMES = 1000
 _MAX_PATCH_BYTES = 16 << 20
-"""In bytes: somebody may have added a data set."""
+"""A larger diff is not saved: it may contain a data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +40,19 @@ class WorkerFacts:
     """Where one worker runs."""
 
     rank: int
-    """Number of the worker."""
+    """Rank of the worker."""
     host: str
     """Name of its host."""
     pid: int
-    """Number of its process there."""
+    """Its process id on that host."""
     device: str
-    """`"cpu"` or `"cuda:0"`, as torch numbers what the worker sees."""
+    """`"cpu"` or `"cuda:0"`, with the index that torch uses in the worker."""
     device_name: str
-    """The processor's or the GPU's name."""
+    """Name of the CPU or GPU."""
     device_uuid: str
-    """The GPU's UUID, by which nvidia-smi knows it; empty for a CPU."""
+    """UUID of the GPU, as nvidia-smi shows it; empty for a CPU."""
     num_threads: int
-    """Threads of torch's operators on the CPU."""
+    """`torch.get_num_threads()`."""
 
 
 def gather_facts(world: World, device: torch.device, device_name: str) -> list[WorkerFacts]:
@@ -103,7 +103,7 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the starts that are noted already; a file that was cut off is begun anew."""
+    """Return the starts recorded so far; none if the file does not exist or is truncated."""
     try:
         starts: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -128,7 +128,7 @@ def _packages() -> dict[str, str]:
 
 
 def _git_state(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
-    """Return the commit of the repository that the user's code is in, if it is in one; keep what is not committed."""
+    """Return the git state of the user's code, and save its uncommitted changes; None outside a repository."""
     top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
     if top is None or commit is None:
         return None
@@ -155,9 +155,9 @@ def _text(said: bytes) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return what git says in a folder; None if that is in no repository, or there is no git."""
+    """Return the output of git in a folder; None if git fails, or is not installed."""
     try:
-        done = subprocess.run(  # noqa: S603 - arguments of ours
+        done = subprocess.run(  # noqa: S603 - fixed arguments
             ["git", "-c", "core.quotepath=off", *arguments],  # noqa: S607 - the user's own git
             capture_output=True,
             cwd=folder,
@@ -173,4 +173,6 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
+        raise RunDirectoryError(
+            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir."
+        ) from error

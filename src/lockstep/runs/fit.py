@@ -1,4 +1,4 @@
-"""The run that a config describes, in one worker: train, evaluate, save."""
+"""The training loop of a run, in one worker: train, evaluate, save."""
 
 import math
 import time
@@ -30,7 +30,7 @@ from lockstep.runs.saving import RunSaver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """How a run ended."""
+    """The result of a run that reached its last epoch."""
 
     digest: str
     """Digest of the parameters and buffers; the same on every worker."""
@@ -39,25 +39,25 @@ class FitResult:
     test: Mapping[str, float]
     """Mean of each metric over the test set."""
     num_test_samples: float
-    """How many samples (or tokens) the accuracy, or else the loss, was counted over."""
+    """Number of samples (or tokens) over which the accuracy, or else the loss, was averaged."""
     num_right: float | None
-    """How many of them were predicted right, where accuracy applies."""
+    """Number of correct predictions among them; None without accuracy."""
     is_saved: bool
-    """Whether the last checkpoint is on the disk, as rank 0 sees it."""
+    """Whether the last checkpoint exists on the disk."""
     finish: str | None
     """What the config's `finish` function returned, on rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopResult:
-    """Where a run stands that was asked to stop before its end."""
+    """The state of a run that stopped on request before its last epoch."""
 
     checkpoint: Path
-    """From what it goes on; on the disk."""
+    """The checkpoint from which the run can be resumed; it is on the disk."""
     cursor: Cursor
-    """The next step."""
+    """Position of the next step."""
     num_steps: int
-    """Steps of an epoch."""
+    """Number of steps of an epoch."""
 
 
 def fit(
@@ -70,19 +70,19 @@ def fit(
     code: Path | None = None,
     stop: StopRequest | None = None,
 ) -> FitResult | StopResult:
-    """Train as `config` says, or until somebody asks to stop (collective: every worker calls).
+    """Train as `config` says, until the end or a request to stop (collective: every worker calls).
 
     Args:
         config: The run.
-        device: Where this worker trains.
-        run_dir: Where checkpoints go; rank 0 writes them, after every epoch, the last before this returns.
-        recorder: Told what happens.
-        resume: A checkpoint of this run to go on from.
-        code: The folder of the user's code, whose commit is noted; None for the current one.
-        stop: Asked of on one worker at least, all stop after the same step, when the state is on the disk.
+        device: The device of this worker.
+        run_dir: The run directory. Rank 0 writes checkpoints into it. The last one is written before this returns.
+        recorder: Receives the events of the run.
+        resume: The checkpoint to resume from.
+        code: The folder of the user's code, whose commit is recorded; None for the current directory.
+        stop: A request to stop. If one worker has it, all stop after the same step, when the state is on the disk.
 
     Raises:
-        ConfigError: Something that the config names cannot be found, made or used.
+        ConfigError: An object that the config names cannot be imported, constructed or used.
         CheckpointError: A checkpoint cannot be written or read.
         LossError: The loss is not finite.
     """
@@ -122,41 +122,41 @@ def fit(
 
 @dataclass(slots=True)
 class EpochSums:
-    """What the mean loss of an epoch is made of; a run that goes on in the middle of one brings the first part."""
+    """Sums for the mean loss of an epoch; a run resumed in the middle of an epoch starts with those before it."""
 
     loss: float = 0.0
-    """Of the steps so far that were not skipped: loss times weight, summed."""
+    """Sum of loss times weight over the steps of the epoch that were not skipped."""
     weight: float = 0.0
-    """Their summed weight."""
+    """Sum of their weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
-    """A run that is trained, in one worker."""
+    """What the training loop of one worker needs."""
 
     config: Config
-    """The run."""
+    """The config of the run."""
     parts: RunParts
-    """What the config has made."""
+    """The objects that the config names."""
     recorder: Recorder
-    """Told what happens."""
+    """Receives the events of the run."""
     saver: RunSaver | None
-    """On rank 0."""
+    """Saves checkpoints; None on other ranks than 0."""
     stop: StopRequest
-    """Whether this worker was asked to stop."""
+    """The request to stop, if this worker has one."""
 
     def save(self, metrics: Mapping[str, float]) -> None:
-        """Save where the run stands, on rank 0."""
+        """Save a checkpoint on rank 0; check the parameters on every rank."""
         _check_finite(self.parts.trainer)
         if self.saver is not None:
             self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
 
 
 def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] | None:
-    """Train, evaluate and save, epoch after epoch; return the last evaluation, or None if the run is to stop.
+    """Train, evaluate and save each epoch; return the last evaluation, or None if the run has to stop.
 
-    A request that comes while an epoch is evaluated and saved is heard when that is done. After the last step there is
-    nothing to stop any more.
+    A request to stop that arrives during evaluation or saving takes effect afterwards. After the last epoch it is
+    ignored.
     """
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     test: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] 
 def _train_epoch(
     training: TrainingContext, epoch: int, sums: EpochSums
 ) -> Callable[[Mapping[str, float]], EpochFinished] | None:
-    """Train an epoch from where the run stands; return how it went, or None if it is saved and stops in the middle."""
+    """Train the rest of an epoch; return a function that makes its event, or None if the run was saved and stops."""
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     began = time.perf_counter()
     num_samples = 0
@@ -199,7 +199,7 @@ def _train_epoch(
                 weight=0.0 if result.is_skipped else result.weight,
             )
         )
-        if trainer.cursor.epoch == epoch:  # at its end it is evaluated first
+        if trainer.cursor.epoch == epoch:  # after the last step the epoch is evaluated first
             is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
             if is_due or result.should_stop:
                 training.save({})
@@ -219,11 +219,11 @@ def _train_epoch(
 
 
 def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_dir: Path) -> StopResult:
-    """Return where the run stands when the last save is on the disk; nobody leaves before that (collective).
+    """Wait on every rank until the last save is on the disk, and return the state of the run (collective).
 
     Raises:
-        CheckpointError: It is not there.
-        PeerFailedError: Rank 0 says so.
+        CheckpointError: The checkpoint was not written.
+        PeerFailedError: Rank 0 could not write it.
     """
     path = run_dir / checkpoint_name(trainer.global_step)
 
@@ -232,11 +232,10 @@ def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run
             return
         try:
             saver.wait()
-            read_manifest(path)  # the save may have failed with a warning
+            read_manifest(path)  # a failed save may only have warned
         except CheckpointError as error:
             raise CheckpointError(
-                f"The run was asked to stop, and where it stands could not be saved: {error} Checkpoints of before are "
-                "whole."
+                f"The run was asked to stop, but its state could not be saved: {error} Earlier checkpoints are intact."
             ) from error
 
     gather_results(trainer.world, wait_for_save, "saving before the run stops")
@@ -244,12 +243,12 @@ def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run
 
 
 def _check_finite(trainer: Trainer) -> None:
-    """Refuse to save a model that a finite loss with a gradient that is not finite has spoilt."""
+    """Raise if a parameter is not finite, so that such a model is not saved."""
     for name, parameter in trainer.model.named_parameters():
         if not parameter.isfinite().all():
             raise LossError(
-                f"Parameter {name} is not finite after update {trainer.global_step}, though the losses were: a "
-                "gradient was not. Checkpoints of before are kept. Try max_grad_norm, or a smaller learning rate."
+                f"Parameter {name} is not finite after update {trainer.global_step}, although the losses were: a "
+                "gradient was not. Earlier checkpoints are kept. Try max_grad_norm, or a smaller learning rate."
             )
 
 

@@ -1,4 +1,4 @@
-"""Finding the things that a config names: `package.module:name`."""
+"""Importing the objects that a config names: `package.module:name`."""
 
 import difflib
 import importlib
@@ -8,14 +8,14 @@ from lockstep.errors import ConfigError, LockstepError
 
 
 def import_object(key: str, path: str) -> Any:
-    """Import what `path` names.
+    """Import an object by its import path.
 
     Args:
-        key: The config key it stands under, for messages.
+        key: Its config key, for messages.
         path: `package.module:name`; the name may have dots (`module:Class.method`).
 
     Raises:
-        ConfigError: Not of that form, no such module, a module that fails to import, or no such name in it.
+        ConfigError: The path has another form, the module does not exist or fails to import, or it has no such name.
     """
     module_name, colon, attributes = path.partition(":")
     if not (module_name and colon and attributes):
@@ -39,7 +39,7 @@ def _import_module(key: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or name
         if name == missing or name.startswith(f"{missing}."):
-            remedy = "It is looked for beside the config file and among the installed packages."
+            remedy = "Modules are searched in the folder of the config file and in the installed packages."
             raise ConfigError(f"{key} is in module {name!r}, but there is no module {missing!r}. {remedy}") from error
         raise ConfigError(
             f"{key} is in module {name!r}, which needs a module {missing!r} that is not installed."
@@ -51,10 +51,10 @@ def _import_module(key: str, name: str) -> Any:
 
 
 def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what a config names with the arguments it gives.
+    """Call an object that a config names, with the arguments from the config.
 
     Raises:
-        ConfigError: It cannot be called, or raised; the cause is chained.
+        ConfigError: It is not callable, or it raised an exception, which is chained.
     """
     if not callable(function):
         raise ConfigError(f"{key} names a {type(function).__name__}, expected a class or a function.")
@@ -65,8 +65,8 @@ def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "nothing"
         raise ConfigError(
-            f"{key} could not be made: {_line(error)}. It was called with {key}_args: {given}; "
-            "--debug shows where it failed."
+            f"{key} could not be constructed: {_line(error)}. It was called with {key}_args: {given}. "
+            "Run with --debug to see the traceback."
         ) from error
 
 

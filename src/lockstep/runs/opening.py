@@ -1,14 +1,15 @@
-"""Opening a run: making its directory, or finding the one to go on in and the checkpoint to go on from.
+"""Opening a run: creating its directory, or finding the directory and the checkpoint to continue from.
 
-    nothing wanted          a new directory
-    newest                  the run's own directory, its newest whole checkpoint
-    a run directory         that one, its newest whole checkpoint
-    a checkpoint in a run   that run's directory, if no newer checkpoint is in it: it would be of another history. With
-                            run_dir=NAME a new directory, and the old one stays as it is
-                            (In both cases newer ones that are broken are renamed, so that they never count again.)
-    any other checkpoint    a new directory
+    no --resume             a new directory
+    --resume                the run's own directory, its newest intact checkpoint
+    --resume RUN_DIR        that directory, its newest intact checkpoint
+    --resume CHECKPOINT     in a run directory: that directory. An error if it has a newer intact checkpoint, because
+                            that would belong to other steps. With run_dir=NAME a new directory; the old one is not
+                            changed
+    --resume OTHER_FILE     a new directory
 
-A new directory that goes on from a checkpoint gets it first of all, so that from then on it is a run as any other.
+When a run continues in its own directory, newer damaged checkpoints are renamed, so that they are never used again.
+When a run continues in a new directory, the checkpoint is copied there first.
 """
 
 import os
@@ -35,67 +36,67 @@ from lockstep.runs.run_directory import CONFIG_NAME, find_run_directory, make_ru
 from lockstep.runs.run_lock import lock_run
 
 NEWEST = ""
-"""Stands for the path of a run's newest checkpoint."""
+"""Used in place of a path for the newest checkpoint of a run."""
 
 BROKEN_SUFFIX = ".broken"
-"""Added to the name of a checkpoint that is broken, where its run goes on from one before."""
+"""Added to the name of a damaged checkpoint when its run continues from an earlier one."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """What a user says of the run to open."""
+    """What the user asked for: the config, and the checkpoint to resume from."""
 
     config: Config
-    """The run's."""
+    """The config of the run."""
     name: str
-    """What a numbered directory is called."""
+    """The name of numbered directories: runs/NAME, runs/NAME-2, ..."""
     resumed: str | None
-    """A checkpoint or a run directory to go on from, or `NEWEST`; None for a new run."""
+    """A checkpoint or a run directory to resume from, or `NEWEST`; None for a new run."""
     has_run_dir_override: bool
-    """Whether the user has asked for the config's run_dir with this very command."""
+    """Whether run_dir was given on the command line."""
     allowed: Collection[str]
-    """Config keys that may be other than they were."""
+    """Names given to `--allow`: config keys that may differ from the run's config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCheckpoint:
-    """From where a run goes on."""
+    """The checkpoint from which a run continues."""
 
     run_dir: Path | None
-    """The run directory in which the checkpoint lies; None if it lies elsewhere."""
+    """The run directory that contains it; None if it is not in a run directory."""
     checkpoint: Path
     """The file."""
     manifest: Manifest
-    """What it says."""
+    """Its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run that is open."""
+    """An open run."""
 
     run_dir: Path
     """Its directory, locked."""
     origin: SourceCheckpoint | None
-    """From where it goes on; `checkpoint` lies in `run_dir`. None for a new run."""
+    """The checkpoint in `run_dir` to continue from; None for a new run."""
     changes: tuple[Change, ...]
-    """What differs in its config since."""
+    """Differences between its config and the checkpoint's."""
 
 
 def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
     """Open a run (local; call it on one rank).
 
     Args:
-        wanted: What the user says.
-        held: As long as it is open, the run's directory is locked.
-        warn: Told of checkpoints that are broken.
+        wanted: What the user asked for.
+        held: Closing it releases the lock on the run directory.
+        warn: Called with a message for each damaged checkpoint.
 
     Raises:
-        CheckpointError: There is none to go on from, it cannot be read or copied, or the config differs in what may not
-            change.
-        RunDirectoryError: There is no such directory, it exists already, another training is in it, or a newer
-            checkpoint than the one wanted.
+        CheckpointError: There is no checkpoint to resume from, it cannot be read or copied, or the config has changes
+            that are not allowed.
+        RunDirectoryError: The directory does not exist, exists already, is used by another training, or has a newer
+            checkpoint than the requested one.
     """
     config = wanted.config
     if wanted.resumed is None:
@@ -106,7 +107,7 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
     found = _find_directory(wanted)
     needs_new_directory = found is None or (wanted.has_run_dir_override and not _is_same(found, config.run_dir))
     if found is not None and not needs_new_directory:
-        held.enter_context(lock_run(found))  # before anybody looks for the newest
+        held.enter_context(lock_run(found))  # before the search for the newest checkpoint
     origin = _find_source(wanted, found, warn)
     if found is not None and not needs_new_directory:
         _check_no_newer(found, origin)
@@ -127,7 +128,7 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
 
 
 def _find_directory(wanted: OpenRequest) -> Path | None:
-    """Return the run directory in which the checkpoint lies that a run is to go on from, or None."""
+    """Return the run directory that contains the checkpoint to resume from, or None."""
     if not wanted.resumed:
         return find_run_directory(wanted.config.run_dir, wanted.name)
     path = Path(wanted.resumed)
@@ -151,7 +152,7 @@ def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> Sourc
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
     if path.is_dir():
-        checkpoint, manifest = find_newest_intact(path, lambda error: warn(f"{error} Going on from the one before."))
+        checkpoint, manifest = find_newest_intact(path, lambda error: warn(f"{error} Trying the checkpoint before it."))
     else:
         checkpoint = _resolve_links(path)
         manifest = read_manifest(checkpoint)
@@ -159,32 +160,32 @@ def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> Sourc
 
 
 def _check_no_newer(run_dir: Path, origin: SourceCheckpoint) -> None:
-    """Refuse to go on in a directory from a checkpoint that is not the newest whole one there."""
+    """Raise if a directory has an intact checkpoint newer than the one to continue from."""
     newer = [each for each in find_checkpoints(run_dir) if global_step_of(each) > global_step_of(origin.checkpoint)]
-    whole = [each.name for each in newer if _is_intact(each)]
-    if whole:
+    newer_intact = [each.name for each in newer if _is_intact(each)]
+    if newer_intact:
         raise RunDirectoryError(
-            f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(whole)} would be of another "
-            f"history than what is trained now. Say --resume {run_dir} to go on from the newest; or run_dir=NAME to go "
-            "on from this one in a new directory, and leave the old one as it is."
+            f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(newer_intact)} would not belong "
+            f"to the steps that are trained now. Give --resume {run_dir} to continue from the newest, or run_dir=NAME "
+            "to continue from this one in a new directory."
         )
 
 
 def _check_epochs(origin: SourceCheckpoint, config: Config) -> None:
-    """Refuse to end before where a run stands: its result would be shown as that of fewer epochs."""
+    """Raise if the checkpoint is after the last epoch: its result would be shown as that of fewer epochs."""
     manifest = origin.manifest
     if (manifest.epoch, manifest.step) > (config.epochs, 0):
         raise CheckpointError(
-            f"{origin.checkpoint} stands in epoch {manifest.epoch + 1}, after step {manifest.step}, and epochs is "
-            f"{config.epochs}: nothing is left to train. Give more epochs, or an earlier checkpoint."
+            f"{origin.checkpoint} is at epoch {manifest.epoch + 1}, after step {manifest.step}, but epochs is only "
+            f"{config.epochs}: nothing is left to train. Set more epochs, or use an earlier checkpoint."
         )
 
 
 def _rename_broken(run_dir: Path, origin: SourceCheckpoint, warn: Tell) -> None:
-    """Rename checkpoints newer than the one gone on from, all of them broken.
+    """Rename the checkpoints that are newer than the one to continue from; all of them are damaged.
 
-    Under their names they would stand for steps that are about to be taken anew: as the newest at the next resume, as
-    the best, or among those that `keep` counts.
+    The run will take their steps again. Under their names they would be used as the newest checkpoint at the next
+    resume, as the best one, or be counted by `keep`.
     """
     for path in find_checkpoints(run_dir):
         if global_step_of(path) > global_step_of(origin.checkpoint):
@@ -192,8 +193,8 @@ def _rename_broken(run_dir: Path, origin: SourceCheckpoint, warn: Tell) -> None:
             try:
                 path.replace(renamed)
             except OSError as error:
-                raise RunDirectoryError(f"The broken {path} could not be renamed to {renamed}: {error}.") from error
-            warn(f"{path} is called {renamed.name} now.")
+                raise RunDirectoryError(f"The damaged {path} could not be renamed to {renamed}: {error}.") from error
+            warn(f"{path} was renamed to {renamed.name}.")
 
 
 def _is_intact(path: Path) -> bool:
@@ -207,8 +208,8 @@ def _is_intact(path: Path) -> bool:
 
 
 def _resolve_links(path: Path) -> Path:
-    """Return the checkpoint that best.ckpt points to, in the same directory; a path that is no link as it is."""
-    while path.is_symlink():  # a link to best.ckpt is one, too
+    """Return the file that a symbolic link such as best.ckpt points to; other paths unchanged."""
+    while path.is_symlink():  # repeatedly: the target may be a link too
         path = path.parent / path.readlink()
     return path
 
@@ -219,7 +220,7 @@ def _is_same(path: Path, other: str | None) -> bool:
 
 def _copy(source: Path, target: Path) -> None:
     try:
-        target.hardlink_to(source)  # a checkpoint is replaced, never written into
+        target.hardlink_to(source)  # safe, because checkpoints are replaced and never modified in place
     except OSError:
         try:
             with (

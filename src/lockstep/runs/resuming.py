@@ -1,4 +1,4 @@
-"""Bringing a run to where a checkpoint was written, with the changes to its config that were allowed."""
+"""Restoring a run from a checkpoint, with changes to its config that were allowed."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -16,35 +16,35 @@ from lockstep.runs.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """From what a run goes on."""
+    """What a worker needs to resume a run."""
 
     path: Path
     """The checkpoint."""
     allowed: frozenset[str]
-    """Config keys that may be other than they were, though they change what comes out."""
+    """Names given to `--allow`: config keys that may differ, although they change the results."""
     epoch_loss: float
-    """Of the epoch that was under way: the summed loss of its steps so far, each times its weight."""
+    """Sum of loss times weight over the steps of the interrupted epoch before the checkpoint."""
     epoch_weight: float
-    """Their summed weight."""
+    """Sum of their weights."""
 
 
 def compare_config(manifest: Manifest, config: Config) -> list[Change]:
-    """Return how a config differs from that of the run that a checkpoint belongs to; empty if that had none."""
+    """Return the differences between a config and the config in a checkpoint; empty if the checkpoint has none."""
     now = json.loads(config.model_dump_json())
     return find_changes(manifest.config or {}, now, is_mid_epoch=manifest.step > 0)
 
 
 def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed: Collection[str] = ()) -> None:
-    """Bring what a config has made to where a checkpoint was written (local: every worker calls, with the same file).
+    """Restore the objects of a run from a checkpoint (local: every worker calls, with the same file).
 
     Args:
-        parts: What the config has made.
-        checkpoint: Where the run stood.
-        config: The run's.
-        allowed: Config keys that may be other than they were, though they change what comes out.
+        parts: The objects that the config names.
+        checkpoint: The state to restore.
+        config: The config of the run.
+        allowed: Names given to `--allow`: config keys that may differ, although they change the results.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or another run.
+        CheckpointError: The checkpoint belongs to another model or another run.
     """
     changes = compare_config(checkpoint.manifest, config)
     check_changes(changes, allowed)
@@ -53,7 +53,7 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     options = [dict(group) for group in trainer.optimizer.param_groups]
     own = parts.scheduler if trainer.scheduler is None else None
     state, scheduler = share_out(unpack_state(checkpoint), has_scheduler=trainer.scheduler is not None, own=own)
-    if checkpoint.manifest.step == 0:  # what was allowed to change may change here
+    if checkpoint.manifest.step == 0:  # between epochs the loader may change, if this was allowed
         state["loader"] = None
     trainer.load_state_dict(state)
     if own is not None and scheduler is not None:
@@ -64,29 +64,29 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
 
 
 def _check_data(manifest: Manifest, source: str, changed: Collection[str], allowed: Collection[str]) -> None:
-    """Check that the data are cut as they were, or may be cut otherwise from here on."""
+    """Check that the batches are the same as in the saved run, or that they may change here."""
     if manifest.loader is None or manifest.loader == source:
         return
-    differs = f"The run was trained on {manifest.loader}, and the data are {source} now"
+    differs = f"The run was trained on {manifest.loader}, but the data are now {source}"
     if manifest.step > 0:
         raise CheckpointError(
-            f"{differs}. The checkpoint stands in the middle of an epoch, where this cannot change: samples would be "
-            "seen twice, or never. Bring the data back, or go on from a checkpoint of an epoch's end."
+            f"{differs}. The checkpoint was written in the middle of an epoch, where this cannot change: samples would "
+            "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an epoch."
         )
     if not ({"batch_size", "data", "data_args"} & set(changed) or {"data", ALL} & set(allowed)):
         raise CheckpointError(
-            f"{differs}. This changes what comes out of the run. Bring the data back; to change them from here on, "
-            "say --allow data; or begin a new run."
+            f"{differs}. This changes the results of the run. Restore the data; to change them from here on, "
+            "give --allow data; or start a new run."
         )
 
 
 def _set_option(name: str, made: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Give an option of the optimizer its new value, which the old state has just replaced."""
+    """Set an optimizer option to its new value again, after loading the state has replaced it."""
     option = name.split(".")[1] if "." in name else ""
     if not all(option in group for group in made):
         raise CheckpointError(
-            f"{name} cannot be changed when a run goes on: it is no option of the optimizer's parameter groups, whose "
-            "state the checkpoint holds. Set it back, or begin a new run."
+            f"{name} cannot be changed when a run is resumed: it is not an option of the optimizer's parameter groups, "
+            "whose state the checkpoint contains. Restore the old value, or start a new run."
         )
     for group, fresh in zip(groups, made, strict=True):
         group[option] = fresh[option]

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay. Pure.
+"""Which checkpoints of a run are kept. Pure.
 
-The newest `keep` stay, and the best by a metric. A damaged file counts for nothing: it does not take the place of a
-whole one, and goes when enough whole ones are newer. So the only whole one is never removed.
+The newest `keep` checkpoints are kept, and the best one by a metric. A damaged file does not count as one of them.
+It is removed when `keep` intact ones are newer. So the only intact checkpoint is never removed.
 """
 
 import math
@@ -16,19 +16,19 @@ class SavedCheckpoint:
     """A checkpoint of a run."""
 
     global_step: int
-    """Updates behind it."""
+    """Number of updates before it was written."""
     is_intact: bool
-    """Whether it can be gone on from."""
+    """Whether its header is intact and its length right."""
     score: float | None
-    """How good it is, higher is better; None where that is not known."""
+    """Its score, higher is better; None if it is not known."""
 
 
 def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float | None:
-    """Return how good a checkpoint is, higher is better; None where that is not known.
+    """Return the score of a checkpoint, higher is better; None if it is not known.
 
     Args:
-        metrics: Its means over the test set.
-        wanted: `keep_best` of the config: a name, `-name` where lower is better, or None.
+        metrics: Means over the test set from its manifest.
+        wanted: `keep_best` of the config: a name, `-name` if lower is better, or None.
     """
     if wanted is None:
         return None
@@ -39,7 +39,7 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
 
 
 def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
-    """Check that what `keep_best` names was measured.
+    """Check that the metric of `keep_best` was measured.
 
     Raises:
         ConfigError: It was not.
@@ -47,26 +47,30 @@ def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None
     if wanted is not None and wanted.removeprefix("-") not in measured:
         known = " or ".join(f"{sign}{name}" for name in measured for sign in ("", "-") if f"{sign}{name}" != "loss")
         raise ConfigError(
-            f"keep_best is {wanted!r}, and no such metric is measured on the test set. "
-            + (f"Expected {known}; - where lower is better." if known else "It needs a test set: data returned None.")
+            f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
+            + (
+                f"Expected {known}; - means that lower is better."
+                if known
+                else "It needs a test set: data returned None."
+            )
         )
 
 
 def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the best whole checkpoint, the oldest of equals; None where no score is known."""
+    """Return the best intact checkpoint, the oldest if scores are equal; None if no score is known."""
     scored = [(each.score, -each.global_step, each) for each in saved if each.is_intact and each.score is not None]
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
 def choose_checkpoints_to_remove(saved: Sequence[SavedCheckpoint], keep: int, written: int) -> list[SavedCheckpoint]:
-    """Return the checkpoints that are too old to stay.
+    """Return the checkpoints to remove.
 
     Args:
-        saved: All of a run.
-        keep: How many of the newest stay, at least 1; the best stays besides.
-        written: Updates behind the one just written. Those with more are of before the run was taken back to an earlier
-            one, perhaps because they are damaged in a tensor, which nobody has looked at here: they do not count, and
-            are written over when the run comes to them.
+        saved: All checkpoints of a run.
+        keep: Number of the newest checkpoints to keep, at least 1; the best one is kept too.
+        written: Number of updates of the checkpoint just written. Checkpoints with more updates are from before the run
+            was resumed from an earlier one. They are ignored, and overwritten when the run reaches their
+            steps again.
     """
     newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
     best = find_best(saved)

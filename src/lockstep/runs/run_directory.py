@@ -1,13 +1,13 @@
-"""The run directory: a run's own folder, made once and never written over.
+"""The run directory: the folder of one run, created once and never overwritten.
 
 runs/digits/
   config.yaml            the resolved config
-  environment.json       what it was started with and on, each time; see environment.py
+  environment.json       how and where the run was started, each time; see environment.py
   metrics.jsonl          one JSON object per line: steps and epochs
-  step-00000132.ckpt     the newest checkpoints, and the best, named by the updates behind them
-  best.ckpt              a link to the best one, where the config names a metric; see keep.py
+  step-00000132.ckpt     the newest checkpoints and the best one, named by the number of updates
+  best.ckpt              a link to the best one, if the config names a metric; see retention.py
   curves.png             loss and accuracy
-  .lock                  locked while a training is in here; see run_lock.py
+  .lock                  locked while a training uses the directory; see run_lock.py
 """
 
 import contextlib
@@ -37,14 +37,14 @@ _RUNS = Path("runs")
 
 
 def make_run_directory(run_dir: str | None, name: str) -> Path:
-    """Make the directory of a new run.
+    """Create the directory of a new run.
 
     Args:
-        run_dir: Where; None for the first free one of runs/NAME, runs/NAME-2, ...
-        name: What a numbered one is called.
+        run_dir: Its path; None for the first free one of runs/NAME, runs/NAME-2, ...
+        name: The NAME of numbered directories.
 
     Raises:
-        RunDirectoryError: It exists already, or cannot be made.
+        RunDirectoryError: It exists already, or cannot be created.
     """
     if run_dir is None:
         return _make_numbered(name)
@@ -53,38 +53,40 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     except FileExistsError as error:
         raise RunDirectoryError(_explain_existing(Path(run_dir))) from error
     except OSError as error:
-        raise RunDirectoryError(f"The run directory {run_dir} cannot be made: {error}.") from error
+        raise RunDirectoryError(f"The run directory {run_dir} cannot be created: {error}.") from error
     return Path(run_dir)
 
 
 def _explain_existing(path: Path) -> str:
-    start = f"The run directory {path} exists already, and a run is never written over."
+    start = f"The run directory {path} exists already, and a run is never overwritten."
     if path.is_dir() and find_checkpoints(path):
-        return f"{start} Go on with it with --resume, or choose another name: run_dir=NAME."
-    return f"{start} It holds no checkpoint to go on from: delete it, or choose another name: run_dir=NAME."
+        return f"{start} Continue the run with --resume, or choose another name: run_dir=NAME."
+    return f"{start} It holds no checkpoint to resume from: delete it, or choose another name: run_dir=NAME."
 
 
 def write_config(run_dir: Path, config: Config) -> None:
     """Write the resolved config into a run's directory.
 
     Raises:
-        RunDirectoryError: It cannot be written; an empty directory is removed again.
+        RunDirectoryError: It cannot be written. If the directory has no checkpoint, it is removed.
     """
     path = run_dir / CONFIG_NAME
     try:
         atomic_write_text(
             path,
-            "# Every value of this run. Import paths are looked for beside the config file: to train from this one,\n"
-            f"# copy it to where its modules are. The run was begun in {Path.cwd()}.\n{config.to_yaml()}",
+            "# All values of this run. Modules are searched in the folder of the config file: to train with this one,\n"
+            f"# copy it to the folder of its modules. The run was started in {Path.cwd()}.\n{config.to_yaml()}",
         )
     except OSError as error:
         if not find_checkpoints(run_dir):
             discard_unused(run_dir)
-        raise RunDirectoryError(f"{path} cannot be written: {error}. Make room, or choose another run_dir.") from error
+        raise RunDirectoryError(
+            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir."
+        ) from error
 
 
 def discard_unused(run_dir: Path) -> None:
-    """Remove the directory of a run that ended before it began, so that its name is free for the next try."""
+    """Remove the directory of a run that failed before its first step, so that its name is free again."""
     paths = list(run_dir.iterdir())
     if all(path.name in {CONFIG_NAME, ENVIRONMENT_NAME, LOCK_NAME} or path.suffix == ".patch" for path in paths):
         for path in paths:
@@ -93,7 +95,7 @@ def discard_unused(run_dir: Path) -> None:
 
 
 def find_run_directory(run_dir: str | None, name: str) -> Path:
-    """Return the directory of a run to resume: `run_dir`, or the newest of runs/NAME, runs/NAME-2, ... that has any.
+    """Return the directory of a run to resume: `run_dir`, or the last of runs/NAME, runs/NAME-2, ... with a checkpoint.
 
     Raises:
         RunDirectoryError: There is none.
@@ -106,17 +108,17 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     }
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
     if not path.is_dir():
-        raise RunDirectoryError(f"There is no run directory {path} to resume. Leave --resume out to begin a run.")
+        raise RunDirectoryError(f"There is no run directory {path} to resume. To start a new run, leave --resume out.")
     if not find_checkpoints(path):
         raise RunDirectoryError(
-            f"{path} holds no checkpoint to resume from: the run ended before its first epoch did. Delete it, or "
+            f"{path} holds no checkpoint to resume from: the run ended before it saved one. Delete it, or "
             "choose another name (run_dir=NAME), and leave --resume out."
         )
     return path
 
 
 def link_best_checkpoint(run_dir: Path, path: Path) -> None:
-    """Let best.ckpt be a link to a checkpoint of the run; at no moment is it missing, or a link to nothing.
+    """Make best.ckpt a symbolic link to a checkpoint of the run, atomically.
 
     Raises:
         OSError: The directory cannot be written.
@@ -133,16 +135,16 @@ def link_best_checkpoint(run_dir: Path, path: Path) -> None:
 def make_checkpoint(
     trainer: Trainer, scheduler: Scheduler | None, config: Config | None, metrics: Mapping[str, float | None]
 ) -> Checkpoint:
-    """Return where a run stands; its tensors are the live ones, and its digest is for the saver to compute (local).
+    """Return a checkpoint of a run; its tensors are not copied, and the saver computes its digest (local).
 
     Args:
-        trainer: What is trained.
-        scheduler: The scheduler, whoever steps it.
-        config: The run's, if it has one.
+        trainer: The trainer.
+        scheduler: The scheduler, whether the trainer steps it or not.
+        config: The config of the run, if it has one.
         metrics: Means over the test set, by name; finite or None.
 
     Raises:
-        CheckpointError: The state holds something that a checkpoint cannot store.
+        CheckpointError: The state contains something that a checkpoint cannot store.
     """
     return pack_state(
         trainer.state_dict(), scheduler, None if config is None else json.loads(config.model_dump_json()), metrics
@@ -154,9 +156,9 @@ def _make_numbered(name: str) -> Path:
         _RUNS.mkdir(exist_ok=True)
         for number in itertools.count(1):
             path = _RUNS / (name if number == 1 else f"{name}-{number}")
-            with contextlib.suppress(FileExistsError):  # the file system decides between two runs that begin at once
+            with contextlib.suppress(FileExistsError):  # mkdir is atomic, if two runs start at once
                 path.mkdir()
                 return path
     except OSError as error:
-        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be made: {error}.") from error
-    raise AssertionError("counting never ends")
+        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be created: {error}.") from error
+    raise AssertionError("unreachable: the loop ends by return or exception")

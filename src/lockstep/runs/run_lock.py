@@ -1,9 +1,9 @@
 """One training per run directory at a time.
 
-The lock is the kernel's (flock), held by the process that opened the run: it is gone with that process, whatever kills
-it, and that the file is there says nothing. On NFS the server keeps it, so that it holds between hosts, unless it was
-mounted with `nolock` or `local_lock`. A file system without locks, as that of some object stores, is warned of: there
-two trainings are the user's to keep apart.
+The process that opened the run holds a lock of the kernel (flock), which is released when the process ends, even if it
+is killed. The existence of the lock file means nothing. On NFS the server keeps the lock, so it works between hosts,
+unless the file system was mounted with `nolock` or `local_lock`. On a file system without locks, such as those of some
+object stores, there is a warning, and nothing prevents two trainings in one directory.
 """
 
 import errno
@@ -27,10 +27,10 @@ _HOLDER_BYTES = 200
 
 @contextmanager
 def lock_run(run_dir: Path) -> Iterator[None]:
-    """Keep every other training out of a run's directory.
+    """Lock a run directory, so that no other training uses it.
 
     Raises:
-        RunDirectoryError: Another one is in it, or no lock can be made there.
+        RunDirectoryError: Another training uses it, or it cannot be locked.
     """
     while True:
         try:
@@ -43,8 +43,8 @@ def lock_run(run_dir: Path) -> Iterator[None]:
             _close_in_children(file)
             _lock(file.fileno(), run_dir)
             if not os.fstat(file.fileno()).st_nlink:
-                continue  # a run that ended before it began took its directory away: nobody else would meet this lock
-            with suppress(OSError):  # a full disk; who holds the lock is a help and no more
+                continue  # a failed run removed its directory with this file, so this lock would protect nothing
+            with suppress(OSError):  # the disk may be full; the text is only for messages
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on host {socket.gethostname()}".encode())
             yield
@@ -57,24 +57,24 @@ def _lock(descriptor: int, run_dir: Path) -> None:
     except BlockingIOError as error:
         holder = os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
         raise RunDirectoryError(
-            f"Another training is in the run directory {run_dir}: {holder}. Two in one directory would remove each "
-            "other's checkpoints. Wait until it has ended, or stop it, or choose another name: run_dir=NAME."
+            f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
+            "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME."
         ) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}.") from error
         warnings.warn(
-            f"The file system of {run_dir} has no locks ({error}): start no second training in this directory.",
+            f"The file system of {run_dir} has no locks ({error}). Do not start a second training in this directory.",
             stacklevel=4,
         )
 
 
 def _close_in_children(file: FileIO) -> None:
-    """Close the file in forked children, who would keep the lock for as long as they live."""
+    """Close the file in forked child processes, which would otherwise keep the lock as long as they run."""
     found = weakref.ref(file)
 
     def close() -> None:
         if (inherited := found()) is not None:
-            inherited.close()  # which leaves the parent's lock; to unlock it here would not
+            inherited.close()  # closing keeps the parent's lock; LOCK_UN here would release it
 
     os.register_at_fork(after_in_child=close)

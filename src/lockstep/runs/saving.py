@@ -1,4 +1,4 @@
-"""A run's checkpoints while it trains: writing them into its directory, and removing those that are too old."""
+"""Writing checkpoints into a run directory, and removing old ones."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,14 +19,14 @@ from lockstep.runs.run_directory import link_best_checkpoint, make_checkpoint
 
 @final
 class RunSaver:
-    """Write the checkpoints of one run, on one rank. Use it as a context: at its end the last save is waited for.
+    """Write the checkpoints of one run, on one rank. Use it as a context manager, which waits for the last save.
 
-    What killed savers have left in the directory is removed first, for it may be what fills the disk.
+    Removes temporary files of killed runs from the directory first, because they may fill the disk.
 
     Args:
-        config: `keep`, `keep_best`, `async_save` and `on_save_error`; it goes into every checkpoint.
-        run_dir: Where they go.
-        recorder: Told of each one that is durable.
+        config: The config of the run, with `keep`, `keep_best`, `async_save` and `on_save_error`.
+        run_dir: The run directory.
+        recorder: Receives an event for each checkpoint that is on the disk.
     """
 
     def __init__(self, config: Config, run_dir: Path, recorder: Recorder) -> None:
@@ -34,28 +34,28 @@ class RunSaver:
         self._run_dir = run_dir
         self._recorder = recorder
         self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
-        with suppress(OSError):  # the first save will tell
+        with suppress(OSError):  # the first save will raise if the directory is not usable
             remove_stale_temp_files(run_dir)
 
     def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
-        """Save where the run stands (local).
+        """Save a checkpoint (local).
 
         Args:
-            trainer: What is trained.
+            trainer: The trainer.
             scheduler: One that the trainer does not step itself.
             metrics: Means over the test set, by name.
 
         Raises:
-            CheckpointError: This save failed, or the one before did in the background; earlier ones are whole.
+            CheckpointError: This save or the previous one in the background failed. Earlier checkpoints are intact.
         """
         checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics)
         self._saver.save(self._run_dir / checkpoint_name(trainer.global_step), checkpoint, self._clear_up)
 
     def wait(self) -> None:
-        """Wait until the last save is durable, or has failed.
+        """Wait until the last save is on the disk, or has failed.
 
         Raises:
-            CheckpointError: It has failed, and is not only to be warned of.
+            CheckpointError: It failed, and `on_save_error` is "stop".
         """
         self._saver.wait()
 
@@ -69,7 +69,7 @@ class RunSaver:
         self._recorder.record(CheckpointSaved(path=path, global_step=global_step_of(path)))
 
     def _clear_up(self, written: Path) -> None:
-        """Point to the best checkpoint, then remove what is too old; called when a new one is whole."""
+        """Link best.ckpt to the best checkpoint, then remove old ones; called after each save."""
         try:
             found = {self._describe(path): path for path in find_checkpoints(self._run_dir)}
             best = find_best(list(found))

@@ -1,7 +1,7 @@
-"""Training the same few steps on several numbers of workers, and saying where they differ.
+"""Training the same few steps with different numbers of workers, and reporting where the results differ.
 
-The first run keeps its state after every step, in files; each later one compares its own with them, step by step, so
-that the first tensor that differs can be named, and by how much.
+The first run saves its state after every step. Each later run compares its own state with these files, step by step, so
+that the first tensor that differs can be reported, and by how much.
 """
 
 import hashlib
@@ -22,44 +22,44 @@ from lockstep.runs.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where a run first differs from the first one."""
+    """The first difference between a run and the first run."""
 
     step: int
-    """After so many steps."""
+    """Number of steps after which it occurs."""
     name: str
-    """The first parameter or buffer, in the model's order, that differs."""
+    """The first parameter or buffer that differs, in the model's order."""
     num_others: int
-    """How many more differ."""
+    """How many other tensors differ after this step."""
     how: str
-    """In which way, in words."""
+    """The kind and size of the difference, in words."""
 
     def __str__(self) -> str:
-        """Show it in one sentence."""
+        """Describe it in one sentence."""
         others = f" (and {self.num_others} more)" if self.num_others else ""
         return f"the first difference is after step {self.step}, in {self.name}{others}: {self.how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortRun:
-    """A few steps on some number of workers, as one worker saw them."""
+    """The result of a few steps, from one worker."""
 
     digests: tuple[str, ...]
     """Digest after each step."""
     fingerprint: Fingerprint
-    """What they depend on."""
+    """What the digests depend on besides code and data."""
     difference: Difference | None
-    """Where it first differs from the reference; None if it does not."""
+    """The first difference to the reference run; None if there is none."""
 
 
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
     """Train `num_steps` steps of a config (collective: every worker calls).
 
     Args:
-        config: The run.
-        device: Where this worker trains.
-        num_steps: How many steps; several epochs if there are more than one has.
-        reference: Directory for the states of the first run; 0 to `num_steps` files of the model's size.
-        is_first: Whether this is the first run, which writes them.
+        config: The config of the run.
+        device: The device of this worker.
+        num_steps: Number of steps; they may be more than one epoch.
+        reference: Directory with the states of the first run: one file of the model's size per step.
+        is_first: Whether this is the first run, which writes these files.
     """
     parts = build_parts(config, device)
     digests: list[str] = []
@@ -72,14 +72,14 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
         if is_first:
             if parts.trainer.world.rank == 0:
                 save_file({name: _plain(tensor) for name, tensor in tensors.items()}, path)
-            parts.trainer.world.gather_objects(None)  # the others compare with it
+            parts.trainer.world.gather_objects(None)  # a barrier: the other ranks read the file
         if difference is None:
             difference = find_difference(load_file(path), tensors, step)
     return ShortRun(digests=tuple(digests), fingerprint=parts.trainer.fingerprint(), difference=difference)
 
 
 def find_deviating_rank(runs: Sequence[ShortRun]) -> int | None:
-    """Return the rank whose digests are the first not to be rank 0's; None if all are alike."""
+    """Return the rank whose digests first differ from those of rank 0; None if all are equal."""
     first = runs[0].digests
     steps = {
         rank: next(
@@ -92,7 +92,7 @@ def find_deviating_rank(runs: Sequence[ShortRun]) -> int | None:
 
 
 def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
-    """Return in what the tensors after a step are not those of the first run; None if they are."""
+    """Return the first difference between tensors after a step and those of the first run; None if they are equal."""
     names = list(dict.fromkeys([*found, *expected]))
     differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
     if not differing:

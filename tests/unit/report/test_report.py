@@ -81,7 +81,7 @@ def test_a_full_disk_at_a_resume_is_explained_and_loses_nothing(tmp_path: Path) 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
-        with pytest.raises(RunDirectoryError, match=r"cannot be written: .* go on with --resume"):
+        with pytest.raises(RunDirectoryError, match=r"cannot be written: .* continue the run with --resume"):
             MetricsFile(path).rewind(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -173,7 +173,7 @@ def test_nothing_is_drawn_before_the_first_epoch(tmp_path: Path) -> None:
 def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_room(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "metrics.jsonl"
     recorder = MetricsFile(path, may_fail=True)
-    with pytest.warns(UserWarning, match="The training goes on"):
+    with pytest.warns(UserWarning, match="The training continues"):
         recorder.record(step(1))
     recorder.record(step(2))  # a second warning would be an error here
     path.parent.mkdir()

@@ -113,13 +113,13 @@ def build(**changes: Any) -> RunParts:
         ({"model": "own_things:Nett"}, "Did you mean 'Net'?"),
         ({"model": "gone.deep:Net"}, "there is no module 'gone'"),
         ({"model_args": {"outputz": 3}}, "unexpected keyword argument 'outputz'"),
-        ({"data_args": {"fail": "os"}}, "data could not be made: OSError: disk gone"),
+        ({"data_args": {"fail": "os"}}, "data could not be constructed: OSError: disk gone"),
         ({"data_args": {"length": 0}}, "whose train set cannot be used: The data set is empty"),
         ({"data": "own_things:stream"}, "Stream is not one"),
         ({"data": "own_things:not_a_model"}, "int is not one"),
         ({"loss": "own_things:a_number"}, "expected a function or a class"),
         ({"optimizer": "own_things:no_optimizer"}, "not a torch.optim.Optimizer"),
-        ({"optimizer_args": {"lr": "fast"}}, "optimizer could not be made"),
+        ({"optimizer_args": {"lr": "fast"}}, "optimizer could not be constructed"),
         ({"loss": "own_things:own_loss", "loss_args": {"scael": 2}}, "its parameters are (output, target, scale=1)"),
         ({"data": "own_things:three"}, "returned 3 data sets"),
         ({"optimizer": "torch.optim:LBFGS"}, "whose step wants a closure"),
@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_a_run_does_not_go_on_as_another(tmp_path: Path, changes: dict[str, Any]) -> None:
     checkpoint = saved(tmp_path)
     [key] = changes
-    with pytest.raises(CheckpointError, match=f"begun with another config.*: {key}(.lr)? was"):
+    with pytest.raises(CheckpointError, match=f"started with another config.*: {key}(.lr)? was"):
         restore_run(build(**changes), checkpoint, parse_config(VALUES | changes, "config"))
 
 
@@ -268,7 +268,7 @@ def test_an_argument_that_is_no_option_of_the_optimizer_cannot_change(tmp_path: 
     checkpoint = saved(tmp_path)
     old = {**checkpoint.manifest.config, "optimizer_args": {"scale": 1}}  # type: ignore[dict-item]
     checkpoint = replace(checkpoint, manifest=replace(checkpoint.manifest, config=old))
-    with pytest.raises(CheckpointError, match=r"optimizer_args.scale cannot be changed when a run goes on"):
+    with pytest.raises(CheckpointError, match=r"optimizer_args.scale cannot be changed when a run is resumed"):
         restore_run(build(), checkpoint, parse_config(VALUES, "config"), ["all"])
 
 
@@ -276,7 +276,7 @@ def test_data_that_have_grown_need_leave(tmp_path: Path) -> None:
     # The config is what it was: a folder of images has got some more.
     checkpoint, config = saved(tmp_path), parse_config(VALUES, "config")
     grown = build(data_args={"length": 30})
-    with pytest.raises(CheckpointError, match=r"trained on 20 samples .*and the data are 30 samples.*--allow data"):
+    with pytest.raises(CheckpointError, match=r"trained on 20 samples .*but the data are now 30 samples.*--allow data"):
         restore_run(grown, checkpoint, config)
     restore_run(grown, checkpoint, config, ["data"])
     middle = replace(checkpoint, manifest=replace(checkpoint.manifest, step=1))

@@ -25,9 +25,9 @@ def changes(is_mid_epoch: bool = False, **values: Any) -> list[Any]:
 def test_each_difference_is_one_line_with_the_place_of_its_value() -> None:
     found = changes(epochs=20, optimizer_args={"lr": 0.2, "betas": [0.9, 0.99], "eps": 1e-5})
     assert [str(change) for change in found] == [
-        "epochs was 12 and is 20",
-        "optimizer_args.lr was 0.1 and is 0.2",
-        "optimizer_args.eps was not set and is 1e-05",
+        "epochs was 12 and is now 20",
+        "optimizer_args.lr was 0.1 and is now 0.2",
+        "optimizer_args.eps was not set and is now 1e-05",
     ]
     assert [change.needs_allow for change in found] == [False, True, True]
 
@@ -43,9 +43,9 @@ def test_what_is_harmless_needs_no_leave() -> None:
 def test_to_keep_fewer_checkpoints_says_what_that_removes() -> None:
     # A run begun with keep=50 on the command line lost all but two when it was resumed without.
     (fewer,) = find_changes({"keep": 50}, {"keep": 2}, is_mid_epoch=False)
-    assert str(fewer) == "keep was 50 and is 2, so older checkpoints are removed at the next save in their directory"
+    assert str(fewer) == "keep was 50 and is now 2, so the next save removes older checkpoints from their directory"
     (more,) = find_changes({"keep": 2}, {"keep": None}, is_mid_epoch=False)
-    assert str(more) == "keep was 2 and is None"
+    assert str(more) == "keep was 2 and is now None"
 
 
 def test_where_the_run_lies_is_no_difference() -> None:
@@ -54,9 +54,9 @@ def test_where_the_run_lies_is_no_difference() -> None:
 
 def test_the_error_names_the_options_that_allow_it() -> None:
     found = changes(epochs=3, max_grad_norm=1.0, optimizer_args={"lr": 0.2, "betas": [0.9, 0.99]})
-    with pytest.raises(CheckpointError, match=r"say --allow max_grad_norm --allow optimizer_args.lr;"):
+    with pytest.raises(CheckpointError, match=r"give --allow max_grad_norm --allow optimizer_args.lr;"):
         check_changes(found, ())
-    with pytest.raises(CheckpointError, match=r"another config: optimizer_args.lr was 0.1 and is 0.2. This"):
+    with pytest.raises(CheckpointError, match=r"another config: optimizer_args.lr was 0.1 and is now 0.2. This"):
         check_changes(found, ["max_grad_norm"])
 
 
@@ -68,14 +68,14 @@ def test_leave_is_given_by_name_or_by_one_above_or_to_all(allowed: list[str]) ->
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_shards": 2}, "num_shards was 4 and is 2, but the order in which gradients are added"),
+        ({"num_shards": 2}, "num_shards was 4 and is now 2, but the order in which gradients are added"),
         ({"precision": "float16"}, "gradient scaler"),
         ({"scheduler": "mine:Decay"}, "the scheduler's state"),
-        ({"batch_size": 64, "is_mid_epoch": True}, "seen twice"),
+        ({"batch_size": 64, "is_mid_epoch": True}, "used twice"),
     ],
 )
 def test_what_cannot_be_allowed_says_so(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=f"cannot go on: .*{said}"):
+    with pytest.raises(CheckpointError, match=f"cannot continue with this one: .*{said}"):
         check_changes(changes(**values), ["all"])
 
 
@@ -93,5 +93,5 @@ def test_a_rate_that_a_scheduler_sets_cannot_be_changed() -> None:
 
 def test_a_name_that_is_no_key_is_told_with_the_nearest() -> None:
     check_names(["all", "batch_size", "optimizer_args.lr"], SAVED)
-    with pytest.raises(ConfigError, match=r"--allow batchsize names no key of a config. Did you mean 'batch_size'?"):
+    with pytest.raises(ConfigError, match=r"--allow batchsize does not name a config key. Did you mean 'batch_size'?"):
         check_names(["batchsize"], SAVED)

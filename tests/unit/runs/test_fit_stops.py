@@ -94,7 +94,7 @@ def test_a_state_that_could_not_be_saved_is_an_error_though_saves_may_fail(tmp_p
     (tmp_path / "run" / "step-00000002.ckpt" / "in the way").mkdir(parents=True)
     with (
         pytest.warns(UserWarning, match="The training continues without this checkpoint"),
-        pytest.raises(CheckpointError, match=r"asked to stop, and where it stands could not be saved: .*step-00000002"),
+        pytest.raises(CheckpointError, match=r"asked to stop, but its state could not be saved: .*step-00000002"),
     ):
         train(tmp_path / "run", 2, on_save_error="warn")
 

@@ -37,7 +37,7 @@ def test_the_part_that_is_wrong_is_named(path: str, said: str) -> None:
 
 
 def test_a_call_that_fails_names_the_key_and_the_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"model could not be made: TypeError: .*model_args: size=3"):
+    with pytest.raises(ConfigError, match=r"model could not be constructed: TypeError: .*model_args: size=3"):
         call_object("model", import_object("model", "good_module:Net"), size=3)
 
 

@@ -66,12 +66,12 @@ def test_a_run_goes_on_in_its_own_directory(old: Path, resumed: str) -> None:
     assert run.run_dir == old
     assert run.origin is not None
     assert run.origin.checkpoint == old / "step-00000007.ckpt"
-    assert [str(change) for change in run.changes] == ["epochs was 10 and is 3"]
+    assert [str(change) for change in run.changes] == ["epochs was 10 and is now 3"]
 
 
 @pytest.mark.parametrize("resumed", ["runs/mine/step-00000003.ckpt", "runs/mine/best.ckpt"])
 def test_an_older_checkpoint_is_refused_and_leads_into_a_new_directory(old: Path, resumed: str) -> None:
-    with pytest.raises(RunDirectoryError, match=r"step-00000007.ckpt would be of another history.*run_dir=NAME"):
+    with pytest.raises(RunDirectoryError, match=r"step-00000007.ckpt would not belong to the steps.*run_dir=NAME"):
         opened(resumed)
     run = opened(resumed, says=True, run_dir="runs/other")
     assert run.origin is not None
@@ -94,7 +94,7 @@ def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> Non
     assert run.run_dir == old
     assert run.origin is not None
     assert run.origin.checkpoint.name == "step-00000003.ckpt"
-    assert "tensor 'a' is not as written. Going on from the one before." in told[0]
+    assert "tensor 'a' is not as written. Trying the checkpoint before it." in told[0]
     assert names(old) == ["step-00000003.ckpt"]
     assert (old / "step-00000007.ckpt.broken").is_file()
     newest.write_bytes(b"broken")
@@ -130,7 +130,7 @@ def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str)
 def test_a_run_that_stands_beyond_its_end_is_refused(old: Path) -> None:
     # It ended at once, and showed the weights of epoch 3 as those of the two that were asked for.
     save(old / "step-00000009.ckpt", 9, epoch=2)
-    with pytest.raises(CheckpointError, match="stands in epoch 3, after step 1, and epochs is 2"):
+    with pytest.raises(CheckpointError, match="is at epoch 3, after step 1, but epochs is only 2"):
         opened(NEWEST, epochs=2)
     assert opened(NEWEST, epochs=3).origin is not None
 

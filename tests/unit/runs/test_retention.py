@@ -71,5 +71,5 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
 
 
 def test_keeping_the_highest_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match="write '-loss', for lower is better"):
+    with pytest.raises(ConfigError, match="Write '-loss', because lower is better"):
         parse_config({"model": "a:b", "data": "a:b", "keep_best": "loss"}, "config")

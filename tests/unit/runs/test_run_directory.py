@@ -36,7 +36,7 @@ def test_a_named_run_is_never_written_over() -> None:
 
 def test_a_directory_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="cannot be made"):
+    with pytest.raises(RunDirectoryError, match="cannot be created"):
         make_run_directory("file/run", "digits")
 
 
@@ -57,7 +57,7 @@ def test_no_run_to_resume_is_explained() -> None:
 
 def test_a_run_without_a_checkpoint_is_nothing_to_go_on_from() -> None:
     make_run_directory("runs/mine", "digits")
-    with pytest.raises(RunDirectoryError, match=r"no checkpoint to go on from: delete it"):
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint to resume from: delete it"):
         make_run_directory("runs/mine", "digits")
     with pytest.raises(RunDirectoryError, match=r"holds no checkpoint to resume from.*Delete it"):
         find_run_directory("runs/mine", "digits")
