@@ -13,8 +13,7 @@ import torch.distributed as dist
 from tests.process.ranks import call_on_ranks
 
 import lockstep as ls
-from lockstep.comm import checked
-from lockstep.comm.shm import rendezvous
+from lockstep.comm import checked, hosts
 
 Answers = dict[str, Any]
 MISTAKES = (
@@ -30,7 +29,7 @@ def join(way: str, run: ls.Run) -> None:
     store = dist.PrefixStore(way, dist.distributed_c10d._get_default_store())
     ls.destroy_process_group()
     if way == "apart":
-        vars(rendezvous)["host_identity"] = lambda: f"boot {run.rank // 2}"
+        vars(hosts)["host_identity"] = lambda: f"boot {run.rank // 2}"
     elif way == "gloo":
         vars(checked)["meet_on_host"] = lambda *_: None
     backend = "shm" if way == "apart" else "gloo"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
 
+from lockstep.comm.deadline import Deadline
 from lockstep.comm.shm import rendezvous
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.errors import GroupError, PeerLostError
@@ -190,7 +191,7 @@ def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str) -> t
     store = rank.store()
     num_open = len(names_in("/proc/self/fd"))
     with pytest.raises(GroupError) as caught:
-        rendezvous.connect_ranks(store, rank.number, FileLayout(rank.size), timedelta(seconds=1))
+        rendezvous.connect_ranks(store, rank.number, FileLayout(rank.size), Deadline.after(timedelta(seconds=1)))
     return time.monotonic(), caught.value, len(names_in("/proc/self/fd")) - num_open
 
 
@@ -240,7 +241,9 @@ def meet_where_one_sees_another_lost(rank: Rank) -> GroupError:
     if rank.number == 2:
         module._receive_file, module._watch = receive_after_word, see_loss
     with pytest.raises(GroupError) as caught:
-        rendezvous.connect_ranks(rank.store(), rank.number, FileLayout(rank.size), timedelta(seconds=PATIENCE))
+        rendezvous.connect_ranks(
+            rank.store(), rank.number, FileLayout(rank.size), Deadline.after(timedelta(seconds=PATIENCE))
+        )
     return caught.value
 
 
@@ -272,7 +275,7 @@ def hold_the_store(rank: Rank) -> GroupError:
     if rank.number == 0:
         rank.hear()
     with pytest.raises(GroupError) as caught:
-        rendezvous.connect_ranks(store, rank.number, FileLayout(rank.size), timedelta(seconds=PATIENCE))
+        rendezvous.connect_ranks(store, rank.number, FileLayout(rank.size), Deadline.after(timedelta(seconds=PATIENCE)))
     return caught.value
 
 

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.host_identity import host_identity
 from lockstep.comm.shm import file_layout, rendezvous
-from lockstep.comm.shm.host import host_identity
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.errors import GroupError
 
@@ -375,11 +376,11 @@ def admit_slowly(me: Rank) -> float:
         return listener
 
     def join_when_told(
-        store: dist.Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]
+        store: dist.Store, address: str, rank: int, deadline: Deadline, names: Sequence[int]
     ) -> rendezvous.GroupHandles:
         me.say()
         me.hear()
-        return join(store, address, rank, timeout, names)
+        return join(store, address, rank, deadline, names)
 
     rendezvous._listen, rendezvous._join = listen_and_say, join_when_told
     group = me.join()
@@ -462,4 +463,4 @@ def test_a_rank_does_not_join_another_user(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, pose_as_rank_0) as impostor:
         address = impostor.hear(0)
         with pytest.raises(GroupError, match="belongs to another user"):
-            rendezvous._join(dist.HashStore(), address, 1, timedelta(seconds=PATIENCE), range(2))
+            rendezvous._join(dist.HashStore(), address, 1, Deadline.after(timedelta(seconds=PATIENCE)), range(2))

@@ -7,9 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm.checked import CheckedProcessGroup, check_group
+from lockstep.comm.deadline import Deadline
 from lockstep.comm.exit_notice import report_uncaught_exceptions
+from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
 from lockstep.comm.shm.group import ShmProcessGroup, make_shm_group
-from lockstep.comm.shm.rendezvous import GroupMembers, NotShared
+from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.errors import PeerLostError
 
 
@@ -27,28 +29,51 @@ def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGr
     """Make the group that torch asks for (collective over its ranks)."""
     report_uncaught_exceptions()
     members = _read_members(options)
-    found = make_shm_group(options.store, options.group_rank, options.group_size, options.timeout, members)
-    if not isinstance(found, NotShared):
-        return found
-    if options.group_rank == 0:
-        warnings.warn(
-            f"The shm backend uses Gloo for this group, because {found.reason}. Calls are compared all the same.",
-            stacklevel=2,
-        )
-    return check_group(options.store, options.group_rank, options.timeout, {"cpu": "gloo"}, members)
+    set_up = _read_set_up(options, members)
+    group: ShmProcessGroup | CheckedProcessGroup
+    found, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up)
+    if isinstance(found, NotShared):
+        if options.group_rank == 0:
+            warnings.warn(
+                f"The shm backend uses Gloo for this group, because {found.reason}. Calls are compared all the same.",
+                stacklevel=2,
+            )
+        known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
+        group = check_group(options.store, options.group_rank, options.timeout, {"cpu": "gloo"}, members, known)
+    else:
+        group = found
+    remember_hosts(group, hosts)
+    return group
 
 
 def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> CheckedProcessGroup:
     """Make the group that torch asks for (collective over its ranks).
 
     `backends` is what `init_process_group` gave as options: a backend for each device. A subgroup gets none, for
-    `new_group` hands on the name of the default group's backend but not its options.
+    `new_group` passes the name of the default group's backend but not its options.
     """
     report_uncaught_exceptions()
     if backends is None:
         default: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
         backends = default.backend_names
-    return check_group(options.store, options.group_rank, options.timeout, backends, _read_members(options))
+    members = _read_members(options)
+    set_up = _read_set_up(options, members)
+    group = check_group(options.store, options.group_rank, options.timeout, backends, members, set_up)
+    if set_up.hosts is not None:
+        remember_hosts(group, set_up.hosts)
+    return group
+
+
+def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
+    """Return what is known of the group that torch asks for: of a subgroup, what the default group knows (local)."""
+    known = current_set_up()
+    if known is not None:
+        return known
+    default = dist.GroupMember.WORLD
+    hosts = None if default is None else known_hosts(default)
+    return GroupSetUp(
+        hosts=None if hosts is None else hosts.of_ranks(members.names), deadline=Deadline.after(options.timeout)
+    )
 
 
 def _read_members(options: Any) -> GroupMembers:

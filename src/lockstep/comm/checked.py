@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -21,9 +22,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.gloo import gloo_connected_in_time
+from lockstep.comm.hosts import GroupMembers, GroupSetUp
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.call_comparer import make_shared_memory_comparer
-from lockstep.comm.shm.rendezvous import GroupMembers
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError, PeerLostError
 
@@ -214,7 +216,12 @@ class CheckedProcessGroup(ProcessGroup):
 
 
 def check_group(
-    store: Store, rank: int, timeout: timedelta, backends: Mapping[str, str], members: GroupMembers
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    backends: Mapping[str, str],
+    members: GroupMembers,
+    set_up: GroupSetUp,
 ) -> CheckedProcessGroup:
     """Make a checked group (collective over its ranks).
 
@@ -224,6 +231,7 @@ def check_group(
         timeout: How long a call may take.
         backends: Name of torch's backend for each device type.
         members: Who the ranks are.
+        set_up: When the group must be made, and what is known of its hosts.
 
     Raises:
         GroupError: A backend that cannot be checked; some rank did not come in time.
@@ -235,14 +243,17 @@ def check_group(
         "nccl": lambda place: dist.ProcessGroupNCCL(place, rank, size, _nccl_options(timeout)),
     }
     made: dict[str, Any] = {}
-    for device, name in backends.items():
-        if name not in makers:
-            raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
-        if name not in made:
-            made[name] = makers[name](PrefixStore(f"inner/{name}", store))
-        inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
+    with ExitStack() as until_made:
+        if "gloo" in backends.values():
+            until_made.enter_context(gloo_connected_in_time(store, rank, size, set_up.deadline))
+        for device, name in backends.items():
+            if name not in makers:
+                raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
+            if name not in made:
+                made[name] = makers[name](PrefixStore(f"inner/{name}", store))
+            inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
     inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
-    shared = make_shared_memory_comparer(PrefixStore("agreement/shm", store), rank, size, timeout, members)
+    shared = make_shared_memory_comparer(PrefixStore("compare/shm", store), rank, timeout, members, set_up)
     comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
     return CheckedProcessGroup(inner, comparer, backends, members.names)
 

@@ -65,7 +65,7 @@ def test_a_call_is_described_by_what_must_agree(name: str, arguments: Any, said:
 
 
 def test_options_say_operation_root_and_whether_the_caller_waits() -> None:
-    options = dist.ReduceOptions()
+    options: Any = dist.ReduceOptions()
     options.reduceOp, options.rootRank, options.asyncOp = dist.ReduceOp.PRODUCT, 1, False
     call = BY_NAME["reduce"].read(([ONE], options), {})
     assert (call.op, call.root, call.is_async) == (dist.ReduceOp.PRODUCT, 1, False)

@@ -8,9 +8,11 @@ rank r                                                     the store
 ------                                                     ---------
 1 the address of mine from which rank 0's host is reached ->  way/<r>
 2 everybody's                                             <-  way/*
-3 all on one host: loopback. My address of step 1, unless it is loopback, as on rank 0's host if that has its own
-  name for itself: then the address of mine from which a worker of another host is reached.
+3 My address of step 1, unless it is loopback, as on rank 0's host if that has its own name for itself: then the
+  address of mine from which a worker of another host is reached.
 4 the interface that has it -> GLOO_SOCKET_IFNAME
+
+Workers that are all on one host take loopback, and need no store for that.
 """
 
 import contextlib
@@ -26,23 +28,21 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.bootstrap.store import StoreLocation
-from lockstep.comm.shm.host import host_identity
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.hosts import GroupHosts, GroupMembers, wait_for_members
 from lockstep.errors import GroupError
 from lockstep.settings import read_gloo_interface, set_gloo_interface
 
 _LEAVING = timedelta(seconds=5)
 _ANY_PORT = 9
 """Of an address that is looked at and not written to."""
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
     """How one worker reaches the host of rank 0."""
 
-    host: str
-    """Equal for workers of one host."""
-    name: str
-    """The host's name, for people."""
     source: str
     """The worker's own address on the way; empty if there is none."""
     given: str
@@ -64,30 +64,38 @@ def explain_wrong_interface() -> str:
     )
 
 
-def choose_interface(store: Store, rank: int, world_size: int, location: StoreLocation, timeout: timedelta) -> None:
+def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: StoreLocation, deadline: Deadline) -> None:
     """Set GLOO_SOCKET_IFNAME for this process, unless the user has (collective).
 
     Args:
         store: Shared by the workers, and for this group alone.
         rank: Number of this worker.
-        world_size: How many there are.
+        hosts: Where the workers are.
         location: Where rank 0 is.
-        timeout: How long to wait for the others' ways.
+        deadline: When all must have answered.
 
     Raises:
-        GroupError: Some worker is told to use loopback, but not all workers are on one host; on all ranks.
+        GroupError: Some worker is told to use loopback, but not all workers are on one host; on all ranks. Some worker
+            did not answer in time.
     """
-    if world_size == 1 or not location.host:
+    if not location.host:
+        return
+    if hosts.is_one_host:
+        if not read_gloo_interface():
+            _use_interface_of(_LOOPBACK)
         return
     shared = PrefixStore("way", store)
-    ways = _exchange(shared, rank, world_size, _find_way(location), timeout)
-    problem = _explain_loopback(ways)
+    ways = _exchange(shared, rank, len(hosts.identities), _find_way(location), deadline)
+    problem = _explain_loopback(ways, hosts)
     if problem:
-        _leave_together(shared, world_size)
+        _leave_together(shared, len(ways))
         raise GroupError(problem)
-    if ways[rank].given:
-        return
-    name = _interface_of(_own_address(ways, ways[rank]))
+    if not ways[rank].given:
+        _use_interface_of(_own_address(ways, hosts, rank))
+
+
+def _use_interface_of(address: str) -> None:
+    name = _interface_of(address)
     if name:
         set_gloo_interface(name)
 
@@ -98,44 +106,42 @@ def describe_interfaces() -> str:
     return ", ".join(sorted(found))
 
 
-def _exchange(store: Store, rank: int, world_size: int, mine: _Way, timeout: timedelta) -> list[_Way]:
+def _exchange(store: Store, rank: int, world_size: int, mine: _Way, deadline: Deadline) -> list[_Way]:
     store.set(str(rank), json.dumps(asdict(mine)))
     keys = [str(number) for number in range(world_size)]
-    store.wait(keys, timeout)
+    wait_for_members(store, keys, GroupMembers(names=range(world_size)), deadline)
     return [_Way(**json.loads(text)) for text in store.multi_get(keys)]
 
 
 def _find_way(location: StoreLocation) -> _Way:
     given = read_gloo_interface()
-    identity, name = host_identity(), socket.gethostname()
     return _Way(
-        host=f"{identity} {name}" if identity.startswith("alone") else identity,
-        name=name,
         source=_source_towards(location.host),
         given=given,
         is_given_loopback=bool(given) and all(map(_is_loopback, _addresses_of(given.split(",")[0].lstrip("=")))),
     )
 
 
-def _own_address(ways: Sequence[_Way], mine: _Way) -> str:
-    others = [way for way in ways if way.host != mine.host]
-    if not others:
-        return "127.0.0.1"
+def _own_address(ways: Sequence[_Way], hosts: GroupHosts, rank: int) -> str:
+    """Return the address of this host from which the others can be reached; empty if there is none."""
+    mine, local = ways[rank], hosts.local_ranks(rank)
+    others = [way for peer, way in enumerate(ways) if peer not in local]
     if mine.source and not _is_loopback(mine.source):
         return mine.source
     reachable = (way.source for way in others if way.source and not _is_loopback(way.source))
     return _source_towards(next(reachable, ""))
 
 
-def _explain_loopback(ways: Sequence[_Way]) -> str:
+def _explain_loopback(ways: Sequence[_Way], hosts: GroupHosts) -> str:
     """Say which worker was told to use what only its own host can reach; nothing if none was."""
     for rank, way in enumerate(ways):
-        other = next((number for number, other in enumerate(ways) if other.host != way.host), None)
+        local = hosts.local_ranks(rank)
+        other = next((peer for peer in range(len(ways)) if peer not in local), None)
         if way.is_given_loopback and other is not None:
             return (
-                f"GLOO_SOCKET_IFNAME is {way.given!r} for rank {rank} on host {way.name!r}, where no other host can "
-                f"reach it, and rank {other} is on another host, {ways[other].name!r}. Unset GLOO_SOCKET_IFNAME: "
-                "Lockstep finds the interface by itself."
+                f"GLOO_SOCKET_IFNAME is {way.given!r} for rank {rank} on host {hosts.host_names[rank]!r}, where no "
+                f"other host can reach it, and rank {other} is on another host, {hosts.host_names[other]!r}. Unset "
+                "GLOO_SOCKET_IFNAME: Lockstep finds the interface by itself."
             )
     return ""
 

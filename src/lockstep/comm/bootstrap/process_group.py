@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -30,6 +29,9 @@ from lockstep.comm.bootstrap.store import (
     find_store_location,
     open_store,
 )
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.gloo import gloo_connected_in_time
+from lockstep.comm.hosts import GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
 from lockstep.comm.world import World, current_world
 from lockstep.devices.current import take_gpu
 from lockstep.errors import GroupError
@@ -117,20 +119,26 @@ def init_process_group(  # the parameters are torch's, in torch's order
     is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
     with _raising_first(problem):
         rank, world_size = _find_place(variables, init_method, rank, world_size, has_store=store is not None)
+    set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
         location = find_store_location(init_method or "env://", store, variables)
         limit = _TELLING if problem else timeout or _default_timeout(backend)
-        opened = _open_and_handshake(settings, location, limit)
+        deadline = Deadline.after(limit)
+        opened = _open_and_handshake(settings, location, deadline)
+        members = GroupMembers(names=range(opened.world_size))
+        hosts = find_hosts(opened.store, opened.rank, members, deadline.with_at_least(_LEAST_SECONDS))
         if _uses_gloo(backend):
-            choose_interface(opened.store, opened.rank, opened.world_size, location, limit)
+            choose_interface(opened.store, opened.rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
+        set_up = GroupSetUp(hosts=hosts, deadline=deadline.with_at_least(_LEAST_SECONDS))
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
+    asked_of_torch = "" if is_checked else backend.lower()
     if is_checked:
         backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    with _network_explained(rank):
+    with _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in asked_of_torch):
         dist.init_process_group(
             backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
         )
@@ -196,34 +204,26 @@ class _Settings:
     """Why it cannot take part; empty if it can."""
 
 
-def _open_and_handshake(settings: _Settings, location: StoreLocation, limit: datetime.timedelta) -> OpenedStore:
+def _open_and_handshake(settings: _Settings, location: StoreLocation, deadline: Deadline) -> OpenedStore:
     """Meet the other workers (collective); return this one's place, with a store for this group alone."""
-    end = time.monotonic() + limit.total_seconds()
     while True:
         with _raising_first(settings.problem):
-            opened = open_store(location, settings.rank, settings.world_size, _until(end))
+            opened = open_store(location, settings.rank, settings.world_size, deadline.left(_LEAST_SECONDS))
             if opened is None:
-                raise GroupError(
-                    explain_port_in_use(
-                        location, _report_duplicate(settings, location, min(_until(end), _DUPLICATE_TIMEOUT))
-                    )
-                )
+                limit = min(deadline.left(_LEAST_SECONDS), _DUPLICATE_TIMEOUT)
+                raise GroupError(explain_port_in_use(location, _report_duplicate(settings, location, limit)))
         if location.store is None:
-            opened.store.set_timeout(limit)
+            opened.store.set_timeout(deadline.limit)
         generation = run_handshake(
             opened.store,
             _announce(settings, opened.rank, opened.world_size),
-            timeout=_until(end),
+            timeout=deadline.left(_LEAST_SECONDS),
             hosted_at=location.address if location.is_hosted else "",
             problem=f"{settings.problem} Rank {opened.rank} found this first." if settings.problem else "",
         )
         if generation is not None:
             own = PrefixStore(f"lockstep/{generation}/group", opened.store)
             return OpenedStore(store=own, rank=opened.rank, world_size=opened.world_size)
-
-
-def _until(end: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(end - time.monotonic(), _LEAST_SECONDS))
 
 
 def _report_duplicate(settings: _Settings, location: StoreLocation, timeout: datetime.timedelta) -> str:
@@ -246,6 +246,30 @@ def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
         process=f"process {os.getpid()} on host {socket.gethostname()}",
         token=f"{_TOKEN}-{os.getpid()}",  # a fork has its parent's half
     )
+
+
+@contextlib.contextmanager
+def _in_time(
+    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
+) -> Iterator[None]:
+    """Have the group that torch makes within use what is known of it (collective).
+
+    Args:
+        set_up: What is known; None for a group without a store.
+        store: The group's store.
+        rank: Number of this worker.
+        world_size: How many there are.
+        uses_gloo: Whether torch itself makes a Gloo backend.
+    """
+    if set_up is None or store is None:
+        yield
+        return
+    with setting_up(set_up), contextlib.ExitStack() as until_made:
+        if uses_gloo:
+            until_made.enter_context(gloo_connected_in_time(store, rank, world_size, set_up.deadline))
+        yield
+    if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
+        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
 
 
 @contextlib.contextmanager

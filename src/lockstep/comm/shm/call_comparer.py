@@ -7,11 +7,12 @@ from typing import final
 
 from torch.distributed import Store
 
+from lockstep.comm.hosts import GroupMembers, GroupSetUp
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.rendezvous import GroupMembers, NotShared, connect_ranks
+from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
 from lockstep.errors import GroupError, PeerLostError
 
 
@@ -65,17 +66,23 @@ class SharedMemoryComparer:
 
 
 def make_shared_memory_comparer(
-    store: Store, rank: int, size: int, timeout: timedelta, members: GroupMembers | None = None
+    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp
 ) -> SharedMemoryComparer | None:
-    """Bring ranks together that only agree on calls (collective); None if they are not on one host.
+    """Connect ranks that only compare calls (collective); None if they are not on one host.
+
+    Args:
+        store: A store for this alone.
+        rank: Number of this process in the group.
+        timeout: How long a call may take.
+        members: Who the ranks are.
+        set_up: When the ranks must be connected, and what is known of their hosts.
 
     Raises:
         GroupError: Some rank did not come in time.
-        PeerLostError: A rank came and was lost before all had met.
+        PeerLostError: A rank was lost before all had come.
     """
-    layout = FileLayout(size, send_buffer_bytes=PAGE, slot_bytes=PAGE)
-    members = members or GroupMembers(names=range(size))
-    handles = connect_ranks(store, rank, layout, timeout, members)
+    layout = FileLayout(len(members.names), send_buffer_bytes=PAGE, slot_bytes=PAGE)
+    handles, _ = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
     if isinstance(handles, NotShared):
         return None
     memory = Memory(handles.descriptor, layout, rank)

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from lockstep.comm.calls import describe_call
 from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
     check_dense,
@@ -44,7 +45,7 @@ from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.pipeline import PartialReduction
 from lockstep.comm.shm.point_to_point import PointToPoint
-from lockstep.comm.shm.rendezvous import GroupHandles, GroupMembers, NotShared, connect_ranks
+from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
 from lockstep.comm.shm.torch_backends import TorchBackends
 from lockstep.comm.shm.work_queue import WorkQueue
 from lockstep.compiler import keep_compiler_out_of_methods
@@ -398,26 +399,29 @@ class ShmProcessGroup(ProcessGroup):
 
 
 def make_shm_group(
-    store: Store, rank: int, size: int, timeout: timedelta, members: GroupMembers
-) -> ShmProcessGroup | NotShared:
+    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp
+) -> tuple[ShmProcessGroup | NotShared, GroupHosts]:
     """Make a group of processes of one host (collective over its ranks), or say why they are not.
 
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
-        size: Number of ranks.
-        timeout: How long to wait for the others, and later how long a call may take.
-        members: Who they are.
+        timeout: How long a call may take.
+        members: Who the ranks are.
+        set_up: When the group must be made, and what is known of its hosts.
+
+    Returns:
+        The group, or why there is none; and where the ranks are.
 
     Raises:
         GroupError: Some rank did not come in time.
-        PeerLostError: A rank was lost before all had met.
+        PeerLostError: A rank was lost before all had come.
     """
-    layout = FileLayout(size)
-    handles = connect_ranks(store, rank, layout, timeout, members)
+    layout = FileLayout(len(members.names))
+    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
     if isinstance(handles, NotShared):
-        return handles
-    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names)
+        return handles, hosts
+    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names), hosts
 
 
 def _close(  # everything but the group itself, which this must not keep alive

@@ -23,47 +23,40 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import Store
 
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.hosts import (
+    GroupHosts,
+    GroupMembers,
+    explain_missing,
+    find_hosts,
+    store_loss_explained,
+    wait_for_members,
+)
 from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
-from lockstep.comm.shm.host import host_identity
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")
 _READY = b"r"
 _GO = b"g"
+_ADDRESS = "address"
 _FAILED = "failed"
 _LEFT = "left/{}"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which knows who is missing and says so."""
-_FIRST_PAUSE_SECONDS = 0.0005
-_LAST_PAUSE_SECONDS = 0.05
-"""How often who waits for others looks whether they have come or are lost: often at first, when they are about to."""
-_WARNING_SECONDS = 10.0
-"""After how long who waits says for whom."""
-
-
-def _nobody() -> None:
-    """Find nobody lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMembers:
-    """Who the ranks of a group are."""
-
-    names: Sequence[int]
-    """What messages call them: their ranks in the default group."""
-    find_lost: Callable[[], PeerLostError | None] = _nobody
-    """Return the error for a member that is known to be lost, or None."""
+_GRACE_SECONDS = 1.0
+"""How long a rank that has come in time may take at least to map the file."""
+_LEAST_SECONDS = 0.001
+"""To a socket, zero means not to wait at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +80,26 @@ class NotShared:
 
 
 def connect_ranks(
-    store: Store, rank: int, layout: FileLayout, timeout: timedelta, members: GroupMembers | None = None
-) -> GroupHandles | NotShared:
-    """Bring the ranks of a group together (collective).
+    store: Store,
+    rank: int,
+    layout: FileLayout,
+    deadline: Deadline,
+    members: GroupMembers | None = None,
+    hosts: GroupHosts | None = None,
+) -> tuple[GroupHandles | NotShared, GroupHosts]:
+    """Connect the ranks of a group through shared memory (collective); return the hosts of the ranks too.
 
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
         layout: What the shared file looks like; it knows the number of ranks.
-        timeout: How long to wait for the others.
+        deadline: When all must have come.
         members: Who they are; None if they have no names but their numbers.
+        hosts: Where they are, if that is known: on all ranks or on none.
 
     Raises:
         GroupError: Some rank did not come in time, or there is no such rank.
-        PeerLostError: A rank was lost before all had met.
+        PeerLostError: A rank was lost before all had come.
     """
     members = members or GroupMembers(names=range(layout.size))
     if not 0 <= rank < layout.size:
@@ -110,14 +109,23 @@ def connect_ranks(
         )
     listener = _listen() if rank == 0 else None
     try:
-        hosts = _exchange_hosts(store, rank, members, listener, timeout)
-        reason = _explain_apart([host for host, _ in hosts], members.names)
+        with store_loss_explained():
+            if listener is not None:
+                store.set(_ADDRESS, listener.getsockname()[1:].decode("ascii"))
+            if hosts is None:
+                hosts = find_hosts(store, rank, members, deadline)
+            else:
+                keys = [f"arrived/{peer}" for peer in range(layout.size)]
+                store.set(keys[rank], "yes")
+                wait_for_members(store, keys, members, deadline)
+            address = store.get(_ADDRESS).decode("ascii")  # there, since rank 0 has come
+        reason = hosts.why_not_shared(members.names)
         if reason:
-            return NotShared(reason=reason)
+            return NotShared(reason=reason), hosts
         if listener is not None:
-            return _receive_all(store, listener, layout, timeout, members.names)
-        with _explaining_lost_root(store, timeout, members.names):
-            return _join(store, hosts[0][1], rank, timeout, members.names)
+            return _receive_all(store, listener, layout, deadline, members.names), hosts
+        with _explaining_lost_root(store, deadline.limit, members.names):
+            return _join(store, address, rank, deadline, members.names), hosts
     finally:
         if listener is not None:
             listener.close()
@@ -128,70 +136,6 @@ def _listen() -> socket.socket:
     listener.bind(f"\0lockstep-{secrets.token_hex(16)}")
     listener.listen(socket.SOMAXCONN)
     return listener
-
-
-def _exchange_hosts(
-    store: Store, rank: int, members: GroupMembers, listener: socket.socket | None, timeout: timedelta
-) -> list[tuple[str, str]]:
-    address = listener.getsockname()[1:].decode("ascii") if listener is not None else ""
-    keys = [f"host/{peer}" for peer in range(len(members.names))]
-    try:
-        store.set(keys[rank], json.dumps([host_identity(), address]))
-        _await(store, keys, members, timeout)
-        return [(str(host), str(where)) for host, where in (json.loads(store.get(key)) for key in keys)]
-    except DistNetworkError as error:
-        raise GroupError(
-            "The store is gone: the process that holds it, rank 0 as a rule, ended while the group was being made. "
-            f"Look at its log. torch said: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _await(store: Store, keys: Sequence[str], members: GroupMembers, timeout: timedelta) -> None:
-    """Wait until all have come; after a while say who has not."""
-    started = time.monotonic()
-    pause = _FIRST_PAUSE_SECONDS
-    has_spoken = False
-    # Not `store.wait` with a short timeout: torch prints a warning each time that one is over.
-    while not store.check(list(keys)):
-        waited = time.monotonic() - started
-        is_over = waited >= timeout.total_seconds()
-        lost = members.find_lost()
-        if lost is not None:
-            raise lost
-        if is_over or (waited > _WARNING_SECONDS and not has_spoken):
-            has_spoken = True
-            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
-            if missing and is_over:
-                raise GroupError(_explain_missing(missing, len(keys), timeout))
-            if missing:
-                _LOGGER.warning(
-                    "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
-                    _name_ranks(missing),
-                    ", ".join(map(str, members.names)),
-                )
-        time.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _explain_missing(missing: Sequence[int], size: int, timeout: timedelta) -> str:
-    return (
-        f"{_name_ranks(missing).capitalize()} of {size} did not come to make the "
-        f"group within {timeout.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
-    )
-
-
-def _explain_apart(hosts: Sequence[str], names: Sequence[int]) -> str:
-    for rank, host in enumerate(hosts):
-        if host.startswith("alone"):
-            return f"rank {names[rank]} cannot share memory ({host.removeprefix('alone, ')})"
-        if host != hosts[0]:
-            both = f"ranks {names[0]} and {names[rank]}"
-            return f"{both} are not on one host, or not in one container, or not of one user"
-    return ""
 
 
 @contextmanager
@@ -237,29 +181,29 @@ def _read_reason(store: Store, key: str) -> GroupError | None:
 
 
 def _receive_all(
-    store: Store, listener: socket.socket, layout: FileLayout, timeout: timedelta, names: Sequence[int]
+    store: Store, listener: socket.socket, layout: FileLayout, deadline: Deadline, names: Sequence[int]
 ) -> GroupHandles:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
     with ExitStack() as undo, ExitStack() as done, _publishing_reason(store, _FAILED):
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
-        deadline = time.monotonic() + timeout.total_seconds()
         while len(connections) < layout.size - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            listener.settimeout(deadline.seconds_left(_LEAST_SECONDS))
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
-                raise GroupError(_explain_missing(missing, layout.size, timeout)) from error
+                raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
             done.callback(connection.close)
-            _admit(connection, connections, pids, timeout)
+            _admit(connection, connections, pids, deadline)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
             with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
         pidfds = _watch(pids, 0, undo, names)
         for rank, connection in connections.items():
+            connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
             with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
@@ -270,10 +214,10 @@ def _receive_all(
 
 
 def _admit(
-    connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], timeout: timedelta
+    connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], deadline: Deadline
 ) -> None:
     """Note whose connection this is, or close it: it may be anybody's, and may say anything or nothing."""
-    connection.settimeout(timeout.total_seconds())
+    connection.settimeout(deadline.seconds_left(_LEAST_SECONDS))
     pid, uid = _who_is(connection)
     hello = b""
     if uid == os.geteuid():
@@ -287,9 +231,9 @@ def _admit(
     pids[rank] = pid
 
 
-def _join(store: Store, address: str, rank: int, timeout: timedelta, names: Sequence[int]) -> GroupHandles:
+def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequence[int]) -> GroupHandles:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout.total_seconds() + _LONGER_SECONDS)
+        connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
         if _who_is(connection)[1] != os.geteuid():
             raise GroupError("The process that offers the group's shared memory belongs to another user: not joined.")
@@ -326,8 +270,12 @@ def _watch(pids: dict[int, int], own: int, undo: ExitStack, names: Sequence[int]
     return pidfds
 
 
+def _know_nothing() -> None:
+    """Know no reason for a loss."""
+
+
 @contextmanager
-def _losing(name: int, ask_why: Callable[[], GroupError | None] = _nobody) -> Iterator[None]:
+def _losing(name: int, ask_why: Callable[[], GroupError | None] = _know_nothing) -> Iterator[None]:
     """Take what goes wrong within for the loss of the rank of this name, or for what it has left word of."""
     try:
         yield

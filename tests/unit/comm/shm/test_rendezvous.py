@@ -6,9 +6,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm import hosts
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.hosts import GroupMembers
 from lockstep.comm.shm import rendezvous
 from lockstep.comm.shm.file_layout import FileLayout
-from lockstep.comm.shm.rendezvous import GroupMembers
 from lockstep.errors import GroupError, PeerLostError
 
 LONG = timedelta(seconds=30)
@@ -18,15 +20,17 @@ LONG = timedelta(seconds=30)
 def test_a_rank_outside_the_group_is_told(rank: int) -> None:
     # It was an IndexError from within.
     with pytest.raises(GroupError, match=f"Rank {rank} is outside a group of 2: ranks are 0 to 1"):
-        rendezvous.connect_ranks(dist.HashStore(), rank, FileLayout(2), LONG)
+        rendezvous.connect_ranks(dist.HashStore(), rank, FileLayout(2), Deadline.after(LONG))
 
 
 def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_WARNING_SECONDS", 0.0)
+    monkeypatch.setattr(hosts, "_WARNING_SECONDS", 0.0)
     store = dist.HashStore()
     store.set("host/1", "[]")
     with caplog.at_level(logging.WARNING, "lockstep"), pytest.raises(GroupError, match="Ranks 4, 7 of 4 did not come"):
-        rendezvous.connect_ranks(store, 0, FileLayout(4), timedelta(seconds=0.6), GroupMembers(names=[1, 3, 4, 7]))
+        rendezvous.connect_ranks(
+            store, 0, FileLayout(4), Deadline.after(timedelta(seconds=0.6)), GroupMembers(names=[1, 3, 4, 7])
+        )
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
         "Waiting for ranks 4, 7 to make a group of ranks 1, 3, 4, 7"
     ]
@@ -35,7 +39,7 @@ def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: 
 def test_who_waits_for_a_lost_rank_is_told_at_once() -> None:
     members = GroupMembers(names=[2, 5], find_lost=lambda: PeerLostError("Rank 5 is lost.", rank=5))
     with pytest.raises(PeerLostError, match="Rank 5 is lost") as caught:
-        rendezvous.connect_ranks(dist.HashStore(), 0, FileLayout(2), LONG, members)
+        rendezvous.connect_ranks(dist.HashStore(), 0, FileLayout(2), Deadline.after(LONG), members)
     assert caught.value.rank == 5
 
 
@@ -43,5 +47,5 @@ def test_waiting_over_tcp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> N
     # It waited in slices once, and torch printed a warning for each that was over: in every correct script.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(GroupError, match="Rank 1 of 2 did not come"):
-        rendezvous.connect_ranks(store, 0, FileLayout(2), timedelta(seconds=0.6))
+        rendezvous.connect_ranks(store, 0, FileLayout(2), Deadline.after(timedelta(seconds=0.6)))
     assert capfd.readouterr().err == ""

@@ -1,0 +1,211 @@
+"""Which ranks of a group are on which host: found once, when the group is made, and held in one value.
+
+The shm rendezvous, the choice of Gloo's network interface and subgroups use that value. `init_process_group` finds it
+for the default group, after the startup handshake; a group that torch makes by itself finds it in its own set-up.
+"""
+
+import json
+import logging
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import DistNetworkError, ProcessGroup, Store
+
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.host_identity import host_identity
+from lockstep.errors import GroupError, PeerLostError
+
+_LOGGER = logging.getLogger("lockstep")
+_FIRST_PAUSE_SECONDS = 0.0005
+_LAST_PAUSE_SECONDS = 0.05
+"""How often a rank that waits for others checks whether they have come or are lost: often at first."""
+_WARNING_SECONDS = 10.0
+"""After how long a rank that waits says for which others."""
+
+
+def _find_none_lost() -> None:
+    """Find nobody lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMembers:
+    """Who the ranks of a group are."""
+
+    names: Sequence[int]
+    """What messages call them: their ranks in the default group."""
+    find_lost: Callable[[], PeerLostError | None] = _find_none_lost
+    """Return the error for a member that is known to be lost, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHosts:
+    """The hosts of a group's ranks, the same value on every rank."""
+
+    identities: tuple[str, ...]
+    """What `host_identity` returned on each rank."""
+    host_names: tuple[str, ...]
+    """The name of each rank's host, for people."""
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, hosts in the order of their first ranks."""
+        found: dict[str, list[int]] = {}
+        for rank in range(len(self.identities)):
+            found.setdefault(self._key(rank), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on one host, within one container."""
+        return len(self.hosts) == 1
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks on the host of `rank`, itself among them."""
+        return next(ranks for ranks in self.hosts if rank in ranks)
+
+    def of_ranks(self, ranks: Sequence[int]) -> "GroupHosts":
+        """Return the hosts of a group of some of these ranks, in its order."""
+        return GroupHosts(
+            identities=tuple(self.identities[rank] for rank in ranks),
+            host_names=tuple(self.host_names[rank] for rank in ranks),
+        )
+
+    def why_not_shared(self, names: Sequence[int]) -> str:
+        """Say why the ranks cannot share memory; nothing if they can.
+
+        Args:
+            names: What messages call each rank.
+        """
+        for rank, identity in enumerate(self.identities):
+            if identity.startswith("alone"):
+                return f"rank {names[rank]} cannot share memory ({identity.removeprefix('alone, ')})"
+            if identity != self.identities[0]:
+                both = f"ranks {names[0]} and {names[rank]}"
+                return f"{both} are not on one host, or not in one container, or not of one user"
+        return ""
+
+    def _key(self, rank: int) -> str:
+        identity = self.identities[rank]
+        return f"{identity} {self.host_names[rank]}" if identity.startswith("alone") else identity
+
+
+def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
+    """Tell the other ranks which host this one is on, and return theirs (collective).
+
+    Raises:
+        GroupError: Some rank did not come in time, or the store is lost.
+        PeerLostError: A rank was lost before all had come.
+    """
+    keys = [f"host/{peer}" for peer in range(len(members.names))]
+    with store_loss_explained():
+        store.set(keys[rank], json.dumps([host_identity(), socket.gethostname()]))
+        wait_for_members(store, keys, members, deadline)
+        found = [json.loads(store.get(key)) for key in keys]  # not every store has multi_get
+    return GroupHosts(
+        identities=tuple(str(identity) for identity, _ in found), host_names=tuple(str(name) for _, name in found)
+    )
+
+
+@contextmanager
+def store_loss_explained() -> Iterator[None]:
+    """Raise GroupError where the store is lost while a group is being made."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise GroupError(
+            "The store is gone: the process that holds it, rank 0 as a rule, ended while the group was being made. "
+            f"Look at its log. torch said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, deadline: Deadline) -> None:
+    """Wait until every rank has set its key; after a while say which have not.
+
+    Raises:
+        GroupError: Some rank did not come in time.
+        PeerLostError: A rank was lost.
+    """
+    started = time.monotonic()
+    pause = _FIRST_PAUSE_SECONDS
+    has_warned = False
+    # Not `store.wait` with a short timeout: torch prints a warning each time that one is over.
+    while not store.check(list(keys)):
+        is_over = deadline.is_over
+        lost = members.find_lost()
+        if lost is not None:
+            raise lost
+        if is_over or (time.monotonic() - started > _WARNING_SECONDS and not has_warned):
+            has_warned = True
+            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+            if missing and is_over:
+                raise GroupError(explain_missing(missing, len(keys), deadline.limit))
+            if missing:
+                _LOGGER.warning(
+                    "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
+                    _name_ranks(missing),
+                    ", ".join(map(str, members.names)),
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
+    """Say which ranks did not come to make a group."""
+    return (
+        f"{_name_ranks(missing).capitalize()} of {size} did not come to make the "
+        f"group within {limit.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
+    )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# -- What is known of a group ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSetUp:
+    """What `init_process_group` knows of the group that torch is making for it."""
+
+    hosts: GroupHosts | None
+    """Where its ranks are; None for a worker that is alone."""
+    deadline: Deadline
+    """When the group must be made."""
+
+
+_SET_UP: Final = ContextVar[GroupSetUp | None]("the set-up under way in this thread", default=None)
+_HOSTS: Final = weakref.WeakKeyDictionary[ProcessGroup, GroupHosts]()
+"""Hosts of the groups that torch made for this process: those of its C++ classes take no attributes."""
+
+
+@contextmanager
+def setting_up(set_up: GroupSetUp) -> Iterator[None]:
+    """Hand what is known down to the backends that torch makes within."""
+    before = _SET_UP.set(set_up)
+    try:
+        yield
+    finally:
+        _SET_UP.reset(before)
+
+
+def current_set_up() -> GroupSetUp | None:
+    """Return what is known of the group that is being made in this thread; None if torch makes it by itself (local)."""
+    return _SET_UP.get()
+
+
+def remember_hosts(group: ProcessGroup, hosts: GroupHosts) -> None:
+    """Hold the hosts of a group as long as the group is there (local)."""
+    _HOSTS[group] = hosts
+
+
+def known_hosts(group: ProcessGroup) -> GroupHosts | None:
+    """Return the hosts of a group's ranks; None where nobody has found them (local)."""
+    return _HOSTS.get(group)

@@ -1,0 +1,60 @@
+"""Set-up has one limit for all its steps: a rank that stops halfway does not make the others wait for a second one."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from tests.process.ranks import Rank, Ranks
+from torch.distributed import PrefixStore
+
+import lockstep as ls
+from lockstep.comm.bootstrap.handshake import Announcement, run_handshake
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.hosts import GroupMembers, find_hosts
+from lockstep.errors import GroupError
+
+SIZE = 3
+LIMIT = timedelta(seconds=6)
+LATE_SECONDS = 3.5
+MARGIN_SECONDS = 2.5
+STEPS = ("handshake", "hosts", "before Gloo connects")
+
+
+def set_up_with_one_that_stops(rank: Rank, backend: str, last_step: str) -> tuple[float, str]:
+    """Set up a group, of which the last rank comes late and goes no further than to a step; say how long it took."""
+    if rank.number == SIZE - 1:
+        time.sleep(LATE_SECONDS)  # the fault: most of the limit is used when it comes
+        stop_after(rank, backend, STEPS.index(last_step))
+        return 0.0, ""
+    start = time.monotonic()
+    with pytest.raises(GroupError) as caught:
+        ls.init_process_group(backend, store=rank.store(), rank=rank.number, world_size=SIZE, timeout=LIMIT)
+    return time.monotonic() - start, str(caught.value)
+
+
+def stop_after(rank: Rank, backend: str, num_steps: int) -> None:
+    store = rank.store()
+    me = Announcement(rank=rank.number, world_size=SIZE, backend=backend, process="the late one", token="late")
+    generation = run_handshake(store, me, timeout=LIMIT)
+    own = PrefixStore(f"lockstep/{generation}/group", store)
+    if num_steps > 0:
+        find_hosts(own, rank.number, GroupMembers(names=range(SIZE)), Deadline.after(LIMIT))
+    if num_steps > 1:
+        own.set(f"gloo/is_late/{rank.number}", "False")
+    rank.hear()
+
+
+@pytest.mark.parametrize(
+    ("backend", "last_step"),
+    [("shm", "handshake"), ("shm", "hosts"), ("gloo", "handshake"), ("gloo", "hosts"), ("gloo", STEPS[-1])],
+)
+def test_a_rank_that_stops_halfway_does_not_double_the_limit(tmp_path: Path, backend: str, last_step: str) -> None:
+    # Each step had the whole limit for itself: a rank that came late and then stopped cost the others up to thrice as
+    # long as they had asked for.
+    with Ranks(tmp_path, SIZE, set_up_with_one_that_stops, backend, last_step) as ranks:
+        for number in range(SIZE - 1):
+            seconds, said = ranks.result(number)
+            assert LATE_SECONDS < seconds < LIMIT.total_seconds() + MARGIN_SECONDS
+            assert "6 s" in said
+        ranks.say(SIZE - 1)
