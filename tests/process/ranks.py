@@ -1,12 +1,14 @@
-"""The ranks of a group, each a process, and the test that directs them: tells them when to go on, and when to die.
+"""Ranks that are processes, and the test that starts them, exchanges messages with them and kills them.
 
-A *scene* is a function that every rank runs: `scene(rank, *arguments)`. Ranks are forked from a server that has
+All ranks run one function: `function(rank, *arguments)`. Ranks are forked from a server that has
 imported torch already, so one costs 10 ms and not 2 s. Nothing waits for luck: both sides speak over a pipe, and give
 up with an error after `PATIENCE` seconds.
 
-`call_on_ranks` is for tests of what ranks compute together, and of no deaths: `ls.launch` on such ranks.
+`call_on_ranks` is for tests of what ranks compute together, and of no deaths: `ls.launch` on such ranks. A `RankPool`
+runs one function after another on the same ranks, and starts new ones after a failure.
 """
 
+import faulthandler
 import os
 import signal
 import tempfile
@@ -16,10 +18,10 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context, set_start_method
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Self, final
 
 import cloudpickle
 import psutil
@@ -35,6 +37,8 @@ PATIENCE = 30.0
 CPU = torch.device("cpu")
 _CALL_SECONDS = 50.0
 """How long a call may take."""
+_LATER_SECONDS = 3.0
+"""How long the other ranks may take after one has failed."""
 _SERVER = get_context("forkserver")
 
 
@@ -59,32 +63,39 @@ class Rank:
         return dist.FileStore(f"{self._folder}/store", self.size)
 
     def say(self, value: Any = None) -> None:
-        """Tell the director something."""
+        """Send the test a message."""
         self._line.send(("said", value))
 
     def hear(self) -> Any:
-        """Return what the director says next."""
-        assert self._line.poll(PATIENCE), "the director says nothing"
+        """Return the next message of the test."""
+        assert self._line.poll(PATIENCE), "the test sends nothing"
         return self._line.recv()
 
+    def wait_for_work(self) -> Any:
+        """Return the next message of the test, however long that takes; when the test has ended, this rank ends."""
+        try:
+            return self._line.recv()
+        except EOFError:
+            os._exit(0)
+
     def has_mail(self) -> bool:
-        """Return whether the director has said something."""
+        """Return whether there is a message of the test."""
         return self._line.poll(0)
 
-    def play(self, scene: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Run the scene and tell the director how it went."""
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Run a function and send the test what came of it."""
         torch.set_num_threads(1)
         try:
-            self._line.send(("returned", scene(self, *arguments)))
-        except BaseException:  # noqa: BLE001 - the director reports it
+            self._line.send(("returned", function(self, *arguments)))
+        except BaseException:  # noqa: BLE001 - the test reports it
             self._line.send(("raised", traceback.format_exc()))
 
 
 @final
 class Ranks:
-    """Some ranks that play one scene, as their director sees them; all have ended when the `with` block has."""
+    """Some ranks that run one function, as the test sees them; all are killed at the end of the `with` block."""
 
-    def __init__(self, folder: Path, size: int, scene: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         self._store = tempfile.mkdtemp(dir=folder)
         self._lines: list[Connection] = []
         self._processes = []
@@ -93,7 +104,7 @@ class Ranks:
         for number in range(size):
             ours, theirs = _SERVER.Pipe()
             rank = Rank(number, size, self._store, theirs)
-            process = _SERVER.Process(target=rank.play, args=(scene, arguments))
+            process = _SERVER.Process(target=rank.run, args=(function, arguments))
             process.start()
             theirs.close()
             self._lines.append(ours)
@@ -123,12 +134,38 @@ class Ranks:
         assert kind == "said", f"rank {rank} {kind}: {value}"
         return value
 
+    def hear_all(self, within: float) -> list[Any]:
+        """Return what every rank says next.
+
+        Raises:
+            RanksFailedError: A rank has raised or ended, or is silent. It tells of all ranks that did so by then, or
+                soon after: a rank that is gone is often the reason of what others raise.
+        """
+        said: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + within
+        while len(said) + len(failures) < len(self._lines):
+            left = {line: rank for rank, line in enumerate(self._lines) if rank not in said and rank not in failures}
+            ready = wait(list(left), max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                failures.update({rank: f"rank {rank} is not done" for rank in left.values()})
+            for line in ready:
+                rank = left[line]
+                try:
+                    said[rank] = self.hear(rank)
+                except AssertionError as error:
+                    failures[rank] = str(error)
+                    deadline = min(deadline, time.monotonic() + _LATER_SECONDS)
+        if failures:
+            raise RanksFailedError("\n".join(failures.values()))
+        return [said[rank] for rank in range(len(self._lines))]
+
     def say(self, rank: int, value: Any = None) -> None:
         """Tell a rank something."""
         self._lines[rank].send(value)
 
     def result(self, rank: int, within: float = PATIENCE) -> Any:
-        """Return what the scene returned on a rank; what it said before is passed over."""
+        """Return what the function returned on a rank; messages before are passed over."""
         while True:
             kind, value = self._receive(rank, within)
             if kind != "said":
@@ -136,7 +173,7 @@ class Ranks:
                 return value
 
     def results(self, within: float = PATIENCE) -> list[Any]:
-        """Return what the scene returned on every rank."""
+        """Return what the function returned on every rank."""
         return [self.result(rank, within) for rank in range(len(self._lines))]
 
     def send_signal(self, rank: int, number: signal.Signals) -> float:
@@ -158,8 +195,85 @@ class Ranks:
         try:
             kind, value = line.recv()
         except EOFError:
+            self._processes[rank].join(_LATER_SECONDS)  # its pipe is closed before it has ended
             raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
         return kind, value
+
+
+class RanksFailedError(AssertionError):
+    """A function failed on some rank of a pool."""
+
+
+@final
+class RankPool:
+    """Ranks that run functions, one after the other; new ones are started after one that failed.
+
+    Args:
+        size: Number of ranks.
+        set_up: Run on each rank when it starts; functions are given what it returns.
+        call_seconds: How long a function may take.
+    """
+
+    def __init__(self, size: int, set_up: Callable[[Rank], Any], call_seconds: float = _CALL_SECONDS) -> None:
+        self.size = size
+        self._set_up = set_up
+        self._call_seconds = call_seconds
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run `function(what set_up returned, *arguments)` on every rank; return what each returned.
+
+        Raises:
+            RanksFailedError: A rank raised, died or is not done in time.
+        """
+        if self._ranks is None:
+            packed = cloudpickle.dumps((self._set_up, self._call_seconds))
+            self._ranks = Ranks(Path(self._folder.name), self.size, _serve, packed)
+        packed = cloudpickle.dumps((function, arguments))
+        for rank in range(self.size):
+            self._ranks.say(rank, packed)
+        try:
+            answers = [cloudpickle.loads(said) for said in self._ranks.hear_all(self._call_seconds)]
+        except RanksFailedError:
+            self._stop()
+            raise
+        if not all(has_group for _, has_group in answers):
+            self._stop()  # the function has destroyed the default group
+        return [value for value, _ in answers]
+
+    def _stop(self) -> None:
+        if self._ranks is not None:
+            self._ranks.__exit__(None, None, None)
+            self._ranks = None
+
+
+def _serve(rank: Rank, packed: bytes) -> None:
+    set_up, call_seconds = cloudpickle.loads(packed)
+    given = set_up(rank)
+    while True:
+        function, arguments = cloudpickle.loads(rank.wait_for_work())
+        faulthandler.dump_traceback_later(call_seconds - 5, exit=True)
+        value = function(given, *arguments)
+        faulthandler.cancel_dump_traceback_later()
+        rank.say(cloudpickle.dumps((value, dist.is_initialized())))
+
+
+def join_default_group(rank: Rank) -> ls.Run:
+    """Make the default group and return what a function that is launched is given; for a `RankPool`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Or loading processes would be started by the server too: they would be its children, and end at once for it.
+    set_start_method("fork", force=True)
+    ls.init_process_group(choose_backend(CPU), store=rank.store(), rank=rank.number, world_size=rank.size)
+    ls.seed_generators(0)
+    return ls.Run(rank=rank.number, world_size=rank.size, local_rank=rank.number, device=CPU)
 
 
 def call_on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -177,13 +291,8 @@ def call_on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> l
 
 
 def _call(rank: Rank, packed: bytes) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # Or loading processes would be started by the server too: they would be its children, and end at once for it.
-    set_start_method("fork", force=True)
     function, arguments = cloudpickle.loads(packed)
-    ls.init_process_group(choose_backend(CPU), store=rank.store(), rank=rank.number, world_size=rank.size)
-    ls.seed_generators(0)
-    run = ls.Run(rank=rank.number, world_size=rank.size, local_rank=rank.number, device=CPU)
+    run = join_default_group(rank)
     rank.say(cloudpickle.dumps(function(run, *arguments)))
     rank.hear()
     ls.destroy_process_group()

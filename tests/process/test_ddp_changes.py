@@ -1,7 +1,7 @@
 """`DistributedDataParallel` with what scripts do between steps: wrap again, freeze, hold gradients, fail, compile.
 
-One call runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
-1.5); each test looks at one answer.
+Scenarios run on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is 1.5), each when a
+test first looks at one of its answers.
 """
 
 import copy
@@ -9,7 +9,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import RankPool, join_default_group
+from tests.process.scenarios import Answers, ScenarioAnswers, answers_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -29,8 +30,6 @@ from lockstep.reduce import BucketLimits, CommHook, GradBucket, HookReduction, T
 from lockstep.reduce.bucket_schedule import BucketSchedule
 from lockstep.reduce.bucket_set import allocate_buckets
 from lockstep.reduce.status_message import StatusTrailer
-
-Answers = dict[str, Any]
 
 
 def ones(rank: int) -> Tensor:
@@ -121,14 +120,14 @@ def shared(rank: int, answers: Answers) -> None:
     answers["layer of two models"] = train(*models)
 
 
-def test_a_parameter_that_several_wrappers_reduce_gets_the_mean_once(answers: list[Answers]) -> None:
+def test_a_parameter_that_several_wrappers_reduce_gets_the_mean_once(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["wrapped again"] == {1.5}
         assert found["wrapped twice"] == {1.5}
         assert found["layer of two models"] == {1.5, 3.0}  # the shared one has two gradients
 
 
-def test_a_parameter_is_shared_no_longer_than_there_are_two(answers: list[Answers]) -> None:
+def test_a_parameter_is_shared_no_longer_than_there_are_two(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["alone again"]
 
@@ -200,17 +199,19 @@ def _fail(_gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize("what", ["generator", "attack", "attack on a half", "generator again", "failure", "cast"])
-def test_gradients_are_reduced_after_a_while_in_which_the_model_was_frozen(answers: list[Answers], what: str) -> None:
+def test_gradients_are_reduced_after_a_while_in_which_the_model_was_frozen(
+    answers: list[ScenarioAnswers], what: str
+) -> None:
     for found in answers:
         assert found[f"after the {what}"] == ([[1.5] * 3] * 3, [[4.5] * 3])
 
 
-def test_freezing_for_a_backward_that_reduces_nothing_makes_no_new_plan(answers: list[Answers]) -> None:
+def test_freezing_for_a_backward_that_reduces_nothing_makes_no_new_plan(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["planned once"]
 
 
-def test_a_frozen_parameter_keeps_the_gradient_that_it_has(answers: list[Answers]) -> None:
+def test_a_frozen_parameter_keeps_the_gradient_that_it_has(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["kept while frozen"] == [[1.5] * 3] * 3
 
@@ -233,7 +234,7 @@ def one_rank(rank: int, answers: Answers) -> None:
     answers["frozen on one rank"] = error_of(model(one).sum().backward)
 
 
-def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None:
+def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["replaced on one rank"].startswith("ParameterMismatchError")
         assert (
@@ -242,7 +243,7 @@ def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[Answers])
         )
 
 
-def test_the_remedy_for_a_model_that_is_wrapped_speaks_of_the_change(answers: list[Answers]) -> None:
+def test_the_remedy_for_a_model_that_is_wrapped_speaks_of_the_change(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert "change it alike on every rank" in found["frozen on one rank"]
         assert "before wrapping it" not in found["frozen on one rank"]
@@ -289,7 +290,7 @@ def buffers(rank: int, answers: Answers) -> None:
     answers["statistics, module alone"] = statistics()
 
 
-def test_after_a_step_all_ranks_have_the_statistics_of_one(answers: list[Answers]) -> None:
+def test_after_a_step_all_ranks_have_the_statistics_of_one(answers: list[ScenarioAnswers]) -> None:
     assert [found["statistics, no_sync"] for found in answers] == [1.0, 2.0]
     assert [found["statistics, failed"] for found in answers] == ["ReductionError", "ValueError"]
     for found in answers:
@@ -326,7 +327,7 @@ def first_failures(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("name", ["both ranks", "rank 0", "rank 1"])
-def test_a_first_backward_may_fail(answers: list[Answers], name: str) -> None:
+def test_a_first_backward_may_fail(answers: list[ScenarioAnswers], name: str) -> None:
     said = [found[f"failed on {name}"] for found in answers]
     assert sum("ended in an exception" in each for each in said) == (0 if name == "both ranks" else 1)
     for found in answers:
@@ -386,23 +387,23 @@ def holding(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("name", list(VIEWS))
-def test_a_view_of_a_gradient_keeps_its_values(answers: list[Answers], name: str) -> None:
+def test_a_view_of_a_gradient_keeps_its_values(answers: list[ScenarioAnswers], name: str) -> None:
     for found in answers:
         assert found[f"held by {name}"] == [[1.5] * 3, [15.0] * 3, [150.0] * 3]
 
 
-def test_where_nobody_holds_a_gradient_it_stays_in_its_place(answers: list[Answers]) -> None:
+def test_where_nobody_holds_a_gradient_it_stays_in_its_place(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["one place"]
 
 
-def test_the_data_of_a_gradient_may_be_replaced(answers: list[Answers]) -> None:
+def test_the_data_of_a_gradient_may_be_replaced(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         for as_view in (True, False):  # 2 * (2 * 4.5 + 4.5)
             assert found[f"data replaced, {as_view}"] == [[27.0] * 3]
 
 
-def test_a_view_of_a_gradient_that_was_not_cleared_sees_what_is_added(answers: list[Answers]) -> None:
+def test_a_view_of_a_gradient_that_was_not_cleared_sees_what_is_added(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["added to"] == (True, [3.0] * 9, [[4.5] * 3])
 
@@ -431,7 +432,7 @@ def flat(rank: int, answers: Answers) -> None:
     answers["flat, unfrozen"] = memory.tolist()
 
 
-def test_gradients_that_lie_in_the_users_memory_stay_there(answers: list[Answers]) -> None:
+def test_gradients_that_lie_in_the_users_memory_stay_there(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["flat"] == [[3.0] * 9 + [9.0] * 3] * 3
         assert found["flat, unfrozen"] == [1.5] * 9 + [9.0] * 3
@@ -515,12 +516,12 @@ class _Attention(nn.MultiheadAttention):
         return super().forward(inputs, inputs, inputs)[0]
 
 
-def test_equal_batches_are_not_warned_of(answers: list[Answers]) -> None:
+def test_equal_batches_are_not_warned_of(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert [name for name, said in found["batches"].items() if said] == []
 
 
-def test_uneven_batches_are_warned_of_on_one_rank_at_the_users_line(answers: list[Answers]) -> None:
+def test_uneven_batches_are_warned_of_on_one_rank_at_the_users_line(answers: list[ScenarioAnswers]) -> None:
     for name, found in answers[0]["uneven batches"].items():
         (said,) = found
         numbers = "6 samples and rank 0 on 5" if name == "two forwards" else "5 samples and rank 0 on 4"
@@ -542,7 +543,7 @@ def meetings(rank: int, answers: Answers) -> None:
         answers["forward meets backward"] = error_of(loss.backward)
 
 
-def test_a_call_of_ours_that_meets_another_says_what_it_is_for(answers: list[Answers]) -> None:
+def test_a_call_of_ours_that_meets_another_says_what_it_is_for(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         said = found["forward meets backward"]
         assert "for the buffers of a wrapped model before a forward in training (on one rank alone, call eval()" in said
@@ -652,37 +653,37 @@ def two_threads(_rank: int, answers: Answers) -> None:
     answers["sent by two threads"] = sent
 
 
-def test_a_copy_reduces_delayed_parameters_too(answers: list[Answers]) -> None:
+def test_a_copy_reduces_delayed_parameters_too(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["copy with delayed"] == [[4.5] * 3]
 
 
-def test_reference_counts_alone_free_a_wrapped_model(answers: list[Answers]) -> None:
+def test_reference_counts_alone_free_a_wrapped_model(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["gone"] == [True] * 6
 
 
-def test_buffers_that_are_not_broadcast_may_differ(answers: list[Answers]) -> None:
+def test_buffers_that_are_not_broadcast_may_differ(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["own buffers"] == [[4.5] * 3]
 
 
-def test_a_group_may_be_one_that_torch_does_not_know(answers: list[Answers]) -> None:
+def test_a_group_may_be_one_that_torch_does_not_know(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["group by hand"] == [[1.5] * 3]
 
 
-def test_a_parameter_may_be_resized_before_gradients_are_accumulated(answers: list[Answers]) -> None:
+def test_a_parameter_may_be_resized_before_gradients_are_accumulated(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["resized"] == [[3.0] * 4]
 
 
-def test_logging_data_says_what_torchs_says(answers: list[Answers]) -> None:
+def test_logging_data_says_what_torchs_says(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["logged"] == [(None, 12), (1, 12), (None, 12)]
 
 
-def test_two_threads_send_each_bucket_once(answers: list[Answers]) -> None:
+def test_two_threads_send_each_bucket_once(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["sent by two threads"] == [0, 1]
 
@@ -703,7 +704,7 @@ def compiled_backward(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_compiled_autograd_is_an_error(answers: list[Answers], where: str) -> None:
+def test_compiled_autograd_is_an_error(answers: list[ScenarioAnswers], where: str) -> None:
     for found in answers:
         said = found[f"compiled autograd, {where}"]
         assert said.startswith("ReductionError: Compiled autograd is on")
@@ -711,27 +712,24 @@ def test_compiled_autograd_is_an_error(answers: list[Answers], where: str) -> No
         assert found["without it"] == [[1.5] * 3]
 
 
-def scenarios(run: ls.Run) -> Answers:
-    answers: Answers = {}
-    for scenario in (
-        shared,
-        freezing,
-        one_rank,
-        buffers,
-        first_failures,
-        holding,
-        flat,
-        batches,
-        copies,
-        odd_models,
-        two_threads,
-        compiled_backward,
-        meetings,
-    ):
-        scenario(run.rank, answers)
-    return answers
+SCENARIOS = (
+    shared,
+    freezing,
+    one_rank,
+    buffers,
+    first_failures,
+    holding,
+    flat,
+    batches,
+    copies,
+    odd_models,
+    two_threads,
+    compiled_backward,
+    meetings,
+)
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answers]:
-    return call_on_ranks(2, scenarios)
+def answers() -> Iterator[list[ScenarioAnswers]]:
+    with RankPool(2, join_default_group) as pool:
+        yield answers_of(pool, SCENARIOS)

@@ -1,17 +1,18 @@
 """`DistributedDataParallel` against torch's, and where torch's is silently wrong, against the truth.
 
-One call runs every scenario, on two ranks that see different inputs; each test looks at one answer.
+Scenarios run on two ranks that see different inputs, each when a test first looks at one of its answers.
 """
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import RankPool, call_on_ranks, join_default_group
+from tests.process.scenarios import Answers, ScenarioAnswers, answers_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ import lockstep as ls
 from lockstep.checkpoint import state_digest
 from lockstep.errors import GroupError, ParameterMismatchError, ReductionError
 
-Answers = dict[str, Any]
 SMALL_BUCKETS_MB = 0.0005
 
 
@@ -311,36 +311,33 @@ def alone(rank: int, answers: Answers) -> None:
     answers["keys"] = next(iter(model.state_dict()))
 
 
-def scenarios(run: ls.Run) -> Answers:
-    answers: Answers = {}
-    for scenario in (
-        parity,
-        construction,
-        gradients,
-        absence,
-        checkpointing,
-        interruptions,
-        overlap,
-        copies,
-        alone,
-    ):
-        scenario(run.rank, answers)
-    return answers
+SCENARIOS = (
+    parity,
+    construction,
+    gradients,
+    absence,
+    checkpointing,
+    interruptions,
+    overlap,
+    copies,
+    alone,
+)
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answers]:
-    return call_on_ranks(2, scenarios)
+def answers() -> Iterator[list[ScenarioAnswers]]:
+    with RankPool(2, join_default_group) as pool:
+        yield answers_of(pool, SCENARIOS)
 
 
 @pytest.mark.parametrize("layout", ["plain", "channels_last"])
 @pytest.mark.parametrize("buckets", ["", ", small buckets"])
-def test_training_has_the_bits_of_torchs(answers: list[Answers], layout: str, buckets: str) -> None:
+def test_training_has_the_bits_of_torchs(answers: list[ScenarioAnswers], layout: str, buckets: str) -> None:
     for found in answers:
         assert found[f"ours {layout}{buckets}"] == found[f"torch {layout}"]
 
 
-def test_construction_takes_parameters_and_buffers_of_rank_0(answers: list[Answers]) -> None:
+def test_construction_takes_parameters_and_buffers_of_rank_0(answers: list[ScenarioAnswers]) -> None:
     assert answers[0]["after construction"] == answers[1]["after construction"]
 
 
@@ -355,7 +352,7 @@ def test_construction_takes_parameters_and_buffers_of_rank_0(answers: list[Answe
         ("buffer", "is buffer 0: rank 1 has running_mean (3, torch.float32), rank 0 has running_mean (2"),
     ],
 )
-def test_models_that_differ_are_an_error_on_every_rank(answers: list[Answers], what: str, said: str) -> None:
+def test_models_that_differ_are_an_error_on_every_rank(answers: list[ScenarioAnswers], what: str, said: str) -> None:
     for found in answers:
         assert said in found[f"mismatch {what}"]
 
@@ -380,25 +377,25 @@ def test_models_that_differ_are_an_error_on_every_rank(answers: list[Answers], w
         ("wrapped again", 1.5),
     ],
 )
-def test_gradient_is_the_mean_over_ranks(answers: list[Answers], what: str, expected: float) -> None:
+def test_gradient_is_the_mean_over_ranks(answers: list[ScenarioAnswers], what: str, expected: float) -> None:
     for found in answers:
         assert found[what] == [[expected] * 3]
 
 
-def test_no_sync_keeps_gradients_local(answers: list[Answers]) -> None:
+def test_no_sync_keeps_gradients_local(answers: list[ScenarioAnswers]) -> None:
     assert [found["under no_sync"] for found in answers] == [[[1.0] * 3], [[2.0] * 3]]
 
 
 @pytest.mark.parametrize("what", ["gradient of a deep copy", "gradient of a loaded"])
-def test_copies_are_on_their_own(answers: list[Answers], what: str) -> None:
+def test_copies_are_on_their_own(answers: list[ScenarioAnswers], what: str) -> None:
     assert [found[what] for found in answers] == [[[1.0] * 3], [[2.0] * 3]]
 
 
-def test_gradients_live_in_the_bucket(answers: list[Answers]) -> None:
+def test_gradients_live_in_the_bucket(answers: list[ScenarioAnswers]) -> None:
     assert all(found["same memory again"] for found in answers)
 
 
-def test_a_gradient_that_nobody_had_is_left_untouched(answers: list[Answers]) -> None:
+def test_a_gradient_that_nobody_had_is_left_untouched(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["used on no rank"] is None
         assert found["accumulated, cleared, absent"] is None
@@ -406,7 +403,7 @@ def test_a_gradient_that_nobody_had_is_left_untouched(answers: list[Answers]) ->
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_gives_the_same_gradients(answers: list[Answers], reentrant: bool) -> None:
+def test_checkpointing_gives_the_same_gradients(answers: list[ScenarioAnswers], reentrant: bool) -> None:
     for found in answers:
         mine = found[f"checkpointed, reentrant={reentrant}"]
         truth = found["checkpointed, truth"]
@@ -415,13 +412,13 @@ def test_checkpointing_gives_the_same_gradients(answers: list[Answers], reentran
             torch.testing.assert_close(gradient, expected)
 
 
-def test_buckets_travel_while_backward_goes_on(answers: list[Answers]) -> None:
+def test_buckets_travel_while_backward_goes_on(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["sent in all"] == 5
         assert 1 <= found["sent before the end"] < 5
 
 
-def test_one_rank_may_evaluate_alone(answers: list[Answers]) -> None:
+def test_one_rank_may_evaluate_alone(answers: list[ScenarioAnswers]) -> None:
     assert answers[0]["evaluated alone"] == [2, 10]
     assert answers[0]["keys"].startswith("module.")
 

@@ -1,7 +1,7 @@
 """`DistributedDataParallel` where torch's is silently wrong, hangs, or fails: the truth, or one error on every rank.
 
-One call runs every scenario, on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is
-1.5); each test looks at one answer.
+Scenarios run on two ranks that see different inputs (rank r feeds r + 1, so a mean over the ranks is 1.5), each when a
+test first looks at one of its answers.
 """
 
 import copy
@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import RankPool, join_default_group
+from tests.process.scenarios import Answers, ScenarioAnswers, answers_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -30,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from lockstep.errors import LockstepError, ParameterMismatchError, ReductionError
 
-Answers = dict[str, Any]
 SMALL_BUCKETS_MB = 0.0005
 
 
@@ -164,18 +164,18 @@ def changes_on_one_rank(rank: int, answers: Answers) -> None:
         ("added", [27.0]),
     ],
 )
-def test_the_plan_follows_the_model(answers: list[Answers], what: str, expected: Any) -> None:
+def test_the_plan_follows_the_model(answers: list[ScenarioAnswers], what: str, expected: Any) -> None:
     for found in answers:
         assert found[what] == expected
 
 
-def test_a_change_on_one_rank_is_an_error_on_all(answers: list[Answers]) -> None:
+def test_a_change_on_one_rank_is_an_error_on_all(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["changed on one rank"].startswith("ParameterMismatchError")
         assert "Rank 1 has 1 trainable parameters but rank 0 has 2" in found["changed on one rank"]
 
 
-def test_new_parameters_of_different_values_are_an_error_on_all(answers: list[Answers]) -> None:
+def test_new_parameters_of_different_values_are_an_error_on_all(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         said = found["replaced by different values"]
         assert "Parameter second.weight was added, unfrozen or changed after wrapping" in said
@@ -207,7 +207,9 @@ def failures(rank: int, answers: Answers) -> None:
     answers["after that"] = gradient(net.second.weight)
 
 
-def test_a_backward_that_fails_on_one_rank_is_an_error_on_all_and_they_stay_in_step(answers: list[Answers]) -> None:
+def test_a_backward_that_fails_on_one_rank_is_an_error_on_all_and_they_stay_in_step(
+    answers: list[ScenarioAnswers],
+) -> None:
     assert "The backward of 1 of 2 ranks ended in an exception" in answers[0]["failed on one rank"]
     for found in answers:
         assert found["after that"] == [[4.5] * 3]
@@ -290,7 +292,7 @@ def orders(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("what", ["backward alone in no_sync", "forward alone in no_sync"])
-def test_no_sync_around_forward_or_backward_means_no_synchronisation(answers: list[Answers], what: str) -> None:
+def test_no_sync_around_forward_or_backward_means_no_synchronisation(answers: list[ScenarioAnswers], what: str) -> None:
     assert [found[what] for found in answers] == [[[1.0] * 3], [[2.0] * 3]]
 
 
@@ -303,26 +305,26 @@ def test_no_sync_around_forward_or_backward_means_no_synchronisation(answers: li
         ("create_graph", 1.5),
     ],
 )
-def test_gradient_is_the_mean(answers: list[Answers], what: str, expected: float) -> None:
+def test_gradient_is_the_mean(answers: list[ScenarioAnswers], what: str, expected: float) -> None:
     for found in answers:
         assert found[what] == [[expected] * 3]
 
 
-def test_buckets_travel_in_the_order_in_which_gradients_arrive(answers: list[Answers]) -> None:
+def test_buckets_travel_in_the_order_in_which_gradients_arrive(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["used in another order"] == [[4.5] * 3]
         assert found["planned anew"] == ["0.weight", "1.weight"]
         assert found["first buckets are gone"]
 
 
-def test_local_gradients_of_autograd_grad_are_warned_of_once(answers: list[Answers]) -> None:
+def test_local_gradients_of_autograd_grad_are_warned_of_once(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         (said,) = found["warned of autograd.grad"]
         assert "are not averaged" in said
         assert found["warned of a penalty"] == []
 
 
-def test_a_gradient_that_somebody_holds_keeps_its_values(answers: list[Answers]) -> None:
+def test_a_gradient_that_somebody_holds_keeps_its_values(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["is a view 0"]
         assert not found["is a view 1"]
@@ -370,7 +372,7 @@ def checkpoints(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_layer_may_be_checkpointed_twice_and_used_besides(answers: list[Answers], reentrant: bool) -> None:
+def test_a_layer_may_be_checkpointed_twice_and_used_besides(answers: list[ScenarioAnswers], reentrant: bool) -> None:
     for found in answers:
         assert len(found["reused, truth"]) == 4
         for mine, expected in zip(found[f"reused, reentrant={reentrant}"], found["reused, truth"], strict=True):
@@ -421,7 +423,7 @@ def uneven(rank: int, answers: Answers) -> None:
     answers["final model"] = layer.weight.tolist()
 
 
-def test_uneven_batches_are_warned_of_once_with_both_sizes(answers: list[Answers]) -> None:
+def test_uneven_batches_are_warned_of_once_with_both_sizes(answers: list[ScenarioAnswers]) -> None:
     (said,) = answers[0]["warned of uneven batches"]
     assert "rank 1 trained on 7 samples and rank 0 on 4" in said
     assert "ls.Trainer" in said
@@ -429,7 +431,7 @@ def test_uneven_batches_are_warned_of_once_with_both_sizes(answers: list[Answers
     assert all(found["warned of even batches"] == [] for found in answers)
 
 
-def test_ranks_with_more_inputs_go_on_alone(answers: list[Answers]) -> None:
+def test_ranks_with_more_inputs_go_on_alone(answers: list[ScenarioAnswers]) -> None:
     assert answers[0]["joined True"] == answers[0]["joined False"] == [1.5]
     assert answers[1]["joined True"] == [1.5, 2.0, 3.0]
     assert answers[1]["joined False"] == [1.5, 4.0, 6.0]
@@ -523,17 +525,17 @@ def hooks_that_are_none(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16", "PowerSGD", "ring", "ordered"])
-def test_hooks_average(answers: list[Answers], name: str) -> None:
+def test_hooks_average(answers: list[ScenarioAnswers], name: str) -> None:
     for found in answers:
         assert found[f"hook {name}"] == [[4.5] * 3]
 
 
-def test_under_a_hook_unused_parameters_are_known(answers: list[Answers]) -> None:
+def test_under_a_hook_unused_parameters_are_known(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["hook, unused"] == [[[0.5] * 3], [[1.0] * 3], None]
 
 
-def test_a_hook_sees_gradients_only(answers: list[Answers]) -> None:
+def test_a_hook_sees_gradients_only(answers: list[ScenarioAnswers]) -> None:
     for rank, found in enumerate(answers):
         assert found["buckets that a hook sees"] == [(0, 3, 1, False), (1, 9, 1, True)]
         assert found["hook without communication"] == [[3.0 * (rank + 1)] * 3]
@@ -548,7 +550,7 @@ def test_a_hook_sees_gradients_only(answers: list[Answers]) -> None:
         ("list", "holds list, expected one tensor"),
     ],
 )
-def test_a_hook_that_is_none_is_refused(answers: list[Answers], name: str, said: str) -> None:
+def test_a_hook_that_is_none_is_refused(answers: list[ScenarioAnswers], name: str, said: str) -> None:
     for found in answers:
         assert said in found[f"hook refused, {name}"]
 
@@ -626,25 +628,25 @@ def kinds(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("what", ["complex", "sparse"])
-def test_gradients_of_other_kinds_are_torchs(answers: list[Answers], what: str) -> None:
+def test_gradients_of_other_kinds_are_torchs(answers: list[ScenarioAnswers], what: str) -> None:
     for found in answers:
         assert found[f"{what}, ours"] == found[f"{what}, torch's"]
     assert answers[0][f"{what}, ours"] == answers[1][f"{what}, ours"]
 
 
-def test_ignored_and_delayed_parameters(answers: list[Answers]) -> None:
+def test_ignored_and_delayed_parameters(answers: list[ScenarioAnswers]) -> None:
     for rank, found in enumerate(answers):
         assert found["ignored"] == ([[rank + 1.0] * 3] * 3, [[4.5] * 3])
         assert found["delayed"] == ([[1.5] * 3] * 3, [[4.5] * 3])
 
 
-def test_mixed_precision_leaves_parameters_and_gradients_in_theirs(answers: list[Answers]) -> None:
+def test_mixed_precision_leaves_parameters_and_gradients_in_theirs(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert found["mixed precision"] == ([[4.5] * 3], "torch.float32", torch.bfloat16)
 
 
 @pytest.mark.parametrize("what", ["copied", "loaded", "wrapped twice"])
-def test_copies_of_the_wrapper_synchronise(answers: list[Answers], what: str) -> None:
+def test_copies_of_the_wrapper_synchronise(answers: list[ScenarioAnswers], what: str) -> None:
     for found in answers:
         assert found[what] == [[4.5] * 3]
         assert found["is torch's"]
@@ -688,7 +690,7 @@ def stalls(rank: int, answers: Answers) -> None:
         del os.environ["LOCKSTEP_STALL_SECONDS"]
 
 
-def test_a_rank_that_does_not_come_is_told_of_on_every_rank(answers: list[Answers]) -> None:
+def test_a_rank_that_does_not_come_is_told_of_on_every_rank(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         assert "rank 0 waits for bucket 1 of 4 (1.weight) and has reduced 1 times, at " in found["stalled in backward"]
         assert "rank 1 is not in a backward and has reduced 1 times, at " in found["stalled in backward"]
@@ -722,7 +724,7 @@ def compiled(rank: int, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-def test_the_module_is_compiled_and_nothing_else(answers: list[Answers], when: str) -> None:
+def test_the_module_is_compiled_and_nothing_else(answers: list[ScenarioAnswers], when: str) -> None:
     for found in answers:
         values, num_graphs = found[f"compiled {when}"]
         assert values == found["not compiled"]
@@ -746,37 +748,34 @@ def destroyed(rank: int, answers: Answers) -> None:
     assert kept is not None
 
 
-def test_without_the_group_a_module_trains_alone_and_its_wrapper_says_so(answers: list[Answers]) -> None:
+def test_without_the_group_a_module_trains_alone_and_its_wrapper_says_so(answers: list[ScenarioAnswers]) -> None:
     assert [found["after the group"] for found in answers] == [[[3.0] * 3], [[6.0] * 3]]
     for found in answers:
         assert "was destroyed" in found["wrapper after the group"]
 
 
-def scenarios(run: ls.Run) -> Answers:
-    answers: Answers = {}
-    for scenario in (
-        changes,
-        changes_on_one_rank,
-        failures,
-        synchronising,
-        orders,
-        checkpoints,
-        uneven,
-        hooks,
-        hooks_of_ones_own,
-        hooks_that_are_none,
-        kinds,
-        stalls,
-        compiled,
-        destroyed,
-    ):
-        scenario(run.rank, answers)
-    return answers
+SCENARIOS = (
+    changes,
+    changes_on_one_rank,
+    failures,
+    synchronising,
+    orders,
+    checkpoints,
+    uneven,
+    hooks,
+    hooks_of_ones_own,
+    hooks_that_are_none,
+    kinds,
+    stalls,
+    compiled,
+    destroyed,
+)
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answers]:
-    return call_on_ranks(2, scenarios)
+def answers() -> Iterator[list[ScenarioAnswers]]:
+    with RankPool(2, join_default_group) as pool:
+        yield answers_of(pool, SCENARIOS)
 
 
 def test_the_errors_are_of_the_tree() -> None:

@@ -1,17 +1,18 @@
 """Ring and ordered reduction on real groups, against the sums that one process computes.
 
-One call per world size runs every scenario; each test looks at one answer of every rank.
+Scenarios run on ranks that stay from one to the next; each test looks at answers of every rank.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import Rank, RankPool, join_default_group
+from tests.process.scenarios import Answers, ScenarioAnswers, answers_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -22,7 +23,6 @@ from lockstep.errors import GroupError
 from lockstep.shards import add_in_tree_order, completed_nodes, partial_nodes, shard_range
 from lockstep.shards.tree import Node
 
-Answers = dict[str, Any]
 WORLDS = (("gloo", 2), ("gloo", 3), ("shm", 3))
 """Backend, and number of workers."""
 SHARDS = (2, 3, 4, 5, 8, 11)
@@ -336,39 +336,52 @@ def hooks(rank: int, world_size: int, answers: Answers) -> None:
     answers["ordered hook bits"] = digest(truth) == digest(ordered)
 
 
-def scenarios(run: ls.Run, backend: str) -> Answers:
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
-    ls.destroy_process_group()
-    dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size)
-    answers: Answers = {}
-    for scenario in (ring_sums, subgroups, users_messages, ordered_sums, long_tensors, mistakes, differences, hooks):
-        scenario(run.rank, run.world_size, answers)
-    return answers
+SCENARIOS = (ring_sums, subgroups, users_messages, ordered_sums, long_tensors, mistakes, differences, hooks)
+
+
+@final
+class JoinGroup:
+    """Makes a default group of one backend."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def __call__(self, rank: Rank) -> ls.Run:
+        run = join_default_group(rank)
+        store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+        ls.destroy_process_group()
+        dist.init_process_group(self._backend, store=store, rank=run.rank, world_size=run.world_size)
+        return run
+
+
+def call_scenario(run: ls.Run, scenario: Callable[[int, int, Answers], None], answers: Answers) -> None:
+    scenario(run.rank, run.world_size, answers)
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
-def answers(request: pytest.FixtureRequest) -> list[Answers]:
+def answers(request: pytest.FixtureRequest) -> Iterator[list[ScenarioAnswers]]:
     backend, world_size = request.param
-    return call_on_ranks(world_size, scenarios, backend)
+    with RankPool(world_size, JoinGroup(backend)) as pool:
+        yield answers_of(pool, SCENARIOS, call_scenario)
 
 
-def wrong(answers: list[Answers], prefix: str) -> list[str]:
+def wrong(answers: list[ScenarioAnswers], prefix: str) -> list[str]:
     """Name what is not true among the answers of every rank that begin with `prefix`."""
-    chosen = [(name, found) for answer in answers for name, found in answer.items() if name.startswith(prefix)]
+    chosen = [item for answer in answers for item in answer.starting_with(prefix).items()]
     assert chosen
     return [name for name, found in chosen if found is False]
 
 
 @pytest.mark.parametrize("prefix", ["ring of", "ring in", "ring left", "ring scalar", "ring again", "ring near"])
-def test_the_ring_has_the_sum_of_one_process(answers: list[Answers], prefix: str) -> None:
+def test_the_ring_has_the_sum_of_one_process(answers: list[ScenarioAnswers], prefix: str) -> None:
     assert wrong(answers, prefix) == []
 
 
-def test_the_ring_has_one_result_on_every_rank(answers: list[Answers]) -> None:
+def test_the_ring_has_one_result_on_every_rank(answers: list[ScenarioAnswers]) -> None:
     assert len({answer["ring digest"] for answer in answers}) == 1
 
 
-def test_the_ring_leaves_a_users_messages_alone(answers: list[Answers]) -> None:
+def test_the_ring_leaves_a_users_messages_alone(answers: list[ScenarioAnswers]) -> None:
     assert wrong(answers, "ring beside a message") == []
 
 
@@ -384,12 +397,12 @@ def alone() -> dict[int, tuple[str, str]]:
 
 @pytest.mark.parametrize("num_shards", SHARDS)
 def test_ordered_has_the_bits_of_one_worker(
-    answers: list[Answers], alone: dict[int, tuple[str, str]], num_shards: int
+    answers: list[ScenarioAnswers], alone: dict[int, tuple[str, str]], num_shards: int
 ) -> None:
     if num_shards < len(answers):
         pytest.skip("more workers than shards")
     prefix = f"{num_shards} shards, "
-    found = {(name, value) for answer in answers for name, value in answer.items() if name.startswith(prefix)}
+    found = {item for answer in answers for item in answer.starting_with(prefix).items()}
     assert len(found) == 7
     assert {value for _, value in found} == {alone[num_shards][0]}
 
@@ -400,7 +413,7 @@ def test_the_order_matters_for_these_numbers(alone: dict[int, tuple[str, str]]) 
 
 
 @pytest.mark.parametrize("prefix", ["ordered of", "ordered in", "ordered, ", "ordered partials"])
-def test_ordered_takes_any_tensor(answers: list[Answers], prefix: str) -> None:
+def test_ordered_takes_any_tensor(answers: list[ScenarioAnswers], prefix: str) -> None:
     assert wrong(answers, prefix) == []
 
 
@@ -433,15 +446,15 @@ def test_ordered_takes_any_tensor(answers: list[Answers], prefix: str) -> None:
         ("ordered group", "TypeError: group is a str"),
     ],
 )
-def test_a_mistake_is_named_on_every_rank(answers: list[Answers], what: str, said: str) -> None:
+def test_a_mistake_is_named_on_every_rank(answers: list[ScenarioAnswers], what: str, said: str) -> None:
     for answer in answers:
         assert said in answer[what]
 
 
-def test_every_rank_is_told_of_what_differs(answers: list[Answers]) -> None:
+def test_every_rank_is_told_of_what_differs(answers: list[ScenarioAnswers]) -> None:
     # Bytes were added as whatever the receiver had, and all ranks ended well.
     odd = len(answers) - 1
-    names = [name for name in answers[0] if name.startswith("different ") and not name.startswith("different left")]
+    names = [name for name in answers[0].starting_with("different ") if not name.startswith("different left")]
     assert len(names) == 21
     for name in names:
         messages = {answer[name] for answer in answers}
@@ -454,28 +467,28 @@ def test_every_rank_is_told_of_what_differs(answers: list[Answers]) -> None:
     assert f"rank {odd} calls ring_all_reduce(int32 [4])" in said
 
 
-def test_what_differs_is_left_as_it_was(answers: list[Answers]) -> None:
+def test_what_differs_is_left_as_it_was(answers: list[ScenarioAnswers]) -> None:
     assert wrong(answers, "different left alone") == []
 
 
 @pytest.mark.parametrize("name", ["ring", "ordered"])
-def test_the_group_works_after_differences(answers: list[Answers], name: str) -> None:
+def test_the_group_works_after_differences(answers: list[ScenarioAnswers], name: str) -> None:
     assert wrong(answers, f"{name} after differences") == []
 
 
 @pytest.mark.parametrize("name", ["ring", "ordered"])
-def test_the_group_works_after_mistakes(answers: list[Answers], name: str) -> None:
+def test_the_group_works_after_mistakes(answers: list[ScenarioAnswers], name: str) -> None:
     assert wrong(answers, f"{name} after mistakes") == []
 
 
-def test_a_rank_outside_the_group_is_told(answers: list[Answers]) -> None:
+def test_a_rank_outside_the_group_is_told(answers: list[ScenarioAnswers]) -> None:
     outside = [message for answer in answers for message in answer.get("not a member", [])]
     assert outside
     assert all("does not belong to this group" in message for message in outside)
 
 
 @pytest.mark.parametrize("what", ["ring hook", "ordered hook", "ordered hook again", "ordered hook bits"])
-def test_hooks_average_gradients_as_torch_does(answers: list[Answers], what: str) -> None:
+def test_hooks_average_gradients_as_torch_does(answers: list[ScenarioAnswers], what: str) -> None:
     assert wrong(answers, what) == []
 
 

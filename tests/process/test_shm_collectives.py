@@ -1,6 +1,6 @@
 """Collectives and messages of the backend "shm" on real groups, against Gloo and against what one process computes.
 
-One launch per world size plays every scenario; each test looks at one.
+Each test runs one scenario, on ranks that stay from one to the next.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.scenarios import Claims, Scenario, wrong_in
+from tests.process.scenarios import Claims, ShmScenario, ShmScenarios
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -1038,11 +1038,11 @@ SCENARIOS = (
 )
 
 
-def name_of(scenario: Scenario) -> str:
+def name_of(scenario: ShmScenario) -> str:
     return scenario.__name__
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
-def test_scenario(scenario: Scenario, world_size: int) -> None:
-    assert wrong_in(scenario, SCENARIOS, world_size) == []
+def test_scenario(shm_scenarios: ShmScenarios, scenario: ShmScenario, world_size: int) -> None:
+    assert shm_scenarios.wrong_in(scenario, world_size) == []

@@ -224,7 +224,7 @@ def fork_rank(number: int, scene: Callable[[Rank], Any]) -> tuple[int, Connectio
     pid = os.fork()
     if pid == 0:
         rank = Rank(number, 2, tempfile.gettempdir(), theirs)
-        rank.play(scene, ())
+        rank.run(scene, ())
         os._exit(0)
     theirs.close()
     return pid, ours

@@ -1,6 +1,6 @@
 """What PyTorch builds on process groups, unchanged, on the backend "shm": it works, with the numbers of Gloo.
 
-One launch per world size plays every scenario, with "cpu:shm" as the default group; each test looks at one.
+Each test runs one scenario, on ranks that stay from one to the next and have "cpu:shm" as the default group.
 """
 
 import shutil
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
-from tests.process.scenarios import Claims, Scenario, wrong_in
+from tests.process.scenarios import Claims, ShmScenario, ShmScenarios
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -350,19 +350,19 @@ IN_TWO = (
 IN_FOUR = (a_mesh_has_two_dimensions, fsdp_replicates_and_shards, dtensors_are_redistributed)
 
 
-def name_of(scenario: Scenario) -> str:
+def name_of(scenario: ShmScenario) -> str:
     return scenario.__name__
 
 
-def test_hooks_may_wait_for_a_collective_in_a_callback() -> None:
-    assert wrong_in(ddp_compresses_gradients, (ddp_compresses_gradients,), 2) == []
+def test_hooks_may_wait_for_a_collective_in_a_callback(shm_scenarios: ShmScenarios) -> None:
+    assert shm_scenarios.wrong_in(ddp_compresses_gradients, 2) == []
 
 
 @pytest.mark.parametrize("scenario", IN_TWO, ids=name_of)
-def test_in_two_processes(scenario: Scenario) -> None:
-    assert wrong_in(scenario, IN_TWO, 2, "cpu:shm") == []
+def test_in_two_processes(shm_scenarios: ShmScenarios, scenario: ShmScenario) -> None:
+    assert shm_scenarios.wrong_in(scenario, 2, "cpu:shm") == []
 
 
 @pytest.mark.parametrize("scenario", IN_FOUR, ids=name_of)
-def test_in_four_processes(scenario: Scenario) -> None:
-    assert wrong_in(scenario, IN_FOUR, 4, "cpu:shm") == []
+def test_in_four_processes(shm_scenarios: ShmScenarios, scenario: ShmScenario) -> None:
+    assert shm_scenarios.wrong_in(scenario, 4, "cpu:shm") == []

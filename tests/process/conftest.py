@@ -1,0 +1,14 @@
+"""What tests of several processes share."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.process.scenarios import ShmScenarios
+
+
+@pytest.fixture(scope="module")
+def shm_scenarios() -> Iterator[ShmScenarios]:
+    """Ranks that run scenarios on groups over shared memory, until the file is done."""
+    scenarios = ShmScenarios()
+    yield scenarios
+    scenarios.close()
