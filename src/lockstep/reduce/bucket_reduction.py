@@ -26,6 +26,10 @@ from lockstep.errors import ReductionError
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
 
+# Names of torch 2.13, which deprecates those of the torch before it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Finish = Callable[[], object]
 """Waits until what was started has ended; on a GPU the current stream waits for that."""
 
@@ -89,7 +93,7 @@ class MeanReduction:
         size = segment_length(message, self._world)
         padded = _padded(message, size * self._world.world_size)
         total = torch.empty(size, dtype=message.dtype, device=message.device)
-        work = dist.reduce_scatter_tensor(total, padded, group=self._world.group, async_op=True)
+        work = _reduce_scatter(total, padded, group=self._world.group, async_op=True)
 
         def finish() -> None:
             wait_for(work)
@@ -154,7 +158,7 @@ def gather_segments(message: Tensor, world: World) -> Finish:
     size = segment_length(message, world)
     own = _padded(own_segment(message, world).clone(), size)
     whole = _padded(message, size * world.world_size)
-    work = dist.all_gather_into_tensor(whole, own, group=world.group, async_op=True)
+    work = _all_gather(whole, own, group=world.group, async_op=True)
 
     def finish() -> None:
         wait_for(work)

@@ -115,23 +115,23 @@ class BucketSchedule:
         self.times.end_backward()
         self.on_end_of_backward()
         self.waits.begin(0)
-        bucket_set = self._bucket_set
+        num_buckets, extra_message = len(self._bucket_set.buckets), self._bucket_set.extra_message
+        while len(self._finishes) < num_buckets - (extra_message is None):
+            self._send(len(self._finishes))
+        # At this place on every rank, however many buckets it sent earlier: some groups have one order for all calls.
         self._status.post(write_status(status, self._world.rank, self._world.world_size))
-        num_buckets = len(bucket_set.buckets)
-        while len(self._finishes) < num_buckets:
-            is_last = len(self._finishes) == num_buckets - 1
-            self._send(len(self._finishes), is_last_message=is_last and bucket_set.extra_message is None)
-        if bucket_set.extra_message is not None and len(self._finishes) == num_buckets:
+        if extra_message is None:
+            self._send(num_buckets - 1, is_last_message=True)
+        else:
             self._finish_previous()
-            start = partial(start_all_reduce, bucket_set.extra_message, self._group)
-            self._start(start, is_last_message=True)
+            self._start(partial(start_all_reduce, extra_message, self._group), is_last_message=True)
         self._wait()
         self._wait_besides()
         while self._awaited:
             self._awaited.pop().wait()
-        received = self._status.receive()
+        group_status = read_status(self._status.receive())
         self.times.end()
-        return read_status(received)
+        return group_status
 
     def describe_wait(self) -> str:
         """Return in words what this rank waits for; empty if it does not."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.reduce.plan import BucketLimits
-from lockstep.reduce.status_message import is_asynchronous
 
 _TORCHS_LIMITS = BucketLimits()
 

@@ -80,11 +80,6 @@ class StatusOverHosts:
         return read_numbers(self._numbers)
 
 
-def is_asynchronous(device: torch.device) -> bool:
-    """Return whether work on a device goes on after the call that starts it has returned."""
-    return device.type != "cpu"
-
-
 def has_cpu_backend(group: ProcessGroup) -> bool:
     """Return whether a group moves tensors of the CPU (local)."""
     return any(device.type == "cpu" for device in device_types(group))

@@ -1,0 +1,258 @@
+"""The three parts together, on threads as ranks: the mean, and failures, on a CPU and on an asynchronous device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.asynchronous_device import asynchronous_device
+from tests.support.threaded_ranks import run_ranks
+from torch import Tensor, nn
+
+from lockstep.comm import World
+from lockstep.errors import ParameterMismatchError, ReductionError
+from lockstep.reduce import (
+    BucketLimits,
+    KeepLocalGradients,
+    MeanReduction,
+    Reducer,
+    ReducerOptions,
+    ShardReducer,
+    TrainedModel,
+)
+from lockstep.reduce.status_message import StatusOverHosts, StatusTrailer
+from lockstep.shards import even_ranges
+
+SMALL = BucketLimits(sizes_bytes=(200,))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def reducer_of(model: nn.Module, world: World, **options: Any) -> Reducer:
+    mean = MeanReduction(world)
+    chosen = ReducerOptions(purpose="a test", limits=SMALL, **options)
+    return Reducer(TrainedModel(model), world, chosen, mean, KeepLocalGradients(mean))
+
+
+def backward(reducer: Reducer, model: nn.Module, rows: Tensor) -> None:
+    reducer.finish_interrupted()
+    output = model(rows)
+    reducer.mark(output, num_samples=len(rows))
+    output.square().mean().backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def mean_of(num_ranks: int, step: int) -> list[Tensor]:
+    found = []
+    for rank in range(num_ranks):
+        model = net()
+        model(inputs(rank, step)).square().mean().backward()
+        found.append(gradients(model))
+    return [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
+
+
+def on_cpu(_device: torch.device) -> bool:
+    return False
+
+
+def as_if_asynchronous(_device: torch.device) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_are_the_mean_in_every_step(num_ranks: int, is_asynchronous: Callable[..., bool]) -> None:
+    def program(world: World) -> list[list[Tensor]]:
+        model = net()
+        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            backward(reducer, model, inputs(world.rank, step))
+            found.append(gradients(model))
+        return found
+
+    for found in run_ranks(num_ranks, program, poisons=True):
+        for step in range(3):
+            for mine, expected in zip(found[step], mean_of(num_ranks, step), strict=True):
+                torch.testing.assert_close(mine, expected)
+
+
+def failing_step(world: World, is_asynchronous: Callable[..., bool], failing_rank: int, failing_step: int) -> list[str]:
+    """Return what each step of a rank said; it steps an optimizer only where nothing was wrong."""
+    model = net()
+    reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+    said = []
+    for step in range(3):
+        model.zero_grad()
+        handle = None
+        if (world.rank, step) == (failing_rank, failing_step):
+            handle = model[2].weight.register_hook(fail)
+        try:
+            backward(reducer, model, inputs(world.rank, step))
+            said.append("whole")
+        except (ValueError, ReductionError) as error:
+            said.append(str(error))
+        if handle is not None:
+            handle.remove()
+    reducer.finish_interrupted()
+    return said
+
+
+def fail(_gradient: Tensor) -> None:
+    raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_failure_is_an_error_of_the_same_backward_on_every_rank(
+    step: int, rank: int, is_asynchronous: Callable[..., bool]
+) -> None:
+    # On a GPU the other ranks heard of it one step later, when they had updated their parameters.
+    found = run_ranks(3, lambda world: failing_step(world, is_asynchronous, rank, step), poisons=True)
+    for number, said in enumerate(found):
+        expected = "in backward" if number == rank else f"1 of 3 ranks ended in an exception (rank {rank})"
+        assert [expected in each for each in said] == [other == step for other in range(3)]
+        assert [each == "whole" for each in said] == [other != step for other in range(3)]
+
+
+def test_on_an_asynchronous_device_the_host_does_not_wait_for_it() -> None:
+    def program(world: World) -> tuple[list[list[float]], bool]:
+        with asynchronous_device() as device:
+            model = net().to(device.name)
+            reducer = reducer_of(model, world)
+            rows = [inputs(world.rank, step).to(device.name) for step in range(3)]
+            found = []
+            backward(reducer, model, rows[0])  # the order of arrival is learnt in the first one
+            for step in range(1, 3):
+                model.zero_grad()
+                with device.no_blocking_reads():
+                    backward(reducer, model, rows[step])
+                found.append(torch.cat([each.cpu().flatten() for each in gradients(model)]).tolist())
+            by_hosts = isinstance(reducer.schedule._status, StatusOverHosts)
+            reducer.close()
+            return found, by_hosts
+
+    for found, by_hosts in run_ranks(2, program):
+        assert by_hosts
+        for step in (1, 2):
+            expected = torch.cat([each.flatten() for each in mean_of(2, step)]).tolist()
+            assert found[step - 1] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_a_failure_on_an_asynchronous_device_is_one_of_the_same_backward() -> None:
+    def program(world: World) -> list[str]:
+        with asynchronous_device() as device:
+            model = net().to(device.name)
+            reducer = reducer_of(model, world)
+            said = []
+            for step in range(3):
+                model.zero_grad()
+                handle = model[2].weight.register_hook(fail) if (world.rank, step) == (1, 1) else None
+                rows = inputs(world.rank, step).to(device.name)
+                try:
+                    backward(reducer, model, rows)
+                    said.append("whole")
+                except (ValueError, ReductionError) as error:
+                    said.append(type(error).__name__)
+                if handle is not None:
+                    handle.remove()
+            reducer.close()
+            return said
+
+    assert run_ranks(2, program) == [["whole", "ReductionError", "whole"], ["whole", "ValueError", "whole"]]
+
+
+def test_a_group_without_a_cpu_backend_carries_the_status_with_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.reduce.current_plan.has_cpu_backend", lambda _group: False)
+
+    def program(world: World) -> tuple[bool, list[str]]:
+        model = net()
+        reducer = reducer_of(model, world, is_asynchronous=as_if_asynchronous)
+        assert isinstance(reducer.schedule._status, StatusTrailer)
+        return True, failing_step(world, as_if_asynchronous, 1, 1)
+
+    (_, first), (_, second) = run_ranks(2, program, poisons=True)
+    assert [said == "whole" for said in first] == [said == "whole" for said in second] == [True, False, True]
+
+
+@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+def test_a_model_that_changes_on_every_rank_is_followed_in_the_same_backward(
+    is_asynchronous: Callable[..., bool],
+) -> None:
+    def program(world: World) -> list[Tensor]:
+        model = net()
+        model[0].requires_grad_(False)
+        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        backward(reducer, model, inputs(world.rank, 0))
+        model[0].requires_grad_(True)
+        model.zero_grad()
+        backward(reducer, model, inputs(world.rank, 1))
+        return gradients(model)
+
+    for found in run_ranks(2, program, poisons=True, has_default_group=True):
+        for mine, expected in zip(found, mean_of(2, 1), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+def test_a_model_that_changes_on_one_rank_is_an_error_of_the_same_backward_on_all(
+    is_asynchronous: Callable[..., bool],
+) -> None:
+    def program(world: World) -> str:
+        model = net()
+        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        if world.rank == 1:
+            model[0].requires_grad_(False)
+        with pytest.raises(ParameterMismatchError) as refused:
+            backward(reducer, model, inputs(world.rank, 0))
+        return str(refused.value)
+
+    for said in run_ranks(2, program, has_default_group=True):
+        assert "Rank 1 has 4 trainable parameters but rank 0 has 6" in said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_shards_have_one_sum_on_any_number_of_ranks(num_ranks: int) -> None:
+    num_shards = 5
+
+    def program(world: World) -> list[list[Tensor]]:
+        model = net()
+        shards = ShardReducer(TrainedModel(model), world, num_shards, SMALL)
+        ranges = even_ranges(world.world_size, num_shards)
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            for task in shards.begin(ranges):
+                loss = model(inputs(task.shard, step)).square().mean()
+                shards.mark(loss, task)
+                loss.backward()
+                shards.end(task)
+            found.append(gradients(model))
+        return found
+
+    expected = run_ranks(1, program)[0]
+    for found in run_ranks(num_ranks, program, poisons=True):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+def test_messages_of_a_trainer_say_so() -> None:
+    def program(world: World) -> str:
+        model = net()
+        shards = ShardReducer(TrainedModel(model), world, 2, BucketLimits())
+        assert shards._reducer is not None
+        return shards._reducer.schedule.purpose
+
+    assert run_ranks(2, program) == ["a training step"] * 2
