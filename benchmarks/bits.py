@@ -1,19 +1,19 @@
-"""What equal bits cost: the trainer's step against DistributedDataParallel's, and uneven machines.
+"""Cost of equal bits: a step of the trainer compared with DistributedDataParallel, and unevenly fast workers.
 
     make bench-bits       or: python benchmarks/bits.py [--worlds 2,4] [--rounds 11] [--parts each,several,uneven]
 
-each: one shard per worker. The trainer adds in the order of the tree, our DistributedDataParallel in that of the group.
-Over shared memory both are the same order; over Gloo the trainer exchanges partials, adds and gathers.
+each: one shard per worker. The trainer adds in the order of the tree, our DistributedDataParallel in the group's order.
+Over shared memory these orders are equal. Over Gloo the trainer exchanges partials, adds them and gathers the sums.
 
-several: four shards per worker, against four micro-batches of gradient accumulation (`no_sync`) with our and torch's
-DistributedDataParallel; and the memory of a worker.
+several: four shards per worker, compared with four micro-batches of gradient accumulation (`no_sync`) under our and
+torch's DistributedDataParallel; also the memory of a worker.
 
-uneven: two workers, each on a core of its own, and another process that is busy on worker 0's. Shards that stay
-(`even`), shards that move (`speed`), and torch's DistributedDataParallel on halves of the batch. Each shard has as many
-samples as it takes for the shards to cost little themselves.
+uneven: two workers, each on a core of its own, and another busy process on the core of worker 0. Compared are fixed
+shards (`balance: even`), moving shards (`speed`), and torch's DistributedDataParallel on halves of the batch. Each
+shard has so many samples that the overhead per shard is small.
 
-All sides of a part train in the same processes, in turn, round after round; figures are medians over the rounds of the
-slowest rank's time of a step. All loops read their loss, and all run with deterministic operators.
+Each round measures all sides of a part in the same processes. Figures are medians over the rounds of the
+slowest rank's time per step. All loops read the loss, and use deterministic operators.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tables import NOISY_SPREAD, load_average, mark, print_row, tell
+from interleaved import attempt, private_bytes, return_large_blocks, run_round
+from tables import NOISY_SPREAD, load_average, log, mark, print_row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import TensorDataset
 from training_models import MODELS
-from turns import attempt, own_bytes, play_round, return_large_blocks
 
 import lockstep as ls
 from lockstep.comm import current_world
@@ -88,7 +88,7 @@ def make_loop(side: str, name: str, run: ls.Run, num_shards_each: int) -> Loop:
         trainer = ls.Trainer(model, optimizer, loss=loss_of, num_shards=num_shards, world=world)
         loader = ls.ShardedLoader(data, batch_size=len(data), num_shards=num_shards, shuffle=False, world=world)
         batch = next(loader.epoch(0))
-        warnings.filterwarnings("ignore", message="The batch is that of")  # it is the same one in every step
+        warnings.filterwarnings("ignore", message="The batch is that of")  # the same batch in every step
         return partial(train_step, trainer, batch)
     if wrapper == "torch DDP":
         wrapped: nn.Module = TorchDDP(model, process_group=group, gradient_as_bucket_view=True)
@@ -121,7 +121,7 @@ def time_sides(run: ls.Run, name: str, num_shards_each: int, rounds: int) -> dic
     loops = {side: make_loop(side, name, run, num_shards_each) for side in SIDES}
     steps = max(1, MODELS[name].steps // num_shards_each)
 
-    def take_turn(side: str) -> float:
+    def measure_side(side: str) -> float:
         began = time.perf_counter()
         for _ in range(steps):
             loops[side]()
@@ -134,7 +134,7 @@ def time_sides(run: ls.Run, name: str, num_shards_each: int, rounds: int) -> dic
     errors: dict[str, str] = {}
     for number in range(rounds):
         first = number % len(SIDES)
-        play_round([*SIDES[first:], *SIDES[:first]], take_turn, seconds, errors)
+        run_round([*SIDES[first:], *SIDES[:first]], measure_side, seconds, errors)
     if errors:
         raise RuntimeError(str(errors))
     return seconds
@@ -148,12 +148,12 @@ def measure_memory(run: ls.Run, name: str, side: str, num_shards_each: int) -> f
         rehearsal()
     del rehearsal
     dist.barrier()
-    before = highest = own_bytes()
+    before = highest = private_bytes()
     loop = make_loop(side, name, run, num_shards_each)
 
     def watch(*_: object) -> None:
         nonlocal highest
-        highest = max(highest, own_bytes())
+        highest = max(highest, private_bytes())
 
     watched = nn.modules.module.register_module_forward_hook(watch)
     for _ in range(WARM_UP_STEPS):
@@ -195,7 +195,7 @@ def train_unevenly(run: ls.Run, name: str, rounds: int) -> tuple[dict[str, list[
     seconds: dict[str, list[float]] = {side: [] for side in UNEVEN_SIDES}
     shards: list[int] = []
 
-    def take_turn(side: str, epoch: int) -> float:
+    def measure_side(side: str, epoch: int) -> float:
         nonlocal shards
         began = time.perf_counter()
         found = loops[side](epoch)
@@ -206,10 +206,10 @@ def train_unevenly(run: ls.Run, name: str, rounds: int) -> tuple[dict[str, list[
     for epoch in range(rounds + 1):
         for side in UNEVEN_SIDES:
             dist.barrier()
-            spent, error = attempt(partial(take_turn, side, epoch))
+            spent, error = attempt(partial(measure_side, side, epoch))
             if error:
                 raise RuntimeError(f"{side}: {error}")
-            if epoch > 0:  # in the first epoch the shards find their place
+            if epoch > 0:  # shards are moved in the first epoch
                 seconds[side].append(spent)
     return seconds, {side: trainer.digest() for side, trainer in trainers.items()}, shards
 
@@ -259,7 +259,7 @@ def print_steps(num_shards_each: int, worlds: list[int], rounds: int) -> None:
     print_row(*["---"] * (2 + len(SIDES) + len(ratios)))
     for world in worlds:
         for name in NAMES:
-            tell(f"{num_shards_each} shards per worker, {world} workers, {name} ...")
+            log(f"{num_shards_each} shards per worker, {world} workers, {name} ...")
             seconds = ls.launch(time_sides, name, num_shards_each, rounds, devices=f"cpu:{world}")[0]
             print_row(
                 *(MODELS[name].title, str(world), *(show_milliseconds(seconds[side]) for side in SIDES)),
@@ -280,7 +280,7 @@ def print_memory(num_shards_each: int) -> None:
     print_row(*["---"] * len(SIDES))
     figures = []
     for side in SIDES:
-        tell(f"memory, {side} ...")
+        log(f"memory, {side} ...")
         found = ls.launch(measure_memory, "mlp", side, num_shards_each, devices="cpu:2")
         figures.append(f"{statistics.mean(found) / (1 << 20):.1f}")
     print_row(*figures)
@@ -292,7 +292,7 @@ def print_uneven(rounds: int) -> None:
     print_row("model", *titles, "speed / even", "speed / torch", "shards", "digests")
     print_row(*["---"] * (len(UNEVEN_SIDES) + 5))
     for name in ("conv", "transformer"):
-        tell(f"uneven machine, {name} ...")
+        log(f"uneven machine, {name} ...")
         num_samples = len(samples(name, UNEVEN_SHARDS * UNEVEN_COPIES))
         with busy_core(min(os.sched_getaffinity(0))):
             seconds, digests, shards = ls.launch(train_unevenly, name, rounds, devices="cpu:2")[0]
@@ -311,7 +311,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=lambda text: list(map(int, text.split(","))), default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each side; default 11")
+    parser.add_argument("--rounds", type=int, default=11, help="measurements per side; default 11")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["each", "several", "uneven"])
     return parser.parse_args()
 

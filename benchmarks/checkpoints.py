@@ -1,14 +1,14 @@
-"""What a checkpoint costs a training: the pause at each save, and the steps while it is written.
+"""Cost of a checkpoint for the training: the pause at each save, and slower steps while it is written.
 
-A multi-layer perceptron is trained with Adam in one process; parameters and moments come to the wanted size. Sides take
-turns, round after round, in the same process:
+A multi-layer perceptron of the requested state size is trained with Adam in one process. Each round measures all sides
+in this process:
 
-- Lockstep in the background (`async_save: true`), and at once (`false`);
-- `torch.save`, to a file that is then closed: it neither computes a checksum nor waits for the disk;
-- `torch.distributed.checkpoint.async_save`, without a group.
+- Lockstep in the background (`async_save: true`) and synchronously (`false`);
+- `torch.save` to a file that is then closed: no checksums, no fsync;
+- `torch.distributed.checkpoint.async_save`, without a process group.
 
-A turn is some quiet steps, a save, steps until the save is done, and a sync of the disk that nobody's time includes.
-Files go where TMPDIR says, which should be on a disk.
+A measurement is some steps without a save, a save, steps until the save is done, and a sync of the disk (not timed).
+Files are written to TMPDIR, which should be on a disk.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from tables import load_average, mark, print_row, tell
+from tables import load_average, log, mark, print_row
 from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpoint, Manifest, Saver
@@ -40,13 +40,13 @@ SIDES = {
 }
 BATCH = 16
 NUM_LAYERS = 8
-QUIET_STEPS = 5
-MOST_STEPS = 400
+STEPS_BEFORE_SAVE = 5
+MAX_STEPS = 400
 MB = 1_000_000
 
 
 @dataclass
-class Taken:
+class SaveTimes:
     """Times of one side, in seconds, one entry per round."""
 
     pauses: list[float] = field(default_factory=list)
@@ -118,45 +118,45 @@ class Contenders:
         self._saver.close()
 
 
-def take_turn(side: str, training: Training, contenders: Contenders, taken: Taken) -> None:
+def measure_side(side: str, training: Training, contenders: Contenders, times: SaveTimes) -> None:
     gc.collect()
     os.sync()
-    taken.quiet.append(statistics.median(training.step() for _ in range(QUIET_STEPS)))
+    times.quiet.append(statistics.median(training.step() for _ in range(STEPS_BEFORE_SAVE)))
     began = time.perf_counter()
     is_done = contenders.save(side, training)
-    taken.pauses.append(time.perf_counter() - began)
+    times.pauses.append(time.perf_counter() - began)
     during: list[float] = []
-    while not is_done() and len(during) < MOST_STEPS:
+    while not is_done() and len(during) < MAX_STEPS:
         during.append(training.step())
-    taken.totals.append(time.perf_counter() - began)
+    times.totals.append(time.perf_counter() - began)
     whole = during[:-1]  # the save may end in the middle of the last one
     if whole:
-        taken.during.append(statistics.median(whole))
+        times.during.append(statistics.median(whole))
 
 
-def measure(state_bytes: int, sides: list[str], rounds: int) -> dict[str, Taken]:
+def measure(state_bytes: int, sides: list[str], rounds: int) -> dict[str, SaveTimes]:
     training = Training(state_bytes)
-    found = {side: Taken() for side in sides}
+    found = {side: SaveTimes() for side in sides}
     with tempfile.TemporaryDirectory(prefix="bench-checkpoints-") as folder:
         contenders = Contenders(Path(folder))
         for number in range(rounds + 1):
-            tell(f"{state_bytes / MB:.0f} MB, round {number} of {rounds} ...")
+            log(f"{state_bytes / MB:.0f} MB, round {number} of {rounds} ...")
             for side in sides if number % 2 else reversed(sides):
                 # The first round makes files and memory that later ones use again, and is shown apart.
-                take_turn(side, training, contenders, found[side])
+                measure_side(side, training, contenders, found[side])
         contenders.close()
     return found
 
 
-def print_side(size: int, side: str, taken: Taken) -> None:
-    pauses, quiet = taken.pauses[1:], taken.quiet[1:]
-    ratios = [during / still for during, still in zip(taken.during[1:], quiet, strict=False)]
+def print_side(size: int, side: str, times: SaveTimes) -> None:
+    pauses, quiet = times.pauses[1:], times.quiet[1:]
+    ratios = [during / still for during, still in zip(times.during[1:], quiet, strict=False)]
     print_row(
         f"{size} MB",
         SIDES[side],
-        f"{1000 * taken.pauses[0]:.0f}",
+        f"{1000 * times.pauses[0]:.0f}",
         f"{mark(pauses)}{1000 * statistics.median(pauses):.0f}",
-        f"{1000 * statistics.median(taken.totals[1:]):.0f}",
+        f"{1000 * statistics.median(times.totals[1:]):.0f}",
         f"{1000 * statistics.median(quiet):.0f}",
         f"{mark(ratios)}{statistics.median(ratios):.2f}" if ratios else "-",
     )
@@ -166,7 +166,7 @@ def main() -> None:
     """Run the benchmark and print its table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="100,1000", help="of the state, in MB; default 100,1000")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side after the first; default 5")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per side after the first; default 5")
     parser.add_argument("--threads", type=int, default=1, help="of the training; default 1")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"some of {','.join(SIDES)}")
     options = parser.parse_args()
@@ -188,8 +188,8 @@ def main() -> None:
     print_row(*["---"] * 7)
     sides = [side for side in SIDES if side in options.sides.split(",")]
     for size in map(int, options.sizes.split(",")):
-        for side, taken in measure(size * MB, sides, options.rounds).items():
-            print_side(size, side, taken)
+        for side, times in measure(size * MB, sides, options.rounds).items():
+            print_side(size, side, times)
     print(f"\nLoad average after the run {load_average()}.")
 
 

@@ -3,17 +3,17 @@
     make bench-comm       or: python benchmarks/comm.py [--quick] [--markdown] [--sizes 4B,1MB] [--worlds 2,4]
                                                         [--columns gloo,shm,openmpi] [--repetitions 15]
 
-All columns of a size are measured in one run, in short batches in turn, repetition after repetition, so that whatever
-else the machine does hits each alike. OpenMPI needs processes of its own; torch's columns share theirs:
+All columns of a size are measured in one run. Each repetition times a short batch of calls of every column, so that
+noise affects all columns equally. OpenMPI needs processes of its own; torch's columns share processes:
 
 controller                                      ranks: torch's, by ls.launch; OpenMPI's, by mpirun
 ----------                                      ------
-1 start both sets, listen on a socket           connect, say who they are
-2 a turn: one set, one column, n calls   ->     barriers, clock, n calls, clock
+1 start both sets, listen on a socket           connect, send set and rank
+2 a batch: one set, one column, n calls  ->     barriers, clock, n calls, clock
 3 take the slowest rank                  <-     seconds per call
-4 the next column's turn                        read the socket: a blocked read, not a spinning MPI call
+4 a batch of the next column                    block in a read of the socket, not in a spinning MPI call
 
-The figure is the median over the repetitions of the slowest rank's mean time per call. Every column's sums are checked
+A figure is the median over the repetitions of the slowest rank's mean time per call. Every column's sums are checked
 at every size before they are timed.
 """
 
@@ -56,7 +56,7 @@ COLUMNS = {
     "openmpi": "OpenMPI, mpi4py's Allreduce in place",
 }
 BASELINES = ("gloo", "openmpi", "copy")
-UNITS = {"MB": 10**6, "KB": 10**3, "B": 1}  # MB before B: the first that a size ends with counts
+UNITS = {"MB": 10**6, "KB": 10**3, "B": 1}  # MB before B, because the first matching suffix is used
 SIZES = "4B,1KB,4KB,64KB,256KB,1MB,4MB,26MB,102MB,256MB"  # 26 MB: a bucket of DDP; 102 MB: a ResNet-50
 QUICK_SIZES = "4B,64KB,1MB,4MB"
 BATCH_SECONDS = 0.03
@@ -74,7 +74,7 @@ LEAVE_SECONDS = 20.0
 
 @final
 class Crew:
-    """One set of ranks, as the controller sees it.
+    """The controller's connection to one set of ranks.
 
     Args:
         connections: One socket per rank.
@@ -89,7 +89,7 @@ class Crew:
 
     def turn(self, **order: Any) -> list[dict[str, Any]]:
         """Give all ranks one order; return their answers."""
-        with contextlib.suppress(BrokenPipeError):  # reading finds out, and explains
+        with contextlib.suppress(BrokenPipeError):  # the next read raises the error
             for stream in self._streams:
                 stream.write(json.dumps(order) + "\n")
                 stream.flush()
@@ -103,7 +103,7 @@ class Crew:
     def hang_up(self) -> None:
         """Let the ranks go."""
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # gone already
+            with contextlib.suppress(OSError):  # it has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _answers(self, doing: str) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def torch_crew(world: int, columns: Sequence[str]) -> Iterator[Crew]:
     def launch(address: str) -> None:
         try:
             outcome.set_result(ls.launch(serve_torch, address, columns, devices=f"cpu:{world}"))
-        except BaseException as error:  # noqa: BLE001 - raised again where it is looked at
+        except BaseException as error:  # noqa: BLE001 - raised again by the reader
             outcome.set_exception(error)
 
     def explain() -> None:
@@ -141,7 +141,7 @@ def torch_crew(world: int, columns: Sequence[str]) -> Iterator[Crew]:
             yield crew
         finally:
             crew.hang_up()
-            with contextlib.suppress(Exception):  # has been told, or is a consequence of what is being told
+            with contextlib.suppress(Exception):  # reported already, or a consequence of the error that is being raised
                 outcome.result(LEAVE_SECONDS)
 
 
@@ -242,7 +242,7 @@ def measure(crews: dict[str, Crew], world: int, num_bytes: int, repetitions: int
     for number in range(repetitions):
         if number >= 5 and time.monotonic() - began > SIZE_SECONDS:  # noqa: PLR2004 - see SIZE_SECONDS
             break
-        # Each repetition begins with another column, so that none always finds what the same other left in the cache.
+        # Each repetition starts with another column, so that no column always runs after the same other column.
         first = number % len(crews)
         for column in [*crews, *crews][first : first + len(crews)]:
             samples[column].append(crews[column].seconds(column, calls[column]))
@@ -255,7 +255,7 @@ def choose_calls(crew: Crew, column: str) -> int:
     while True:
         seconds = crew.seconds(column, calls)
         if calls * seconds < 10 * BATCH_SECONDS:
-            # The shortest of three: a moment's disturbance must not make all batches short.
+            # The shortest of three, because one disturbed call would make all batches too short.
             seconds = min(seconds, *(crew.seconds(column, calls) for _ in range(2)))
         if calls >= MAX_CALLS or calls * seconds >= BATCH_SECONDS / 4:
             break

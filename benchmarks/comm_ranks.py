@@ -1,6 +1,6 @@
-"""What the ranks of comm.py do: bind a size, check it, time it, as the controller says.
+"""The ranks of comm.py: prepare a size, check it and time it, as the controller requests.
 
-torch's columns live in the processes of one `ls.launch`, OpenMPI's in processes that mpirun starts with this file.
+torch's columns run in the processes of one `ls.launch`, OpenMPI's in processes that mpirun starts with this file.
 """
 
 import json
@@ -20,12 +20,12 @@ Call = Callable[[], object]
 Bound = dict[str, tuple[torch.Tensor, Call]]
 """By column: a tensor, and the call that reduces it in place."""
 SETTLING_BARRIERS = 10
-"""Before a batch. Ranks that have just been woken may share a core for a moment, and a rank that spins while it waits,
-as OpenMPI's do, then keeps the other off it for a whole time slice: milliseconds, where a call takes microseconds."""
+"""Barriers before a batch. Ranks that have just been woken may share a core, and a rank that spins while it waits,
+as OpenMPI's do, then blocks the other for a whole time slice: milliseconds, while a call takes microseconds."""
 
 
 def serve_torch(place: ls.Run, address: str, columns: Sequence[str]) -> None:
-    """Be a rank of torch's columns until the controller hangs up."""
+    """Run as a rank of torch's columns until the controller closes the connection."""
     gloo = dist.new_group(backend="gloo")
     shm = dist.new_group(backend="shm") if needs_shm(columns) else None
 
@@ -109,7 +109,7 @@ def time_calls(call: Call, calls: int) -> float:
 
 
 def count_wrong(tensor: torch.Tensor, call: Call, rank: int, world_size: int) -> int:
-    """Reduce twice, back to back, and return how many numbers are not what they must be; leave zeros.
+    """Reduce twice without a pause, and return the number of wrong elements; leave zeros.
 
     The numbers are whole and small, so that the sums are exact in any order; a slice in the wrong place shows because
     the pattern's length is a prime. Zeros, because what is summed in place again and again would not stay finite.

@@ -1,12 +1,12 @@
-"""Time of a training step under Lockstep's DataParallel and torch's on GPUs; without any, against the plain module.
+"""Time of a training step under Lockstep's DataParallel and torch's on GPUs; without GPUs, under the plain module.
 
     python benchmarks/data_parallel.py [--steps 20] [--rounds 9] [--replicas 2]
 
-All train the same model on the same batch, in turn, a few steps each, round after round, so that whatever else the
-machine does hits each alike. The figure is the median over the rounds of the time per step. "no kept memory" is ours
-with its memory thrown away before each step, as torch's does. On one GPU the replicas share it and torch's is left out;
-there, and on the CPU, where the plain module uses all cores anyway, the figures say what replicas cost, not what they
-gain.
+All sides train the same model on the same batch. Each round measures a few steps of every side, so that noise affects
+all sides equally. A figure is the median over the rounds of the time per step. "no kept memory" is ours
+without reuse of memory between steps, as in torch's. On one GPU the replicas share it and torch's is left out;
+there, and on the CPU, where the plain module uses all cores anyway, figures show the cost of replicas, not the
+speed-up.
 """
 
 import argparse
@@ -28,13 +28,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def mlp() -> tuple[nn.Module, Batch]:
-    """6 M parameters, little computation: bound by copies."""
+    """6 M parameters, little computation: copies dominate."""
     layers = [nn.Linear(512, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 1536)]
     return nn.Sequential(*layers, nn.Linear(1536, 10)), (torch.randn(64, 512), torch.randint(0, 10, (64,)))
 
 
 def conv_net() -> tuple[nn.Module, Batch]:
-    """A small net with BatchNorm: bound by computation."""
+    """A small net with BatchNorm: computation dominates."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
@@ -86,7 +86,7 @@ def main() -> None:
     """Run the benchmark and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps per turn")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds")
     parser.add_argument("--replicas", type=int, default=2, help="number of replicas")
     options = parser.parse_args()
     num_gpus = torch.cuda.device_count()
@@ -105,13 +105,13 @@ def main() -> None:
         torch.manual_seed(0)
         model, (inputs, targets) = build()
         batch = inputs.to(home), targets.to(home)
-        turns = {}
+        trained = {}
         for side, wrap in wrappers.items():
             wrapped = wrap(copy.deepcopy(model).to(home))
-            turns[side] = (wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3))
+            trained[side] = (wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3))
         seconds: dict[str, list[float]] = {side: [] for side in wrappers}
         for number in range(options.rounds + 1):
-            for side, (wrapped, optimizer) in turns.items():
+            for side, (wrapped, optimizer) in trained.items():
                 spent = time_step(wrapped, optimizer, batch, options.steps)
                 if number > 0:  # the first round warms up
                     seconds[side].append(spent)

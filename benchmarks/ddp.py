@@ -4,11 +4,11 @@
                                                        [--worlds 2,4] [--sides alone,torch-gloo,...] [--rounds 15]
                                                        [--steps 5] [--skip-memory]
 
-Time. All sides train the same model in the same processes, in turn, a few steps each, round after round, so that
-whatever else the machine does hits each alike; each round begins with another side. A figure is the median over the
+Time. All sides train the same model in the same processes. Each round measures a few steps of every side, so that
+noise affects all sides equally; each round starts with another side. A figure is the median over the
 rounds of the slowest rank's time per step. What communication adds is the median of the differences to "alone", the
-plain module on its own, in the same round. Before a side is timed, its first gradients are compared with the mean of
-the plain module's over all ranks.
+plain module without communication, in the same round. Before a side is timed, its first gradients are compared with
+the mean of the plain module's over all ranks.
 
     launcher                             rank 0 .. n-1, one launch for a world
     --------                             -------------------------------------
@@ -16,15 +16,15 @@ the plain module's over all ranks.
     2                                    a round: barrier, one side's steps, exchange of times and errors; next side
     3 one row for each line         <-   rank 0 writes a line of JSON for each model and optimizer
 
-A side that raises an error, on any rank, is left out from then on, on all of them. Each side of each model has a group
-of its own, so that an error in one leaves the others as they were.
+A side that raises an error on any rank is left out afterwards, on all ranks. Each side of each model has a group
+of its own, so that an error of one side does not affect the others.
 
-Memory. Each side has fresh processes. Counted is `Pss_Anon` + `Pss_Shmem` of /proc/self/smaps_rollup. Resident size
-would count a page of shared memory once in every process that maps it, and the gradients in a peer's bucket, which are
-read in place, as if they were this worker's; here a page that n processes map counts as 1/n in each, and the sum over
-the workers is what the machine gives. Code and other files that are mapped do not count. It is looked at after
+Memory. Each side has new processes. The figure is `Pss_Anon` + `Pss_Shmem` of /proc/self/smaps_rollup. Resident size
+would count a shared page in every process that maps it, and so the buckets of other ranks, which are
+read in place, in this worker. With PSS, a page that n processes map counts as 1/n in each, and the sum over
+the workers is the memory of the machine. Mapped files, such as code, do not count. It is sampled after
 wrapping, after every forward, when each gradient has been accumulated, after every backward and every update, from the
-first step on; shown is the highest figure less that before the model was made, the mean over the workers.
+first step on. Shown is the maximum minus the value before the model was created, as the mean over the workers.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tables import NOISY_SPREAD, load_average, mark, print_row, tell
+from interleaved import attempt, private_bytes, return_large_blocks, run_round
+from tables import NOISY_SPREAD, load_average, log, mark, print_row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_models import MODELS, Model
-from turns import attempt, own_bytes, play_round, return_large_blocks
 
 import lockstep as ls
 
@@ -67,7 +67,9 @@ LEARNING_RATE = 1e-5
 """So small that the model, which sees one batch again and again, does not become another one while it is timed."""
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=LEARNING_RATE),
-    "adamw": partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),  # else it takes longer than all the rest
+    "adamw": partial(
+        torch.optim.AdamW, lr=LEARNING_RATE, fused=True
+    ),  # not fused, it takes longer than the rest of the step
 }
 TITLES = {"sgd": "SGD", "adamw": "AdamW"}
 WARM_UP_STEPS = 3
@@ -169,7 +171,7 @@ def time_world(
     """Time every model and optimizer; rank 0 writes a line for each to `path`."""
     for name, optimizer in cases:
         if run.rank == 0:
-            tell(f"{run.world_size} workers, {MODELS[name].title}, {TITLES[optimizer]} ...")
+            log(f"{run.world_size} workers, {MODELS[name].title}, {TITLES[optimizer]} ...")
         times = time_case(run, name, optimizer, sides, rounds, steps or MODELS[name].steps)
         if run.rank == 0:
             with Path(path).open("a") as stream:
@@ -191,7 +193,7 @@ def time_case(run: ls.Run, name: str, optimizer: str, sides: Sequence[str], roun
         contender.train(WARM_UP_STEPS)
         return 0.0
 
-    def take_turn(side: str) -> float:
+    def measure_side(side: str) -> float:
         began = time.perf_counter()
         contenders[side].train(steps)
         return (time.perf_counter() - began) / steps
@@ -204,11 +206,11 @@ def time_case(run: ls.Run, name: str, optimizer: str, sides: Sequence[str], roun
     seconds: dict[str, list[float]] = {side: [] for side in sides if side not in errors}
     began = time.monotonic()
     for number in range(rounds):
-        # The longest that any rank has taken, so that all stop alike.
+        # The maximum over ranks, so that all ranks stop after the same round.
         if number >= LEAST_ROUNDS and attempt(lambda: time.monotonic() - began)[0] > CASE_SECONDS:
             break
         first = number % len(sides)
-        play_round([*sides[first:], *sides[:first]], take_turn, seconds, errors)
+        run_round([*sides[first:], *sides[:first]], measure_side, seconds, errors)
     for contender in contenders.values():
         contender.leave()
     num_parameters = sum(gradient.numel() for gradient in truth)
@@ -244,19 +246,19 @@ def check(found: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
 def measure_memory(run: ls.Run, name: str, side: str) -> float:
     """Return by how many bytes this worker grows at most (collective)."""
     return_large_blocks()
-    # What this side imports and builds once is not what it needs for a model.
+    # Memory for imports and one-time initialization is not counted.
     rehearsal = Contender(side, MODELS["tiny"], "sgd", run.rank)
     rehearsal.train(MEMORY_STEPS)
     rehearsal.leave()
     del rehearsal
     gc.collect()
     dist.barrier()
-    before = own_bytes()
+    before = private_bytes()
     highest = before
 
     def watch(*_: object) -> None:
         nonlocal highest
-        highest = max(highest, own_bytes())
+        highest = max(highest, private_bytes())
 
     contender = Contender(side, MODELS[name], "sgd", run.rank, watch)
     watch()
@@ -282,7 +284,7 @@ def launch_world(
             ls.launch(time_world, cases, sides, rounds, steps, str(path), devices=f"cpu:{world}")
         except ls.WorkerFailedError as failed:
             error = str(failed).partition("\n")[0]
-            tell(str(failed))
+            log(str(failed))
         done = [Times(**json.loads(line)) for line in path.read_text().splitlines()]
     yield from done
     for name, optimizer in cases[len(done) :]:
@@ -294,12 +296,12 @@ def launch_memory(name: str, sides: Sequence[str]) -> tuple[dict[str, float], di
     """Return bytes by side, or what went wrong, also by side."""
     found, errors = {}, {}
     for side in sides:
-        tell(f"memory, {MODELS[name].title}, {SIDES[side]} ...")
+        log(f"memory, {MODELS[name].title}, {SIDES[side]} ...")
         try:
             found[side] = statistics.mean(ls.launch(measure_memory, name, side, devices=f"cpu:{MEMORY_WORLD}"))
         except ls.WorkerFailedError as failed:
             errors[side] = str(failed).partition("\n")[0]
-            tell(str(failed))
+            log(str(failed))
     return found, errors
 
 
@@ -388,7 +390,7 @@ def parse_options() -> argparse.Namespace:
         default=[2, 4],
         help="numbers of workers; default 2,4",
     )
-    parser.add_argument("--rounds", type=above_zero, default=15, help="turns of each side, at most; default 15")
+    parser.add_argument("--rounds", type=above_zero, default=15, help="measurements per side, at most; default 15")
     parser.add_argument("--steps", type=above_zero, help="steps per turn; by default it depends on the model")
     parser.add_argument("--skip-memory", action="store_true", help="measure times only")
     return parser.parse_args()

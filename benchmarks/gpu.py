@@ -31,7 +31,7 @@ from gpu_device import empty_cache, name, synchronize
 from gpu_models import Case, cases
 from gpu_sides import DDP, PLAIN, SIDES, TORCH, TRAINER, Step, make_step
 from gpu_workers import join_alone
-from tables import NOISY_SPREAD, load_average, mark, print_row, tell
+from tables import NOISY_SPREAD, load_average, log, mark, print_row
 
 import lockstep as ls
 
@@ -79,7 +79,7 @@ def make_sides(case: Case, *, is_compiled: bool, deterministic: bool) -> tuple[d
                 step()
             synchronize()
             steps[side] = step
-            tell(f"    {side}: ready after {time.perf_counter() - began:.1f} s")
+            log(f"    {side}: ready after {time.perf_counter() - began:.1f} s")
         except Exception as error:  # noqa: BLE001 - the other sides are timed all the same
             traceback.print_exc()
             errors[side] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -88,7 +88,7 @@ def make_sides(case: Case, *, is_compiled: bool, deterministic: bool) -> tuple[d
 
 def time_case(model: str, case: Case, options: argparse.Namespace) -> Times:
     """Time all sides with one model."""
-    tell(f"{case.title}{', compiled' * options.compile}{', deterministic' * options.deterministic} ...")
+    log(f"{case.title}{', compiled' * options.compile}{', deterministic' * options.deterministic} ...")
     steps, errors = make_sides(case, is_compiled=options.compile, deterministic=options.deterministic)
     seconds: dict[str, list[float]] = {side: [] for side in steps}
     host: dict[str, list[float]] = {side: [] for side in steps}

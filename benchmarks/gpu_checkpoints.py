@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import MB, QUIET_STEPS, SIDES, Contenders, Taken, Training, print_side
+from checkpoints import MB, SIDES, STEPS_BEFORE_SAVE, Contenders, SaveTimes, Training, print_side
 from gpu_device import DEVICE, name, synchronize
 from gpu_models import LanguageModel, texts
-from tables import print_row, tell
+from tables import log, print_row
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -55,21 +55,21 @@ class OnDevice(Training):
         return time.perf_counter() - began
 
 
-def take_turn(side: str, training: OnDevice, contenders: Contenders, taken: Taken) -> None:
+def measure_side(side: str, training: OnDevice, contenders: Contenders, times: SaveTimes) -> None:
     """Take quiet steps, a save, and steps until the save is done."""
     gc.collect()
-    taken.quiet.append(statistics.median(training.step() for _ in range(QUIET_STEPS)))
+    times.quiet.append(statistics.median(training.step() for _ in range(STEPS_BEFORE_SAVE)))
     began = time.perf_counter()
     is_done = contenders.save(side, training)
-    taken.pauses.append(time.perf_counter() - began)
+    times.pauses.append(time.perf_counter() - began)
     during: list[float] = []
     while not is_done():
         if time.perf_counter() > began + MOST_SECONDS:
             raise RuntimeError(f"{side}: a save of {MOST_SECONDS:.0f} s is not done.")
         during.append(training.step())
-    taken.totals.append(time.perf_counter() - began)
+    times.totals.append(time.perf_counter() - began)
     if during[:-1]:
-        taken.during.append(statistics.median(during[:-1]))
+        times.during.append(statistics.median(during[:-1]))
 
 
 def measure_pauses(megabytes: int, rounds: int) -> None:
@@ -78,16 +78,16 @@ def measure_pauses(megabytes: int, rounds: int) -> None:
     print_row(*titles, "step during a save / quiet")
     print_row(*["---"] * (1 + len(titles)))
     training = OnDevice(megabytes * MB)
-    found = {side: Taken() for side in SIDES}
+    found = {side: SaveTimes() for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="gpu-checkpoints-") as folder:
         contenders = Contenders(Path(folder))
         for number in range(rounds + 1):
             for side in SIDES if number % 2 else reversed(SIDES):
-                tell(f"{side}, round {number} of {rounds} ...")
-                take_turn(side, training, contenders, found[side])
+                log(f"{side}, round {number} of {rounds} ...")
+                measure_side(side, training, contenders, found[side])
         contenders.close()
-    for side, taken in found.items():
-        print_side(megabytes, side, taken)
+    for side, times in found.items():
+        print_side(megabytes, side, times)
 
 
 # -- A run that goes on elsewhere --------------------------------------------------------------------------------------

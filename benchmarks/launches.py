@@ -1,4 +1,4 @@
-"""What `lockstep run` costs beside torchrun and plain python, and many launches at the same moment.
+"""Start-up time of `lockstep run` compared with torchrun and plain python, and many launches at the same time.
 
 python benchmarks/launches.py [--rounds 5] [--launches 100]
 """
@@ -22,11 +22,11 @@ dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """,
 }
-MEETING = """
+WAIT_FOR_ALL = """
 import os, pathlib, socket, sys, time
 port, folder = int(os.environ["MASTER_PORT"]), pathlib.Path("ports")
 (folder / f"{port}-{os.environ['RANK']}").touch()
-while len(list(folder.iterdir())) < int(sys.argv[1]):  # until every worker of every launch is there
+while len(list(folder.iterdir())) < int(sys.argv[1]):  # until all workers of all launches have started
     time.sleep(0.1)
 try:
     socket.socket().bind(("127.0.0.1", port))
@@ -60,7 +60,7 @@ def compare(folder: Path, rounds: int) -> None:
 
 
 def collide(folder: Path, num_launches: int) -> None:
-    (folder / "script.py").write_text(MEETING)
+    (folder / "script.py").write_text(WAIT_FOR_ALL)
     (folder / "ports").mkdir()
     command = [str(BIN / "lockstep"), "run", "--workers", "2", "script.py", str(2 * num_launches)]
     began = time.perf_counter()

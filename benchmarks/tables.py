@@ -1,4 +1,4 @@
-"""Tables in Markdown, and what is noisy in them."""
+"""Markdown tables, with a mark for noisy figures."""
 
 import os
 import statistics
@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 
 NOISY_SPREAD = 0.5
-"""A time whose quartiles are further apart, in units of the median, is marked."""
+"""A figure is marked if its interquartile range, divided by the median, exceeds this."""
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Return the distance between the quartiles, in units of the median."""
+    """Return the interquartile range divided by the median."""
     if len(samples) < 2:  # noqa: PLR2004 - there are no quartiles
         return 0.0
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")

@@ -10,13 +10,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 def mlp() -> nn.Module:
-    """Little computation: bound by communication."""
+    """Little computation: communication dominates."""
     layers = [nn.Linear(784, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(1536, 10))
 
 
 class Transformer(nn.Module):
-    """Six layers, as of a small language model."""
+    """Six layers, like a small language model."""
 
     WORDS, LENGTH, WIDTH = 512, 32, 384
 
@@ -34,7 +34,7 @@ class Transformer(nn.Module):
 
 
 def conv_net() -> nn.Module:
-    """With BatchNorm, whose buffers travel too: bound by computation."""
+    """With BatchNorm, whose buffers are broadcast too: computation dominates."""
     layers: list[nn.Module] = []
     for inputs, outputs, has_pool in (
         *((3, 64, True), (64, 128, True), (128, 256, False), (256, 256, True)),
@@ -49,7 +49,7 @@ def many_tiny() -> nn.Module:
     """400 parameters of 16 to 256 numbers: bound by overhead."""
     linears = [nn.Linear(16, 16) for _ in range(200)]
     for linear in linears:
-        nn.init.orthogonal_(linear.weight)  # else gradients vanish on their way through 200 layers, and denormals crawl
+        nn.init.orthogonal_(linear.weight)  # else gradients vanish in 200 layers, and denormals are slow
     return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
 
 

@@ -1,4 +1,4 @@
-"""Taking turns: several sides in the same processes, round after round, so that noise hits each alike."""
+"""Interleaved measurements: each round measures all sides in the same processes, so that noise affects all equally."""
 
 import ctypes
 import sys
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 
 def attempt(call: Callable[[], float]) -> tuple[float, str]:
-    """Return the highest of what `call` returns on all ranks, and what went wrong first in time where something did.
+    """Return the maximum over ranks of the result of `call`, and the first error in time, or an empty string.
 
-    Collective over the default group, in which nothing else happens.
+    Collective over the default group.
     """
     figure, error = 0.0, ""
     try:
         figure = call()
-    except Exception as raised:  # noqa: BLE001 - whatever a side does, the others go on
+    except Exception as raised:  # noqa: BLE001 - the other sides continue
         error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
     outcomes = [(figure, time.monotonic(), error)] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcomes[0])
@@ -26,13 +26,13 @@ def attempt(call: Callable[[], float]) -> tuple[float, str]:
     return max(figure for figure, _, _ in outcomes), min(errors)[1] if errors else ""
 
 
-def play_round(
-    sides: Sequence[str], take_turn: Callable[[str], float], seconds: dict[str, list[float]], errors: dict[str, str]
+def run_round(
+    sides: Sequence[str], measure_side: Callable[[str], float], seconds: dict[str, list[float]], errors: dict[str, str]
 ) -> None:
-    """Let each side that has not failed yet have its turn (collective)."""
+    """Measure each side that has not failed yet (collective)."""
     for side in filter(seconds.__contains__, sides):
         dist.barrier()
-        spent, error = attempt(partial(take_turn, side))
+        spent, error = attempt(partial(measure_side, side))
         if error:
             errors[side] = error
             del seconds[side]
@@ -41,15 +41,15 @@ def play_round(
 
 
 def return_large_blocks() -> None:
-    """Let malloc give every large block back to the system when it is freed, so that figures can be repeated.
+    """Make malloc return every large block to the system when it is freed, so that figures are reproducible.
 
-    By default it begins to keep them, and then resident memory tells of its holes as well.
+    By default malloc starts to keep such blocks, and resident memory then includes free blocks.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
 
 
-def own_bytes() -> int:
-    """Return this process's share of the memory that is not a file's."""
+def private_bytes() -> int:
+    """Return the process's proportional share (PSS) of anonymous and shared memory."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
