@@ -13,7 +13,7 @@ from lockstep.recipes.digits import Net, datasets
 
 
 def main(epochs: int = 5) -> None:
-    """Train on this rank's share of the digits, and evaluate on each test image once."""
+    """Train on this rank's part of the digits, and evaluate each test image once."""
     ls.init_process_group()
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)

@@ -1,14 +1,14 @@
-"""Model parallel inside data parallel: every worker has the network on two devices, and its share of the data.
+"""Model parallel inside data parallel: every worker has the network on two devices, and a part of the data.
 
     python examples/model_parallel.py
 
-With two GPUs or more there is one worker per pair of them: the convolutions are on the first, the scores on the second.
-Elsewhere two workers run on the CPU, and both devices of each are "cpu".
+With two or more GPUs there is one worker per pair: the convolutions are on the first GPU, the last layer on the second.
+Otherwise two workers run on the CPU, and both devices of each are "cpu".
 
 worker 0:  images -> features on GPU 0 -> scores on GPU 1 -> loss     gradients of the same layers are averaged
-worker 1:  images -> features on GPU 2 -> scores on GPU 3 -> loss     between workers, whichever device they are on
+worker 1:  images -> features on GPU 2 -> scores on GPU 3 -> loss     between workers
 
-A worker sees its own cards alone, so in each of them they are cuda:0 and cuda:1.
+Each worker sees only its own GPUs, as cuda:0 and cuda:1.
 """
 
 import torch
@@ -21,7 +21,7 @@ from lockstep.recipes.digits import Net, datasets
 
 
 class TwoDevices(nn.Module):
-    """The digits network, cut in two."""
+    """The digits network, split over two devices."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def main(run: ls.Run, epochs: int) -> Tensor:
     """Train in one worker; return the parameters."""
     first, second = find_devices(run)
     train, _ = datasets()
-    # No device_ids: the module lies on several devices, and its forward moves its inputs itself.
+    # No device_ids: the module is on several devices, and its forward moves the inputs.
     model = ls.DistributedDataParallel(TwoDevices(first, second))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     sampler = ls.DistributedSampler(train)
@@ -60,7 +60,7 @@ def main(run: ls.Run, epochs: int) -> Tensor:
             loss.backward()
             optimizer.step()
             total += torch.stack([loss.detach() * len(labels), torch.tensor(len(labels), device=second)])
-        dist.all_reduce(total)  # one message per epoch, and no item() in a step
+        dist.all_reduce(total)  # one all-reduce per epoch, and no item() in a step
         if run.rank == 0:
             print(f"epoch {epoch + 1}/{epochs}  {first} and {second}  loss {total[0] / total[1]:.4f}", flush=True)
     return nn.utils.parameters_to_vector([parameter.detach().cpu() for parameter in model.parameters()])

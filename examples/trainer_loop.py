@@ -21,13 +21,13 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def count_right(model: nn.Module, batch: Any) -> tuple[float, float]:
-    """Return how many of a slice are right, and of how many."""
+    """Return the number of correct predictions in a slice, and the number of samples."""
     images, labels = batch
     return float((model(images).argmax(1) == labels).sum()), len(labels)
 
 
 def main(run: ls.Run, epochs: int) -> tuple[float, str]:
-    """Train in one worker; every worker returns the same."""
+    """Train in one worker; every worker returns the same values."""
     train, test = datasets()
     model = Net().to(run.device)
     trainer = ls.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.002), loss=loss_fn, num_shards=4, seed=0)

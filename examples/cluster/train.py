@@ -1,12 +1,12 @@
-"""One training script for every place: started by hand, by torchrun, by Slurm, by Kubernetes or by mpirun.
+"""One training script for every environment: started by hand, by torchrun, by Slurm, by Kubernetes or by mpirun.
 
     python examples/cluster/train.py                                          one machine: starts its own workers
-    torchrun --nproc-per-node 2 examples/cluster/train.py                     torchrun has started them
-    sbatch examples/cluster/train.sbatch                                      Slurm has
-    kubectl apply -f examples/cluster/pytorchjob.yaml                         Kubernetes has
+    torchrun --nproc-per-node 2 examples/cluster/train.py                     torchrun starts the workers
+    sbatch examples/cluster/train.sbatch                                      Slurm starts the workers
+    kubectl apply -f examples/cluster/pytorchjob.yaml                         Kubernetes starts the workers
 
-`ls.launch` sees which it is. The digest at the end is the same in every place, on any number of workers. There is a
-page on each in docs/cluster.md.
+`ls.launch` detects the environment. The digest at the end is the same in every environment, on any number of workers.
+docs/cluster.md describes each.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def count_right(model: nn.Module, batch: Any) -> tuple[float, float]:
-    """Return how many of a slice are right, and of how many."""
+    """Return the number of correct predictions in a slice, and the number of samples."""
     images, labels = batch
     return float((model(images).argmax(1) == labels).sum()), len(labels)
 

@@ -1,24 +1,24 @@
 """Ready models and data sets, for the command and the examples.
 
-A *recipe* is a module whose names a config refers to, as in `model: lockstep.recipes.digits:Net`. It is
-ordinary code, which nothing imports until a config names it; yours needs no registration and no base class. It
+A *recipe* is a module that a config refers to, as in `model: lockstep.recipes.digits:Net`. It is
+ordinary code, imported only when a config names it. Your own recipe needs no registration and no base class. It
 may define
 
-- a model: an `nn.Module` class, made with the config's `model_args`;
-- `datasets(...)`: returns `(train, test)`, two map-style data sets, made with the config's `data_args`;
-- a loss: `loss(output, target)` returns a finite scalar, the mean over the samples it was given;
-- a `finish` function: takes the trained model and returns a text to print, such as a sample of what it writes.
+- a model: an `nn.Module` class, constructed with the config's `model_args`;
+- `datasets(...)`: called with the config's `data_args`; returns `(train, test)`, two map-style data sets;
+- a loss: `loss(output, target)` returns a finite scalar, the mean over the samples;
+- a `finish` function: takes the trained model and returns a text to print.
 
-Three things keep a recipe true to "the same model on any number of workers":
+A recipe gives the same model on any number of workers if it follows three rules:
 
-- a data set is a function of its arguments and its files, and no random number decides what is a test sample;
-- dropout and augmentation draw from torch's global generator, which is seeded anew for every shard of a step and
-  for every sample; nothing draws at import;
-- a data file that is missing, truncated or not what it should be is a `DataFileError`, never a smaller data set.
+- a data set depends only on its arguments and files; test samples are not chosen by random numbers;
+- dropout and augmentation use torch's global generator, which is seeded for every shard of a step and
+  for every sample; no random numbers are drawn at import;
+- a data file that is missing, truncated or wrong raises a `DataFileError`; it never yields a smaller data set.
 
 The recipes:
 
-    digits    8x8 hand-written digits, which ship with the package; seconds of training on the CPU
-    text      a character-level transformer on the standard library's own sources; minutes
+    digits    8x8 hand-written digits, included in the package; trains in seconds on the CPU
+    text      a character-level transformer on the standard library's sources; trains in minutes
     images    a folder of pictures, one sub-folder per class
 """

@@ -1,6 +1,6 @@
-"""Hand-written digits of 8x8 pixels, which ship with the package, and a small network that reads them.
+"""Hand-written digits of 8x8 pixels, included in the package, and a small network that classifies them.
 
-Trains in seconds on one CPU core and uses the layers that data-parallel training gets wrong most easily:
+Trains in seconds on one CPU core, and uses layers that are difficult for data-parallel training:
 BatchNorm, whose buffers are state outside the optimizer, and dropout, which is random.
 
 The data is the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998),
@@ -87,8 +87,8 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
     """Return (train, test): 1437 and 360 pairs of a float32 [1, 8, 8] image and its int64 digit.
 
     Images have about zero mean and unit variance. The split is fixed, and no generator draws it: the test part
-    has 36 images of each digit, at even distances in file order. The same 13 people wrote both parts, so the
-    accuracy does not speak for a new writer.
+    has 36 images of each digit, evenly spaced in file order. The same 13 people wrote both parts, so the
+    accuracy for other writers may be lower.
 
     Raises:
         DataFileError: The data file is missing, truncated or not the one that ships with Lockstep.
@@ -113,7 +113,7 @@ def read(file: Traversable) -> tuple[_Bytes, _Bytes]:
     """
     try:
         with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as arrays:
-            # Of a member that is no array, NumPy hands out the bytes.
+            # For a member that is not an array, NumPy returns bytes.
             pixels, digits = np.asarray(arrays["images"]), np.asarray(arrays["labels"])
     except FileNotFoundError as error:
         raise DataFileError(f"{file} is missing. {_REMEDY}") from error

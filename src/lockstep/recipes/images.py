@@ -1,10 +1,10 @@
-"""A folder of pictures as a data set: one sub-folder per class, whose name is the name of the class.
+"""A folder of pictures as a data set, with one sub-folder per class. The sub-folder's name is the class name.
 
     data: lockstep.recipes.images:folder
     data_args: {root: pictures, image_size: 96}
 
-Which pictures are for testing follows from file names alone, so that a resumed run, another machine and another
-number of workers agree. Augmentation draws from torch's global generator, which the loader seeds per sample.
+Test pictures are chosen by their file names alone, so that the split is the same in a resumed run, on another machine
+and with another number of workers. Augmentation uses torch's global generator, which the loader seeds per sample.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataFileError
 
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-"""How the name of a picture ends, in lower case; files with other names are left out."""
+"""Suffixes of pictures, in lower case; other files are ignored."""
 
 _MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # Of ImageNet, as pretrained models expect.
 _STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -51,26 +51,26 @@ _Classes = Mapping[str, list[Path]]  # Sorted files of each class, the classes s
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One file, and what it shows."""
+    """One picture file and its class."""
 
     file: str
     """Absolute path."""
     target: int
-    """Number of its class."""
+    """Index of its class."""
 
 
 @final
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pairs of a float32 [3, S, S] image, normalised as for ImageNet, and the number of its class.
+    """Pairs of a float32 [3, S, S] image, normalised as for ImageNet, and the index of its class.
 
     Args:
-        classes: Names of the classes; the number of a class is its place here.
+        classes: Names of the classes, in the order of their indices.
         pictures: The files.
         image_size: S.
-        augment: Crop and flip at random; else crop the centre.
+        augment: Crop and flip at random; if False, crop the centre.
 
     Raises:
-        DataFileError: In `__getitem__`: the file is gone, damaged, or its colours do not have 8 bits.
+        DataFileError: In `__getitem__`: the file is missing, damaged, or its colours do not have 8 bits.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ def folder(
     """Return (train, test) of the pictures in the sub-folders of a folder.
 
     Args:
-        root: The folder; a relative path counts from the current directory. Names that begin with a dot are
-            left out.
-        test_root: A folder like `root`, with the same classes, to test on. Without it, a part of each class.
-        test_fraction: How large a part: at least one picture and never all; none of a class that has only one.
+        root: The folder; a relative path is relative to the current directory. Names that begin with a dot are
+            ignored.
+        test_root: A folder like `root` with the same classes, for the test set; None to use a part of each class.
+        test_fraction: The part of each class: at least one picture, never all; none of a class with only one picture.
         image_size: Height and width of the images.
         augment: Whether to crop and flip the training images at random.
 
     Raises:
         ValueError: `test_fraction` is not between 0 and 1, or `image_size` not positive.
-        DataFileError: A folder is missing, no folder, without classes, or has a class without pictures or with
-            folders in it; the classes of `test_root` differ; or there is nothing to take a test part from.
+        DataFileError: A folder is missing, is not a folder, has no classes, or has a class without pictures or with
+            folders in it; the classes of `test_root` differ; or no class has a second picture for the test set.
     """
     if not 0 < test_fraction < 1 or image_size < 1:
         raise ValueError(
@@ -127,7 +127,9 @@ def folder(
         parts = {name: _split(files, test_fraction) for name, files in train.items()}
         train, test = ({name: part[i] for name, part in parts.items()} for i in range(2))
         if not any(test.values()):
-            raise DataFileError(f"No class in {root} has a second picture to test on. Add pictures, or give test_root.")
+            raise DataFileError(
+                f"No class in {root} has a second picture for the test set. Add pictures, or set test_root."
+            )
     else:
         test = _list_classes(Path(test_root).absolute())
         different = sorted(train.keys() ^ test.keys())
@@ -149,23 +151,23 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
         classes = {entry.name: _list_visible(entry) for entry in entries if entry.is_dir()}
     except FileNotFoundError as error:
         raise DataFileError(
-            f"There is no folder {error.filename}. Check the path; a relative one counts from the current directory."
+            f"There is no folder {error.filename}. Check the path; relative paths start at the current directory."
         ) from error
     except NotADirectoryError as error:
-        raise DataFileError(f"{root} is not a folder. Give one with a sub-folder for each class.") from error
+        raise DataFileError(f"{root} is not a folder. Expected a folder with a sub-folder for each class.") from error
     except OSError as error:
         raise DataFileError(
             f"The folder {error.filename} cannot be read: {error.strerror}. Make it readable."
         ) from error
     if not classes:
-        raise DataFileError(f"{root} has no sub-folders. Put the pictures of each class into one of its own.")
+        raise DataFileError(f"{root} has no sub-folders. Put the pictures of each class into a sub-folder.")
     for name, files in classes.items():
-        # Not searched: these are mostly a sign that `root` is a level too high, and holds "train" and "test".
+        # Sub-folders usually mean that `root` is one level too high and contains "train" and "test".
         folders = [file.name for file in files if not _is_picture(file) and file.is_dir()]
         if folders:
             raise DataFileError(
-                f"{root / name} holds the folder {folders[0]}; expected pictures only. Give root and test_root "
-                "as the folders whose sub-folders are the classes."
+                f"{root / name} contains the folder {folders[0]}; expected pictures only. Set root and test_root "
+                "to the folders whose sub-folders are the classes."
             )
         classes[name] = [file for file in files if _is_picture(file)]
         if not classes[name]:
@@ -195,17 +197,17 @@ def _number(classes: _Classes) -> tuple[Picture, ...]:
 
 
 def _read(file: str) -> Image.Image:
-    """Return a picture the right way up, in RGB, or raise DataFileError."""
+    """Return a picture in RGB, rotated as its EXIF data say, or raise DataFileError."""
     try:
         with Image.open(file) as image:
             if image.mode.startswith(("I", "F")):
-                # Pillow would clip these to 8 bits: the picture of a 16-bit file comes out all white.
+                # Pillow would clip these to 8 bits, and a 16-bit picture would become white.
                 raise DataFileError(f"{file} has colours of more than 8 bits. Convert it to 8 bits.")
             upright = ImageOps.exif_transpose(image)
             # A palette with transparency has to become RGBA first.
             return (upright.convert("RGBA") if "transparency" in upright.info else upright).convert("RGB")
     except FileNotFoundError as error:
-        raise DataFileError(f"{file} is gone since the run began. Put it back, or start anew.") from error
+        raise DataFileError(f"{file} was removed after the run started. Restore it, or start a new run.") from error
     except UnidentifiedImageError as error:
         raise DataFileError(f"{file} is not a picture. Replace or remove it.") from error
     except _DAMAGE as error:
@@ -219,7 +221,7 @@ def _centre_box(width: int, height: int) -> _Box:
 
 
 def _random_box(width: int, height: int) -> _Box:
-    """Draw a box of random area and shape; the centre if none fits into the picture, which is very long then."""
+    """Draw a box of random area and aspect ratio; the centre box if none fits into a very long picture."""
     for _ in range(_NUM_TRIES):
         area = width * height * _draw(*_AREA)
         ratio = math.exp(_draw(*_LOG_RATIO))

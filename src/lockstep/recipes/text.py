@@ -1,6 +1,6 @@
 """A character-level transformer that learns to write Python from the standard library's own sources.
 
-The text is wherever Lockstep runs, so nothing is downloaded or shipped; but it differs between Python versions, so
+The text is part of every Python installation, so nothing is downloaded. It differs between Python versions, so
 all workers of a run, and all runs whose digests are compared, need the same one.
 """
 
@@ -18,10 +18,10 @@ from lockstep.errors import DataFileError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 VOCABULARY = "\t\n" + "".join(map(chr, range(ord(" "), ord("~") + 1))) + REPLACEMENT
-"""The characters that the model knows, in the order of their numbers: ASCII, and one for all others."""
+"""The model's characters, in the order of their indices: ASCII, and one for all others."""
 
 BLOCK_SIZE = 128
-"""Characters that the model sees at once, unless it is told otherwise."""
+"""Default length of the model's input, in characters."""
 
 _INDICES = {character: index for index, character in enumerate(VOCABULARY)}
 _NUM_PARTS = 10  # The text is cut into so many equal parts, the last of which is the test set.
@@ -32,13 +32,13 @@ class Transformer(nn.Module):
     """A causal transformer: int64 [B, T] characters to float [B, T, V] scores of each next character.
 
     Args:
-        width: Size of what flows from block to block; a multiple of `num_heads`.
+        width: Size of the residual stream; a multiple of `num_heads`.
         num_layers: Number of blocks.
         num_heads: Attention heads of each block.
         block_size: The largest T.
 
     Raises:
-        ValueError: `width` is no multiple of `num_heads`; in forward, T is above `block_size`.
+        ValueError: `width` is not a multiple of `num_heads`; in forward, T is above `block_size`.
     """
 
     def __init__(self, width: int = 128, num_layers: int = 2, num_heads: int = 4, block_size: int = BLOCK_SIZE) -> None:
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         self.scores = nn.Linear(width, len(VOCABULARY), bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # Smaller where a block adds to the stream, which would otherwise grow with depth (as in GPT-2).
+                # Smaller for layers that add to the residual stream, which would otherwise grow (as in GPT-2).
                 num_added = 2 * num_layers if name.endswith("_out.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 @final
 class _Block(nn.Module):
-    """Attention, then a network of two layers, each added to its input: [B, T, width] to the same."""
+    """Attention, then an MLP of two layers, each with a residual connection: [B, T, width] to the same shape."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class _Block(nn.Module):
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Consecutive windows of a text: pairs of int64 [T] characters and int64 [T] next characters.
 
-    Every character but the first is the target of one window; a rest too short for a window is left out.
+    Every character but the first is a target in one window. A remainder shorter than a window is left out.
 
     Args:
-        text: What to cut.
+        text: The text to split.
         block_size: T.
     """
 
@@ -120,7 +120,7 @@ def datasets(block_size: int = BLOCK_SIZE, max_chars: int = 1_000_000) -> tuple[
 
     Args:
         block_size: Characters of a window; at most the model's.
-        max_chars: How much of the text to use, from its beginning.
+        max_chars: Number of characters to use, from the beginning of the text.
 
     Raises:
         ValueError: `block_size` is not positive, or `max_chars` leaves no window for the test set.
@@ -143,7 +143,7 @@ def datasets(block_size: int = BLOCK_SIZE, max_chars: int = 1_000_000) -> tuple[
 def read_sources(folder: Path, max_chars: int) -> str:
     """Return the first `max_chars` characters of a folder's .py files, in the order of their names.
 
-    Files that are not UTF-8 are left out, and so is `_sysconfigdata*.py`, which tells of one machine's build.
+    Files that are not UTF-8 are left out, and so is `_sysconfigdata*.py`, which differs between builds of Python.
 
     Raises:
         DataFileError: There is no text, or a file cannot be opened.
@@ -166,7 +166,7 @@ def read_sources(folder: Path, max_chars: int) -> str:
 
 
 def encode(text: str) -> Tensor:
-    """Return the int64 [len(text)] numbers of the characters; those not in VOCABULARY become REPLACEMENT."""
+    """Return the int64 [len(text)] indices of the characters; those not in VOCABULARY become REPLACEMENT."""
     unknown = _INDICES[REPLACEMENT]
     return torch.tensor([_INDICES.get(character, unknown) for character in text], dtype=torch.int64)
 
@@ -181,23 +181,25 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def sample(
     model: Transformer, prompt: str = "def ", num_chars: int = 400, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Return the prompt and what the model writes after it.
+    """Return the prompt and the text that the model generates after it.
 
-    The model may be on any device and is left in the mode it was in; no global random state is touched.
+    The model may be on any device. Its training mode and global generators are not changed.
 
     Args:
-        model: What writes.
-        prompt: How the text begins; at least one character.
-        num_chars: How many characters to write.
-        temperature: How bold to be: near 0 the likeliest character, 1 as the model says.
-        seed: Another seed, another text.
+        model: The model.
+        prompt: The beginning of the text; at least one character.
+        num_chars: Number of characters to generate.
+        temperature: Near 0 the most likely character, 1 the model's distribution.
+        seed: Seed of the random numbers.
 
     Raises:
         ValueError: The prompt is empty, or the temperature is not positive.
     """
     if not prompt or temperature <= 0:
-        raise ValueError(f"prompt is {prompt!r} and temperature {temperature}; expected some text and above 0.")
-    # Drawn on the CPU wherever the model is, so that one seed means one sequence of draws.
+        raise ValueError(
+            f"prompt is {prompt!r} and temperature {temperature}; expected some text and a temperature above 0."
+        )
+    # Drawn on the CPU, so that a seed gives the same random numbers on any device.
     generator = torch.Generator().manual_seed(seed)
     characters = encode(prompt)
     was_training = model.training

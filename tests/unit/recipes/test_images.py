@@ -247,7 +247,7 @@ def test_class_without_pictures_is_refused(tmp_path):
 def test_root_one_level_too_high_is_refused(tmp_path):
     make(tmp_path / "train", a=2)
     make(tmp_path / "val", a=2)
-    with pytest.raises(DataFileError, match=f"{tmp_path / 'train'} holds the folder a"):
+    with pytest.raises(DataFileError, match=f"{tmp_path / 'train'} contains the folder a"):
         images.folder(tmp_path)
 
 
@@ -286,7 +286,7 @@ def test_file_that_is_no_picture_is_named(tmp_path):
 def test_picture_removed_later_is_named(tmp_path):
     train, _ = images.folder(make(tmp_path, a=2))
     Path(train.pictures[0].file).unlink()
-    with pytest.raises(DataFileError, match=r"\.png is gone"):
+    with pytest.raises(DataFileError, match=r"\.png was removed"):
         train[0]
 
 
@@ -294,7 +294,7 @@ def test_dangling_link_is_not_passed_over(tmp_path):
     make(tmp_path, a=1)
     (tmp_path / "a" / "link.png").symlink_to(tmp_path / "nowhere.png")
     train, test = images.folder(tmp_path)
-    with pytest.raises(DataFileError, match=r"link\.png is gone"):
+    with pytest.raises(DataFileError, match=r"link\.png was removed"):
         _ = [part[index] for part in (train, test) for index in range(len(part))]
 
 

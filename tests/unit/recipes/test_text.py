@@ -246,5 +246,5 @@ def test_sample_restores_mode_after_error(model):
 
 @pytest.mark.parametrize("arguments", [{"prompt": ""}, {"temperature": 0.0}, {"temperature": -1.0}])
 def test_sample_refuses_bad_arguments(model, arguments):
-    with pytest.raises(ValueError, match="expected some text and above 0"):
+    with pytest.raises(ValueError, match="expected some text and a temperature above 0"):
         text.sample(model, **arguments)
