@@ -125,7 +125,7 @@ def test_what_was_read_stays_when_the_file_goes(tmp_path: Path) -> None:
     assert state_digest(read.model) == read.manifest.digest
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.ckpt")
     kept = read_header(path)[0].num_bytes + 8  # the first tensor's
     monkeypatch.setattr("lockstep.checkpoint.file.checksum", lambda *_: os.truncate(path, kept))

@@ -198,7 +198,7 @@ def saved(tmp_path: Path) -> Checkpoint:
     return load_checkpoint(find_checkpoints(tmp_path)[0])
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     parts = build(epochs=50)
     restore_run(parts, checkpoint, parse_config(VALUES | {"epochs": 50}, "config"))
@@ -207,7 +207,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"batch_size": 16}, {"optimizer_args": {"lr": 0.1}}])
-def test_a_run_does_not_go_on_as_another(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_does_not_continue_with_another_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     checkpoint = saved(tmp_path)
     [key] = changes
     with pytest.raises(CheckpointError, match=f"started with another config.*: {key}(.lr)? was"):
@@ -242,7 +242,7 @@ def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "best.ckpt").manifest.metrics == {"loss": 0.25}
 
 
-def test_a_checkpoint_that_was_damaged_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_replace_an_intact_one(tmp_path: Path) -> None:
     parts = build()
     config = parse_config(VALUES | {"keep": 2, "async_save": False}, "config")
     with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
@@ -272,7 +272,7 @@ def test_an_argument_that_is_no_option_of_the_optimizer_cannot_change(tmp_path: 
         restore_run(build(), checkpoint, parse_config(VALUES, "config"), ["all"])
 
 
-def test_data_that_have_grown_need_leave(tmp_path: Path) -> None:
+def test_data_that_have_grown_need_allow(tmp_path: Path) -> None:
     # The config is what it was: a folder of images has got some more.
     checkpoint, config = saved(tmp_path), parse_config(VALUES, "config")
     grown = build(data_args={"length": 30})

@@ -36,7 +36,7 @@ def test_a_key_that_only_one_version_knows_is_no_difference() -> None:
     assert find_changes({"gone": 1, **SAVED}, {**SAVED, "new": 2}, is_mid_epoch=False) == []
 
 
-def test_what_is_harmless_needs_no_leave() -> None:
+def test_harmless_changes_need_no_allow() -> None:
     check_changes(changes(epochs=20), ())
 
 
@@ -91,7 +91,7 @@ def test_a_rate_that_a_scheduler_sets_cannot_be_changed() -> None:
         check_changes(found, ["all"])
 
 
-def test_a_name_that_is_no_key_is_told_with_the_nearest() -> None:
+def test_an_unknown_key_is_an_error_with_the_nearest_key() -> None:
     check_names(["all", "batch_size", "optimizer_args.lr"], SAVED)
     with pytest.raises(ConfigError, match=r"--allow batchsize does not name a config key. Did you mean 'batch_size'?"):
         check_names(["batchsize"], SAVED)

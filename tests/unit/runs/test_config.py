@@ -85,7 +85,7 @@ def test_bad_input_is_one_clear_message(tmp_path: Path, text: str, overrides: tu
     assert said in message(tmp_path, text, *overrides)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_one_message_lists_all_mistakes(tmp_path: Path) -> None:
     told = message(tmp_path, MINIMAL + "epochs: x\nbatchsize: 3\ndevice_ids: 1.5\n")
     assert "3 mistakes" in told
     assert told.count("device_ids is") == 1

@@ -61,7 +61,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("resumed", [NEWEST, "runs/mine", "runs/mine/step-00000007.ckpt"])
-def test_a_run_goes_on_in_its_own_directory(old: Path, resumed: str) -> None:
+def test_a_run_continues_in_its_own_directory(old: Path, resumed: str) -> None:
     run = opened(resumed, epochs=3)
     assert run.run_dir == old
     assert run.origin is not None
@@ -127,7 +127,7 @@ def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str)
         opened(resumed)
 
 
-def test_a_run_that_stands_beyond_its_end_is_refused(old: Path) -> None:
+def test_a_checkpoint_after_the_last_epoch_is_refused(old: Path) -> None:
     # It ended at once, and showed the weights of epoch 3 as those of the two that were asked for.
     save(old / "step-00000009.ckpt", 9, epoch=2)
     with pytest.raises(CheckpointError, match="is at epoch 3, after step 1, but epochs is only 2"):

@@ -39,7 +39,7 @@ def forked(child: Callable[[], None]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def test_a_second_training_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_training_is_refused_and_the_error_names_the_first(tmp_path: Path) -> None:
     lock = lock_run(tmp_path)
     with forked(lock.__enter__) as pid:
         said = f"process {pid} on host {socket.gethostname()}"
@@ -71,7 +71,7 @@ def test_a_directory_that_is_gone_is_explained(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_locks_nobody_out(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_prevent_locking(tmp_path: Path) -> None:
     # There was no room for the holder's name in the file, and `--resume` ended in a traceback.
     def lock_without_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

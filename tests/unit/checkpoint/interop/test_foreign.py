@@ -236,7 +236,7 @@ def test_several_sets_of_weights_need_a_key(tmp_path: Path) -> None:
         load_weights(tmp_path / "a.pt", net(), key="gone")
 
 
-def test_weights_beside_the_usual_ones_are_said(tmp_path: Path) -> None:
+def test_other_weights_in_the_file_are_reported(tmp_path: Path) -> None:
     torch.save({"state_dict": net().state_dict(), "ema": net(seed=2).state_dict()}, tmp_path / "a.pt")
     assert "other weights in the file, left out: 'ema'" in assert_same(tmp_path / "a.pt", net()).recognised
     with pytest.raises(CheckpointError, match="nothing under the key 'emma'"):
@@ -353,7 +353,7 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
         load_weights(tmp_path / "a.pt", model)
 
 
-def test_tensors_beside_the_weights_are_said(tmp_path: Path) -> None:
+def test_tensors_besides_the_weights_are_reported(tmp_path: Path) -> None:
     torch.save({"net": net().state_dict(), "mean": torch.ones(3), "loss": torch.tensor(1.0)}, tmp_path / "a.pt")
     assert assert_same(tmp_path / "a.pt", net()).recognised.endswith("left out: 'mean'")
 

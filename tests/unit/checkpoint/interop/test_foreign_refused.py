@@ -158,7 +158,7 @@ def write_entries(path: Path, content: bytes, **others: bytes) -> None:
             archive.writestr(f"a/{name}", data)
 
 
-def test_a_small_archive_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_entries(tmp_path / "a.pt", b"\x80\x02" + b"N0" * (1 << 23) + b"}.")  # minutes of looking through it
     refuse(tmp_path / "a.pt", "would take 16,777,220 bytes when unpacked")
     monkeypatch.setattr("lockstep.checkpoint.interop.pickled._MAX_UNPACKED_BYTES", 100_000)
@@ -265,7 +265,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         (b"\x80\x02", "damaged or truncated"),
     ],
 )
-def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path, content: bytes, said: str) -> None:
+def test_other_formats_are_named(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     refuse(tmp_path / "a.pt", said)
 

@@ -266,7 +266,7 @@ def test_compiled_call_does_not_run_the_module_itself() -> None:
     DataParallel(net, TWO)(torch.zeros(2, 2))
 
 
-def test_a_compiled_module_is_replicated_uncompiled_and_left_whole() -> None:
+def test_a_compiled_module_is_replicated_uncompiled_and_not_changed() -> None:
     # Its replica wrote through to the module itself, whose submodules and state_dict were gone afterwards.
     plain = Normed()
     whole: Any = torch.compile(copy.deepcopy(plain), backend="eager")
@@ -389,7 +389,7 @@ def test_a_write_into_one_weight_of_a_replica_leaves_the_versions_of_others() ->
     DataParallel(Net(), TWO)(torch.randn(4, 2, requires_grad=True)).sum().backward()
 
 
-def test_memory_of_a_smaller_module_is_let_go() -> None:
+def test_memory_of_removed_buckets_is_freed() -> None:
     copies = Copies()
     devices = [torch.device("cpu")] * 2
     tensors = [torch.zeros(3), torch.zeros(3, dtype=torch.int64)]
@@ -398,7 +398,7 @@ def test_memory_of_a_smaller_module_is_let_go() -> None:
     assert len(copies._kept) == 1
 
 
-def test_large_models_travel_in_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_have_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.parallel.replicas.copies.BUCKET_BYTES", 100)
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
