@@ -289,7 +289,7 @@ def test_a_worker_that_is_killed_is_told_with_the_signal_and_its_last_words(tmp_
     assert "[rank 1] last words" in found.stderr
     # `yes` died of a closed pipe without a word: SIGPIPE is as it was.
     assert found.stderr.endswith(
-        "error: Worker 1 failed first: killed by SIGSEGV\n\nThe last that worker 1 wrote to stderr:\nlast words\n"
+        "error: Worker 1 failed first: killed by SIGSEGV\n\nThe last lines that worker 1 wrote to stderr:\nlast words\n"
     )
 
 

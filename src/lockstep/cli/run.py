@@ -10,7 +10,7 @@ import typer
 from lockstep.cli.failures import failures_shown
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
-from lockstep.launch.output import tell
+from lockstep.launch.output import print_message
 from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -113,7 +113,7 @@ def run(  # the options are the interface
         typer.echo(job.describe(), err=True)
         ending = run_script(job)
         if ending.message:
-            tell(ending.message)
+            print_message(ending.message)
         raise typer.Exit(ending.exit_code)
 
 

@@ -20,7 +20,7 @@ from lockstep.events import NULL_RECORDER, Recorder, Recorders
 from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
-from lockstep.processes.stop_signals import StopRequest, asked_by_signals, ignore_from_here, listen
+from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, sum_epoch
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
@@ -75,11 +75,11 @@ def train(
         told = find_launcher()
         stop = StopRequest()
         if told is None:
-            stop.tell(_say_asked)
-            with asked_by_signals(stop):
+            stop.add_listener(_say_asked)
+            with stop_signals_handled(stop):
                 ended = _train_launched(wanted, stop, force=force)
         else:
-            listen(stop)
+            handle_stop_signals(stop)
             ended = _train_joined(wanted, stop, told)
         _show(ended, [str(config_path), *(overrides or [])])
 
@@ -131,7 +131,7 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, told: WorldVariables) 
     with ExitStack() as held:
         job: Job = world.from_first(lambda: _open(wanted, held))
         if world.rank == 0:
-            stop.tell(_say_asked)
+            stop.add_listener(_say_asked)
         with _closing(job.run_dir, stop) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
@@ -142,14 +142,14 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, told: WorldVariables) 
                 seed=0,
             )
     if isinstance(result, StopResult):
-        ignore_from_here()
+        ignore_stop_signals()
     return _Ended(job.run_dir, result, is_shown_here=world.rank == 0)
 
 
 def train_worker(run: Run, job: Job) -> FitResult | StopResult:
     """Train in one worker that was started for it."""
     stop = StopRequest()
-    listen(stop)  # as long as the process lives: when all is done a request has no effect
+    handle_stop_signals(stop)  # as long as the process lives: when all is done a request has no effect
     return _train(run, job, stop)
 
 

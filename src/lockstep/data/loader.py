@@ -19,7 +19,7 @@ from lockstep.data.contents import content_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
-from lockstep.processes.lifetime import die_with_parent, end_only_for
+from lockstep.processes.lifetime import die_with_parent, terminate_only_for
 from lockstep.shards import derive_seed
 
 _PREFETCH_FACTOR = 2
@@ -333,7 +333,7 @@ def _starter_pid() -> int | None:
 
 def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: int) -> None:
     die_with_parent(os.getppid() if starter_pid is None else starter_pid)
-    end_only_for(worker_pid)
+    terminate_only_for(worker_pid)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:

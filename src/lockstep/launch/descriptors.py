@@ -1,4 +1,4 @@
-"""Whether a launcher may open as many descriptors as it will need, told before anything is started."""
+"""Checking, before any process is started, that the launcher may open as many file descriptors as it needs."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""What a script's worker is told by its environment: torchrun's variables, and its GPUs. Pure."""
+"""The environment of a script's worker: torchrun's variables, and which GPUs it sees. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from lockstep.devices import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptPlace:
-    """A script's worker and its launch."""
+class TorchrunSettings:
+    """What torchrun's variables say of a worker and its launch."""
 
     rank: int
     """Number of the worker."""
@@ -24,12 +24,12 @@ class ScriptPlace:
     """Whether the worker sees its own GPU alone, as number 0."""
 
 
-def world_variables(place: ScriptPlace) -> dict[str, str]:
+def world_variables(settings: TorchrunSettings) -> dict[str, str]:
     """Return the variables that torchrun sets."""
-    rank, world_size = str(place.rank), str(place.world_size)
+    rank, world_size = str(settings.rank), str(settings.world_size)
     return {
         "RANK": rank,
-        "LOCAL_RANK": "0" if place.own_card_only else rank,
+        "LOCAL_RANK": "0" if settings.own_card_only else rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": "0",
@@ -38,11 +38,11 @@ def world_variables(place: ScriptPlace) -> dict[str, str]:
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(place.port),
-        "TORCHELASTIC_RUN_ID": place.run_id,
+        "MASTER_PORT": str(settings.port),
+        "TORCHELASTIC_RUN_ID": settings.run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": str(place.is_served),
+        "TORCHELASTIC_USE_AGENT_STORE": str(settings.is_served),
     }
 
 
@@ -52,5 +52,5 @@ def device_variables(placement: Placement, rank: int, *, own_card_only: bool) ->
 
 
 def share_cores(num_cores: int, num_workers: int) -> int:
-    """Return how many threads each worker gets, if nobody said."""
+    """Return how many threads each worker gets where the user has not said."""
     return max(num_cores // num_workers, 1)

@@ -1,4 +1,4 @@
-"""How workers ended, in words. No effects: exit codes and text come in, text goes out."""
+"""Describing how workers ended. Pure: exit codes and text come in, text goes out."""
 
 import re
 import signal
@@ -27,7 +27,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
-    """Say how a process ended.
+    """Return how a process ended.
 
     Args:
         code: Its exit code; -N for signal N.
@@ -40,7 +40,7 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
 
 
 def describe_failures(failures: Sequence[WorkerFailure]) -> str:
-    """Say which worker failed first, with its traceback, and which others did after it.
+    """Return which worker failed first, with its traceback, and which others did after it.
 
     Args:
         failures: At least one, the first in time first.

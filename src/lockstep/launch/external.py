@@ -1,7 +1,7 @@
-"""A launch where somebody else has started the workers: torchrun, srun, mpirun, a PyTorchJob, Ray Train.
+"""`launch` where another launcher has started the workers: torchrun, srun, mpirun, a PyTorchJob, Ray Train.
 
-`launch` is then called in each of them, by the same script that starts its own workers elsewhere. It starts nothing,
-joins the world that is there, and calls the function in this process.
+Each worker then runs the script and calls `launch`, which starts no process: it joins the group of these workers and
+calls the function in this process.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def find_launcher() -> WorldVariables | None:
 
 def run_here(
     call: Callable[[Run], Any],
-    told: WorldVariables,
+    launcher: WorldVariables,
     *,
     workers: int | None,
     devices: DeviceRequest | Placement,
@@ -41,10 +41,10 @@ def run_here(
 
     Raises:
         DeviceError: Other workers or devices are asked for than the launcher has started.
-        Exception: What the function raised, or the error that tells of another worker's.
+        Exception: What the function raised, or a `PeerFailedError` or the like because another worker failed.
     """
     world = join_started(devices)
-    _check_request(workers, devices, world.world_size, told.launcher)
+    _check_request(workers, devices, world.world_size, launcher.launcher)
     has_gpu = _wants_gpu(devices)
     torch.set_num_threads(threads)
     seed_generators(seed)
@@ -53,7 +53,7 @@ def run_here(
             Run(
                 rank=world.rank,
                 world_size=world.world_size,
-                local_rank=_read_local_rank(told),
+                local_rank=_read_local_rank(launcher),
                 device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
             )
         )
@@ -71,10 +71,10 @@ def join_started(devices: DeviceRequest | Placement) -> World:
     return join_world(None if has_gpu else torch.device("cpu"))
 
 
-def _read_local_rank(told: WorldVariables) -> int:
-    if told.local_rank is not None and not told.local_rank.isdecimal():
-        raise GroupError(f"LOCAL_RANK is {told.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1.")
-    return int(told.local_rank or 0)
+def _read_local_rank(launcher: WorldVariables) -> int:
+    if launcher.local_rank is not None and not launcher.local_rank.isdecimal():
+        raise GroupError(f"LOCAL_RANK is {launcher.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1.")
+    return int(launcher.local_rank or 0)
 
 
 def _wants_gpu(devices: DeviceRequest | Placement) -> bool:
@@ -83,7 +83,7 @@ def _wants_gpu(devices: DeviceRequest | Placement) -> bool:
 
 
 def _check_request(workers: int | None, devices: DeviceRequest | Placement, world_size: int, launcher: str) -> None:
-    """Check that the call asks for what is there: it cannot have anything else."""
+    """Check that the call asks for the workers and devices that the other launcher has started."""
     started = f"{launcher} started {world_size} workers already"
     if workers is not None and workers != world_size:
         raise DeviceError(

@@ -1,13 +1,13 @@
-"""The guardian: kills a launch's workers, and whatever they have started, when the launcher is gone.
+"""The guardian: a process that kills a launch's workers, and whatever they have started, when the launcher has ended.
 
-A process of its own, run as a script, that outlives the launcher whatever ends it, `kill -9` included. It reads from a
-pipe which the launcher holds open:
+It is a script of its own, so it outlives the launcher whatever ends that, `kill -9` included. It reads from a pipe that
+only the launcher holds open:
 
-    +123    a worker with process id 123 leads a session and a process group of that number
-    -123    it is over; its number may soon be another process' own
-    (end)   the launcher is gone: kill every session that is left
+    +123    a worker with process id 123 leads a session and a process group of that id
+    -123    the session is over; another process may get its id
+    (end)   the launcher has ended: kill every session that is left
 
-Nothing but the standard library's smallest modules, so that it starts in a few milliseconds and takes little memory.
+It imports only small modules of the standard library, so that it starts in milliseconds and takes little memory.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _MAX_PASSES = 100
 
 
 def main() -> None:
-    """Read until the launcher is gone, then kill."""
+    """Read until the launcher has ended, then kill."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     source = int(sys.argv[1])
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def kill(sessions: set[int]) -> None:
-    """Kill each session's own process group, which is done at one stroke, then what a shell put into other groups."""
+    """Kill each session's own process group with one call, then the processes that a shell put into other groups."""
     for session in sessions:
         with contextlib.suppress(OSError):  # nothing is left of it
             os.killpg(session, signal.SIGKILL)

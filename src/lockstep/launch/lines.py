@@ -1,4 +1,4 @@
-"""Cutting what a worker writes into lines, and remembering the last of it. Pure: bytes and times come in."""
+"""Cutting what a worker writes into lines, and keeping the last of it. Pure: bytes and times come in."""
 
 from typing import final
 
@@ -14,8 +14,8 @@ _TRACEBACK = b"Traceback (most recent call last):"
 class LineCutter:
     """Turns chunks of bytes into whole lines with a prefix.
 
-    What stands before a carriage return was to be overwritten, as by a progress bar: of such versions of a line the
-    last one is shown, and before that the current one every now and then.
+    Text before a carriage return is to be overwritten, as by a progress bar. Of such versions of a line the last one is
+    printed, and before that the current one every `PROGRESS_SECONDS`.
 
     Args:
         prefix: In front of each line.

@@ -1,9 +1,9 @@
-"""What crosses between the launcher and a worker: one value down, one value up, each as bytes on a pipe.
+"""What the launcher and a worker of `launch` send each other: a task and a report, each as bytes on a pipe.
 
 launcher                                   worker
 --------                                   ------
-search path (JSON line)            ->      so that the next can be unpickled at all
-Assignment (cloudpickle)           ->
+search path (JSON line)            ->      the modules that unpickling imports are found there
+WorkerTask (pickle)                ->
                                    <-      Report (pickle)
 """
 
@@ -22,7 +22,7 @@ from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_resul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a worker's function is told of its place."""
+    """Rank and device of a worker: the first argument of the function that `launch` calls."""
 
     rank: int
     """Number of this worker."""
@@ -31,12 +31,12 @@ class Run:
     local_rank: int
     """Number of this worker on its host."""
     device: torch.device
-    """Where it should train; the current device already, if it is a GPU."""
+    """Where it should train; if it is a GPU, it is the current device already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What the launcher gives a worker."""
+class WorkerTask:
+    """What a worker is to do."""
 
     rank: int
     """Number of the worker."""
@@ -55,7 +55,7 @@ class Assignment:
     argv: tuple[str, ...]
     """The launcher's `sys.argv`."""
     call: bytes
-    """The function, its positional and its keyword arguments, by cloudpickle."""
+    """The function, its positional and its keyword arguments, pickled by `pack_call`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +112,20 @@ def _say_where(found: Unpicklable | None, error: Exception) -> str:
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
-def write_down(stream: BinaryIO, search_path: list[str], assignment: Assignment) -> None:
-    """Send a worker its search path and its assignment."""
-    stream.write(json.dumps(search_path).encode() + b"\n" + pickle.dumps(assignment))
+def send_task(stream: BinaryIO, search_path: list[str], task: WorkerTask) -> None:
+    """Send a worker its search path and its task."""
+    stream.write(json.dumps(search_path).encode() + b"\n" + pickle.dumps(task))
 
 
-def write_up(stream: BinaryIO, report: Report) -> None:
+def send_report(stream: BinaryIO, report: Report) -> None:
     """Send the launcher a report: its length, then its bytes."""
     payload = pickle.dumps(report)
     stream.write(struct.pack("<Q", len(payload)) + payload)
     stream.flush()
 
 
-def read_up(received: bytes | bytearray) -> Report | None:
-    """Return the report in what a worker wrote; None if the worker ended before it was whole."""
+def read_report(received: bytes | bytearray) -> Report | None:
+    """Return the report in what a worker wrote; None if it is not complete."""
     header = struct.calcsize("<Q")
     if len(received) < header or len(received) < header + struct.unpack_from("<Q", received)[0]:
         return None

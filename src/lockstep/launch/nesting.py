@@ -33,7 +33,7 @@ _WAITING = frozenset({psutil.STATUS_SLEEPING, psutil.STATUS_IDLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class LaunchActivity:
     """What the processes of a launch do at one moment."""
 
     is_every_worker_waiting: bool
@@ -51,30 +51,30 @@ class NestingWatch:
     """Looks again and again whether the workers of a launch wait for a rendezvous that nobody serves."""
 
     def __init__(self) -> None:
-        self._last: Snapshot | None = None
+        self._last: LaunchActivity | None = None
         self._num_seen = 0
 
-    def is_nested(self, snapshot: Snapshot, seconds: float) -> bool:
-        """Take the next snapshot; return whether it is certain by now.
+    def is_nested(self, activity: LaunchActivity, seconds: float) -> bool:
+        """Take the next activity; return whether it is certain by now.
 
         Args:
-            snapshot: The workers now.
+            activity: The workers now.
             seconds: Since the one before.
         """
-        last, self._last = self._last, snapshot
+        last, self._last = self._last, activity
         has_waited = (
             last is not None
             and last.is_every_worker_waiting
-            and snapshot.is_every_worker_waiting
-            and last.processes == snapshot.processes
-            and snapshot.cpu_seconds - last.cpu_seconds < _MAX_CPU_SHARE * seconds
-            and snapshot.num_refused > last.num_refused
+            and activity.is_every_worker_waiting
+            and last.processes == activity.processes
+            and activity.cpu_seconds - last.cpu_seconds < _MAX_CPU_SHARE * seconds
+            and activity.num_refused > last.num_refused
         )
         self._num_seen = self._num_seen + 1 if has_waited else 0
         return self._num_seen >= _NUM_LOOKS
 
 
-def look_at(workers: Sequence[int], root: Path = Path("/")) -> Snapshot:
+def look_at(workers: Sequence[int], root: Path = Path("/")) -> LaunchActivity:
     """Return what these processes, and those that they have started, do now.
 
     Args:
@@ -83,7 +83,7 @@ def look_at(workers: Sequence[int], root: Path = Path("/")) -> Snapshot:
     """
     families = _find_families(workers)
     everyone = [process for family in families for process in family]
-    return Snapshot(
+    return LaunchActivity(
         is_every_worker_waiting=all(map(_is_waiting_for_others, families)) and all(map(_sleeps, everyone)),
         processes=frozenset(process.pid for process in everyone),
         cpu_seconds=sum(map(_cpu_seconds, everyone)),

@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer was at work: its counters, read before and after."""
+"""Whether the kernel's out-of-memory killer has killed processes during a launch: its counters before and after."""
 
 import re
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""What workers write: from their pipes to the terminal, whole lines at a time, and to log files.
+"""Forwarding what workers write: from their pipes to the terminal, whole lines at a time, and to log files.
 
-A thread per pipe, so that a terminal that does not take anything for a while holds up those who write, as it would
-without a launcher, and not the launcher, which has to see signals and failures. Nothing piles up: what is not yet
-written stays in the pipe.
+There is a thread per pipe. So a terminal that takes nothing for a while blocks the workers that write, as it would
+without a launcher, but not the launcher, which has to notice signals and failures. No buffer grows: what is not written
+yet stays in the pipe.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from lockstep.launch.readiness import wait_to_read, wait_to_write
 Stream = Literal["stdout", "stderr"]
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
-"""At least what a pipe holds: of what comes when all workers have ended, more is not theirs."""
+"""At least what a pipe can hold. If more comes when all workers have ended, another process has written it."""
 _TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
 @final
 class Relays:
-    """The output of all workers of a launch.
+    """Forwards the output of all workers of a launch.
 
     Args:
         has_prefix: Whether lines begin with the worker's rank.
         cuts_lines: Whether workers share the terminal, so that only whole lines go there.
-        log_dir: Where to write it too.
+        log_dir: Where to write the output too; None for nowhere.
     """
 
     def __init__(self, *, has_prefix: bool, cuts_lines: bool, log_dir: Path | None) -> None:
@@ -40,9 +40,9 @@ class Relays:
         self._log_dir = log_dir
         self._terminal = threading.Lock()
         self._threads: list[threading.Thread] = []
-        # Closed to say that all workers have ended: what is in the pipes then is the last of it. Their end is not
-        # waited for, because a process that a worker left behind may hold them open.
-        self._over, self._bell = os.pipe()
+        # The writing end is closed when all workers have ended. The relays do not wait for the end of their pipes,
+        # because a process that a worker has left behind may hold them open.
+        self._over, self._over_writer = os.pipe()
 
     def open(self, rank: int, stream: Stream) -> tuple[int, Tail]:
         """Return the end of a new pipe for a worker to write to, and what will hold the last of it.
@@ -70,13 +70,13 @@ class Relays:
         return written, tail
 
     def finish(self) -> None:
-        """Say that every worker has ended."""
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        """Tell the relays that every worker has ended."""
+        if self._over_writer >= 0:
+            os.close(self._over_writer)
+            self._over_writer = -1
 
     def join(self, seconds: float) -> bool:
-        """Wait so long for each pipe; return whether everything is written."""
+        """Wait so long for each relay; return whether all output is written."""
         for thread in self._threads:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
@@ -84,7 +84,7 @@ class Relays:
 
 @final
 class _Relay:
-    """One pipe's way out."""
+    """Forwards what comes from one pipe."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Relay:
         self._num_left_bytes = _PIPE_BYTES
 
     def run(self) -> None:
-        """Pass on what comes until the pipe ends, or until all is over and it is empty."""
+        """Forward until the pipe ends, or until all workers have ended and it is empty."""
         try:
             while chunk := self._read():
                 now = time.monotonic()
@@ -116,7 +116,7 @@ class _Relay:
                 self._write_log(chunk)
                 self._show(chunk if self._cutter is None else self._cutter.feed(chunk, now))
                 if not self._is_shown and self._log is None:
-                    return  # nobody reads it: the worker finds its pipe closed, as it would without a launcher
+                    return  # the terminal is closed: so is the worker's pipe then, as without a launcher
             if self._cutter is not None:
                 self._show(self._cutter.finish())
         finally:
@@ -201,14 +201,14 @@ def _logs_of_another(path: Path) -> UsageError:
     )
 
 
-def tell(message: str) -> None:
-    """Write a message to stderr, if that is still there: the terminal may have been closed."""
+def print_message(message: str) -> None:
+    """Write a message to stderr; nothing if the terminal has been closed."""
     with contextlib.suppress(OSError):
         write_all(_TARGETS["stderr"], f"{message}\n".encode(errors="replace"))
 
 
 def flush_own_output() -> None:
-    """Write what this process has buffered, before others write beside it."""
+    """Flush this process' buffers before workers write to the same terminal."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

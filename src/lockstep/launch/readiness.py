@@ -1,4 +1,4 @@
-"""Waiting until a pipe or a socket has something, or takes something, whatever its number: select() ends at 1023."""
+"""Waiting until a descriptor can be read or written. select() would take no descriptor above 1023."""
 
 import selectors
 

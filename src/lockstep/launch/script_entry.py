@@ -1,7 +1,6 @@
-"""A script's worker, before it becomes the script: ties its life to the launcher's, then replaces itself.
+"""A script's worker, before it becomes the script: it makes sure that it ends with the launcher, then calls exec.
 
-Run as a script, with the standard library alone; after `execv` the process is what it would have been if the user had
-started it by hand.
+Run as a script, with the standard library alone. After `execv` the process is as if the user had started it by hand.
 
 Arguments: the launcher's process id; the pipe to the guardian; the program, as a path; its arguments.
 """
@@ -16,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tell the guardian, ask the kernel, become the script."""
+    """Send the guardian this process id, ask the kernel to end this process with its parent, become the script."""
     launcher, guardian, *command = sys.argv[1:]
     with contextlib.suppress(OSError):  # it was killed; the kernel is asked as well
         os.write(int(guardian), b"+%d\n" % os.getpid())

@@ -1,12 +1,12 @@
-"""The parent of scripts: starts any program once per worker, as torchrun does on one host.
+"""`lockstep run`: starts any program once per worker, as torchrun does on one host.
 
 launcher                                           worker r
 --------                                           --------
-1 rendezvous on a port that the kernel picks
-2 start the process in a session of its own   ->   script_entry.py: tell the guardian, become the script
-3 pass on what it writes                      <-   stdout, stderr
-4 wait for ends and signals
-5 on the first failure: wait a moment for an earlier one; then, or on a signal, stop all that are left
+1 open the rendezvous, on a port that the kernel picks
+2 start the process in a session of its own   ->   script_entry.py: register with the guardian, become the script
+3 forward what it writes                      <-   stdout, stderr
+4 wait for exits and signals
+5 on the first failure: wait a moment for an earlier one; then, or on a signal, stop the workers that are left
 """
 
 import os
@@ -23,25 +23,25 @@ from typing import final
 from lockstep.devices import Placement, count_cores
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
-from lockstep.launch.environment import ScriptPlace, device_variables, share_cores, world_variables
+from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
 from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
 from lockstep.launch.lines import Tail
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
 from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory
 from lockstep.launch.sessions import Sessions, exit_code
-from lockstep.launch.signals import SignalMailbox
+from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.settings import LAUNCHED, read_num_threads, worker_environment
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
-_SETTLE_SECONDS = 0.3
-"""After the first failure: how long to wait for one that came before it but is heard of later."""
+_EARLIER_FAILURE_SECONDS = 0.3
+"""After the first failure that is noticed: how long to wait for one that happened before it."""
 _TRACEBACK_SECONDS = 5.0
-"""A traceback that was written longer than this before the end was of an exception that was caught."""
+"""If a worker ends later than this after it wrote a traceback, it had caught that exception."""
 _DRAIN_SECONDS = 1.0
-"""After a signal: how long the terminal may take for what the workers have written."""
+"""After a signal: how long the terminal may take to print what the workers have written."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
 _NUM_DESCRIPTORS = 6
@@ -50,7 +50,7 @@ _NUM_DESCRIPTORS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptJob:
-    """What to start, and how."""
+    """What to start, and with which options."""
 
     program: tuple[str, ...]
     """Path of an executable, and its arguments up to the script itself."""
@@ -69,7 +69,7 @@ class ScriptJob:
     log_dir: Path | None = None
     """Where to write what each worker writes."""
     grace_seconds: float = GRACE_SECONDS
-    """How long workers may take to end when asked to."""
+    """How long workers may take to end after the first signal, before SIGKILL."""
 
     @property
     def world_size(self) -> int:
@@ -84,7 +84,7 @@ class ScriptJob:
         return read_num_threads() or str(share_cores(count_cores(), self.world_size))
 
     def describe(self) -> str:
-        """Say in a line what will be started."""
+        """Return a line on what will be started."""
         threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
         hint = f"\nhint: {self.placement.hint}" if self.placement.hint else ""
         return f"devices: {self.placement.reason}; {threads} each ({count_cores()} cores){hint}"
@@ -95,10 +95,10 @@ class Ending:
     """How a launch ended."""
 
     exit_code: int
-    """For the command: 0, that of the worker that failed first, or 128 and the number of the signal that ended it; or
-    75, if all workers have answered the signal with that."""
+    """For the command: 0; the exit code of the worker that failed first, or 128 + N if signal N ended it; or 75, if all
+    workers have exited with 75 after a signal to the launcher."""
     message: str
-    """What to tell; empty if all went well."""
+    """For the user; empty if all went well."""
 
 
 def run_script(job: ScriptJob) -> Ending:
@@ -112,18 +112,18 @@ def run_script(job: ScriptJob) -> Ending:
         make_log_directory(job.log_dir)
     flush_own_output()
     with ExitStack() as stack:
-        mailbox = stack.enter_context(SignalMailbox())
+        signals = stack.enter_context(SignalPipe())
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
-        crew = _ScriptCrew(job)
-        stack.callback(crew.close)
+        pool = _ScriptWorkerPool(job)
+        stack.callback(pool.close)
         kills = read_oom_kills()
-        crew.start(rendezvous)
-        stop = crew.wait(mailbox, rendezvous)
+        pool.start(rendezvous)
+        stop = pool.wait(signals, rendezvous)
         killer = name_killer(kills, read_oom_kills())
-        crew.end(mailbox, stop)
-        if crew.is_nested:
+        pool.end(signals, stop)
+        if pool.is_nested:
             return Ending(1, describe_nesting(job.world_size, job.program[-1]))
-        return crew.judge(killer) if stop is None else crew.judge_stopped(stop)
+        return pool.describe_end(killer) if stop is None else pool.describe_stop(stop)
 
 
 @final
@@ -141,7 +141,7 @@ class _ScriptWorker:
         return self.exit_code not in {None, 0}
 
     def failed_at(self) -> float:
-        """Return when it failed: when it wrote the traceback it ended with, for it may take long to end after that."""
+        """Return when it failed: when it wrote its last traceback, because it may take long to exit after that."""
         traceback_at = self.stderr.traceback_at if self.stderr is not None else None
         if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
             return self.ended_at
@@ -149,7 +149,7 @@ class _ScriptWorker:
 
 
 @final
-class _ScriptCrew:
+class _ScriptWorkerPool:
     """The workers of one launch of a script."""
 
     def __init__(self, job: ScriptJob) -> None:
@@ -157,7 +157,7 @@ class _ScriptCrew:
         self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
-        # A single worker has the terminal for itself, as if started by hand: it may ask, and show a progress bar.
+        # A single worker uses the terminal directly, as if started by hand: it may read input and show a progress bar.
         self._relays = (
             Relays(has_prefix=job.has_prefix and job.world_size > 1, cuts_lines=job.world_size > 1, log_dir=job.log_dir)
             if job.world_size > 1 or job.log_dir is not None
@@ -168,7 +168,7 @@ class _ScriptCrew:
         """Start all of them."""
         run_id = f"lockstep-{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):
-            place = ScriptPlace(
+            settings = TorchrunSettings(
                 rank=rank,
                 world_size=self._job.world_size,
                 port=rendezvous.port,
@@ -176,7 +176,7 @@ class _ScriptCrew:
                 run_id=run_id,
                 own_card_only=self._job.own_card_only,
             )
-            self._start_one(rank, _environment(self._job, place, is_piped=self._relays is not None))
+            self._start_one(rank, _environment(self._job, settings, is_piped=self._relays is not None))
 
     def _start_one(self, rank: int, environment: dict[str, str]) -> None:
         local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
@@ -196,10 +196,10 @@ class _ScriptCrew:
             os.close(stderr)
         self._workers.append(_ScriptWorker(rank, process, tail))
 
-    def wait(self, mailbox: SignalMailbox, rendezvous: Rendezvous) -> Signals | None:
-        """Wait until all have ended, or one has failed and nobody has before it; return a signal that asks to stop.
+    def wait(self, signals: SignalPipe, rendezvous: Rendezvous) -> Signals | None:
+        """Wait until all have ended, or one has failed, or a termination signal has come; return that signal.
 
-        `is_nested` says afterwards whether they are to be stopped because they wait for what will not come.
+        If the script starts its own workers, `is_nested` is True afterwards, and some have not ended.
         """
         deadline: float | None = None
         watch = NestingWatch()
@@ -207,7 +207,7 @@ class _ScriptCrew:
         while any(worker.exit_code is None for worker in self._workers):
             seconds = None if deadline is None else max(deadline - time.monotonic(), 0)
             is_watched = deadline is None and rendezvous.is_served and not rendezvous.was_found.is_set()
-            if (stop := mailbox.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
+            if (stop := signals.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
                 return stop
             self._look()
             now = time.monotonic()
@@ -218,7 +218,7 @@ class _ScriptCrew:
                 if self.is_nested:
                     break
             if deadline is None and any(worker.has_failed() for worker in self._workers):
-                deadline = time.monotonic() + _SETTLE_SECONDS
+                deadline = time.monotonic() + _EARLIER_FAILURE_SECONDS
             if deadline is not None and time.monotonic() >= deadline:
                 break
         return None
@@ -228,24 +228,24 @@ class _ScriptCrew:
             if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
                 worker.exit_code, worker.ended_at = code, time.monotonic()
 
-    def end(self, mailbox: SignalMailbox, stop: Signals | None) -> None:
-        """Stop all that are left, and whatever they have left; pass on the last that they wrote."""
+    def end(self, signals: SignalPipe, stop: Signals | None) -> None:
+        """Stop the workers that are left, and whatever workers have started; print the last of their output."""
         is_interrupted = stop is Signals.SIGINT
         self._sessions.end(
             Signals.SIGINT if is_interrupted else Signals.SIGTERM,
             self._job.grace_seconds,
-            is_hurried=lambda seconds: mailbox.wait(seconds) is not None,
+            is_hurried=lambda seconds: signals.wait(seconds) is not None,
         )
         if self._relays is None:
             return
         self._relays.finish()
         deadline = time.monotonic() + _DRAIN_SECONDS if stop is not None else float("inf")
         while not self._relays.join(_JOIN_SECONDS) and time.monotonic() < deadline:
-            if mailbox.wait(0) is not None:
+            if signals.wait(0) is not None:
                 break
 
-    def judge(self, killer: str) -> Ending:
-        """Say how those ended that were not stopped."""
+    def describe_end(self, killer: str) -> Ending:
+        """Return how the launch ended, if no signal stopped it."""
         failed = sorted((worker for worker in self._workers if worker.has_failed()), key=_ScriptWorker.failed_at)
         if not failed:
             return Ending(0, "")
@@ -253,11 +253,11 @@ class _ScriptCrew:
         message = describe_failures([_describe(worker, self._job.log_dir, killer) for worker in failed])
         if first.stderr is not None and not _traceback(first):
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
-            message += f"\n\nThe last that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
+            message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
         return Ending(exit_status(first.exit_code or 0), f"error: {message}")
 
-    def judge_stopped(self, stop: Signals) -> Ending:
-        """Say how those ended that were asked to: they may have saved, and say that they want to be gone on with."""
+    def describe_stop(self, stop: Signals) -> Ending:
+        """Return how the launch ended that a signal has stopped. Exit code 75 of workers means saved, to be resumed."""
         self._look()
         if all(worker.exit_code == os.EX_TEMPFAIL for worker in self._workers):
             return Ending(os.EX_TEMPFAIL, f"Stopped by {stop.name}; every worker has ended with {os.EX_TEMPFAIL}.")
@@ -265,20 +265,20 @@ class _ScriptCrew:
         return Ending(exit_status(-stop), f"{how}; every worker has ended.")
 
     def close(self) -> None:
-        """Kill what is left, and forget all."""
+        """Kill what is left, and close all pipes."""
         self._sessions.close()
         if self._relays is not None:
             self._relays.finish()
 
 
-def _environment(job: ScriptJob, place: ScriptPlace, *, is_piped: bool) -> dict[str, str]:
-    """Return all variables of a worker: ours, over the user's, over what is ours if the user has not said otherwise."""
-    devices = device_variables(job.placement, place.rank, own_card_only=place.own_card_only)
+def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) -> dict[str, str]:
+    """Return all variables of a worker. The launch's own replace the user's, which replace our defaults."""
+    devices = device_variables(job.placement, settings.rank, own_card_only=settings.own_card_only)
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
     # Not a worker of `launch`, though one of those may have started this launcher.
-    overrides = {**world_variables(place), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
+    overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     return worker_environment(overrides, defaults=defaults)
 
 
@@ -290,7 +290,7 @@ def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> Worke
 
 
 def _traceback(worker: _ScriptWorker) -> str:
-    """Return the traceback that a worker ended with; one that was killed may have caught all that it wrote."""
+    """Return the traceback that a worker ended with; empty if it was killed, for it may have caught the exception."""
     if worker.stderr is None or (worker.exit_code or 0) < 0:
         return ""
     return find_traceback(worker.stderr.text())

@@ -1,15 +1,16 @@
-"""Starting processes so that neither they nor what they start can be left behind.
+"""Starting processes so that none of them, nor any process that they start, is left when the launch is over.
 
-Each leads a session, and so a process group, of its own: its number is the number of the session, and whatever it
-starts belongs to it. Three things end them:
+Each leads a session, and a process group, of its own: its process id is the id of the session, and whatever it starts
+belongs to it. Three things end them:
 
 1. `Sessions.end`, however the launch ends in an orderly way;
 2. the guardian, a process that waits for the launcher's end and kills the sessions then (`guardian.py`);
 3. the kernel, which kills the leaders when the launcher ends, should the guardian have been killed with it
    (`script_entry.py`, and `worker.py` for the workers of `launch`).
 
-[Note: numbers that are used again] A process' number is free for another one when the process was waited for and its
-group is empty. So nobody is waited for before the end of the launch, and the guardian is told first.
+[Note: process ids that are used again] The kernel may give a process id to another process when the first one was
+waited for and its group is empty. So no worker is waited for before the end of the launch, and the guardian gets a
+message first.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ class Sessions:
         return process
 
     def adopt(self, leader: subprocess.Popen[bytes]) -> None:
-        """Take in a process that was started as leader of a session, and cannot be left behind before this."""
+        """Take over a process that was started as leader of a session. Until then the caller has to end it."""
         with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel is asked as well
             os.write(self._pipe, b"+%d\n" % leader.pid)
         self._leaders[leader.pid] = leader
@@ -91,10 +92,10 @@ class Sessions:
         """End everything in the sessions; nothing is left when this returns.
 
         Args:
-            first: What processes are asked with. SIGINT goes to all of them, as from a terminal. Others go to the
-                leader, which may want its data-loading processes to the end, and to the rest when it has ended.
-            patience: How many seconds they may take before SIGKILL.
-            is_hurried: Waits so many seconds, and tells whether somebody asks for the end at once.
+            first: The first signal. SIGINT goes to all processes, as from a terminal. Another one goes to the leader,
+                which may need its data-loading processes until it ends, and to the rest when the leader has ended.
+            patience: How many seconds they have before SIGKILL.
+            is_hurried: Waits so many seconds, and returns whether to kill at once.
         """
         deadline = time.monotonic() + patience
         for session, leader in self._leaders.items():
@@ -111,7 +112,7 @@ class Sessions:
         self._kill()
 
     def close(self) -> None:
-        """Forget the sessions; what is left in them is killed."""
+        """Kill what is left in the sessions, and wait for their leaders and the guardian."""
         self._kill()
         for session, leader in self._leaders.items():
             with contextlib.suppress(BrokenPipeError):  # the guardian was killed
@@ -143,12 +144,12 @@ class Sessions:
 
 
 def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
-    """Return how a process ended, -N for signal N, and keep its number from being used again; None while it runs."""
+    """Return how a process ended, -N for signal N, without freeing its process id; None while it runs."""
     if sys.platform == "darwin":  # where Python 3.11 has no waitid
         return leader.poll()
     try:
         found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the program that called us has waited for it, or ignores SIGCHLD
+    except ChildProcessError:  # the calling program has waited for it, or ignores SIGCHLD
         return leader.poll()
     if found is None:
         return None

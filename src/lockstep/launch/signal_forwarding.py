@@ -1,7 +1,7 @@
-"""SIGTERM to a process that has launched workers: it is for them.
+"""Forwarding SIGTERM from a process that has launched workers to the workers.
 
-SIGTERM -> launcher -> every worker:   no handler of its own     ends of it; so does the launcher, as if alone
-                                       one that saves and stops  returns in its own time; so does `launch`
+SIGTERM -> launcher -> every worker:   without a handler         is ended by it, and then the launcher is
+                                       that saves and stops      returns when it is done, and then `launch` does
 a second one, a second later or more:  the launcher ends at once, and the workers with it
 """
 
@@ -20,23 +20,23 @@ _SAME_SECONDS = 1.0
 
 
 @final
-class HandingOn:
-    """Hands SIGTERM on, once it is known to whom. Use it as a context, around what ends the workers.
+class SignalForwarding:
+    """A context in which SIGTERM is forwarded, after `begin` was called. Workers must have ended when it exits.
 
-    Where the user has a handler, or outside the main thread, nothing is done.
+    It does nothing where the user has installed a handler, or outside the main thread.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
         self._is_handling = False
-        self._have_ended_of_it: Callable[[], bool] = _no
+        self._died_of_signal: Callable[[], bool] = _never
 
-    def begin(self, hand_on: Callable[[], None], have_ended_of_it: Callable[[], bool]) -> None:
-        """Begin to hand SIGTERM on.
+    def begin(self, forward: Callable[[], None], died_of_signal: Callable[[], bool]) -> None:
+        """Begin to forward SIGTERM.
 
         Args:
-            hand_on: Called with the first.
-            have_ended_of_it: Whether workers have failed, and of nothing but that; asked when all are gone.
+            forward: Called at the first SIGTERM.
+            died_of_signal: Whether workers have failed, all of them because of SIGTERM. Called when all have ended.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -46,11 +46,11 @@ class HandingOn:
         def take(_number: int, _frame: object) -> None:
             if self._first is None:
                 self._first = time.monotonic()
-                hand_on()
+                forward()
             elif time.monotonic() - self._first > _SAME_SECONDS:
                 _end()
 
-        self._have_ended_of_it = have_ended_of_it
+        self._died_of_signal = died_of_signal
         self._is_handling = True
         signal.signal(signal.SIGTERM, take)
 
@@ -60,15 +60,14 @@ class HandingOn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End of the signal, if workers have."""
+        """End this process by SIGTERM too, if it has ended workers."""
         if self._is_handling:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._first is not None and isinstance(error, WorkerFailedError) and self._have_ended_of_it():
+        if self._first is not None and isinstance(error, WorkerFailedError) and self._died_of_signal():
             _end()
 
 
-def _no() -> bool:
-    """Stand for workers that there are not yet."""
+def _never() -> bool:
     return False
 
 

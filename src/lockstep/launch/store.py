@@ -1,4 +1,4 @@
-"""The rendezvous of one host: a store on a port of loopback that the kernel picks, so that no two launches clash."""
+"""The rendezvous of one host: a store on a loopback port that the kernel picks, so that launches never share a port."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the workers of a launch meet."""
+    """Where the workers of a launch find their store."""
 
     port: int
     """On loopback."""
@@ -44,8 +44,8 @@ def open_store() -> "TCPStore":
 def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
     """Hold the rendezvous of a script's workers.
 
-    It is served from the moment on at which the first of them connects: who never does saves the launcher from
-    importing torch, which takes a second and 150 MB.
+    The launcher serves it from the first connection on. A launch whose workers never connect need
+    not import torch, which takes a second and 150 MB.
 
     A single worker serves its store itself, because a script that goes on to start processes of its own
     (`torch.multiprocessing.spawn`) makes a rendezvous for them, and TORCHELASTIC_USE_AGENT_STORE would send them all
@@ -61,7 +61,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
             yield Rendezvous(port, is_served=False)
             return
         reserved.listen(_BACKLOG)
-        over, bell = os.pipe()
+        over, over_writer = os.pipe()
         rendezvous = Rendezvous(port, is_served=True)
         arguments = (reserved, over, rendezvous.was_found)
         serving = threading.Thread(target=_serve_when_asked, args=arguments, name="rendezvous")
@@ -69,7 +69,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
         try:
             yield rendezvous
         finally:
-            os.close(bell)
+            os.close(over_writer)
             serving.join()
             os.close(over)
 

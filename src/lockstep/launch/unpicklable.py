@@ -15,14 +15,14 @@ from typing import Any, final
 
 from lockstep.launch.pickling import pack_into
 
-_Part = tuple["_Place", object]
+_Part = tuple["_Location", object]
 
 
 @dataclass(frozen=True, slots=True)
 class Unpicklable:
     """A value that cannot be pickled although its parts can, as far as its class tells."""
 
-    place: str
+    location: str
     """Where it is: "the global variable `state.lock`, which `helper` uses"."""
     value: object
     """The value."""
@@ -30,22 +30,22 @@ class Unpicklable:
     """Why it cannot be pickled."""
 
     def describe(self) -> str:
-        """Return place, type and reason."""
+        """Return location, type and reason."""
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return f"{self.place} is of type {name}: {self.error}"
+        return f"{self.location} is of type {name}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """Where a value is, in words around an expression."""
 
     kind: str
     expression: str = ""
     user: str = ""
 
-    def inside(self, step: str) -> "_Place":
-        return _Place(self.kind, self.expression + step, self.user)
+    def inside(self, step: str) -> "_Location":
+        return _Location(self.kind, self.expression + step, self.user)
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, f"`{self.expression}`" if self.expression else "", self.user)))
@@ -53,15 +53,15 @@ class _Place:
 
 def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Unpicklable | None:
     """Return what of a call cannot be pickled; None if each of its parts can."""
-    parts: list[_Part] = [(_Place("the function", name_of(function)), function)]
-    parts += [(_Place("the positional argument", f"args[{index}]"), value) for index, value in enumerate(args)]
-    parts += [(_Place("the argument", name), value) for name, value in kwargs.items()]
+    parts: list[_Part] = [(_Location("the function", name_of(function)), function)]
+    parts += [(_Location("the positional argument", f"args[{index}]"), value) for index, value in enumerate(args)]
+    parts += [(_Location("the argument", name), value) for name, value in kwargs.items()]
     return _Search(getattr(function, "__module__", None) or "").first(parts)
 
 
 def find_in_result(result: object) -> Unpicklable | None:
     """Return what of a function's result cannot be pickled; None if it can."""
-    return _Search("").first([(_Place("the", "result"), result)])
+    return _Search("").first([(_Location("the", "result"), result)])
 
 
 def name_of(value: object) -> str:
@@ -83,9 +83,9 @@ class _Search:
 
     def first(self, parts: Iterable[_Part]) -> Unpicklable | None:
         """Return the first of these, or the first part of one, that cannot be pickled."""
-        return next((found for place, value in parts if (found := self._find(place, value)) is not None), None)
+        return next((found for location, value in parts if (found := self._find(location, value)) is not None), None)
 
-    def _find(self, place: _Place, value: object) -> Unpicklable | None:
+    def _find(self, location: _Location, value: object) -> Unpicklable | None:
         if id(value) in self._seen:
             return None
         self._seen.add(id(value))
@@ -94,11 +94,11 @@ class _Search:
         except Exception as error:  # noqa: BLE001 - a class may raise anything when it is pickled
             parts: list[_Part] = []
             with contextlib.suppress(Exception):  # and when it is asked for its state
-                parts += self._parts(place, value)
-            return self.first(parts) or Unpicklable(str(place), value, error)
+                parts += self._parts(location, value)
+            return self.first(parts) or Unpicklable(str(location), value, error)
         return None
 
-    def _parts(self, place: _Place, value: Any) -> Iterable[_Part]:
+    def _parts(self, location: _Location, value: Any) -> Iterable[_Part]:
         """Return what is pickled with a value."""
         match value:
             case types.FunctionType():
@@ -109,19 +109,19 @@ class _Search:
                 return ()
             case functools.partial():
                 names = ("func", "args", "keywords")
-                return [(place.inside(f".{name}"), getattr(value, name)) for name in names]
+                return [(location.inside(f".{name}"), getattr(value, name)) for name in names]
             case types.MethodType():
-                return [(place.inside(".__self__"), value.__self__), (place.inside(".__func__"), value.__func__)]
+                return [(location.inside(".__self__"), value.__self__), (location.inside(".__func__"), value.__func__)]
             case dict():
-                return [(place.inside(f"[{key!r}]"), part) for key, part in value.items()] + [
-                    (place, key) for key in value
+                return [(location.inside(f"[{key!r}]"), part) for key, part in value.items()] + [
+                    (location, key) for key in value
                 ]
             case list() | tuple():
-                return [(place.inside(f"[{index}]"), part) for index, part in enumerate(value)]
+                return [(location.inside(f"[{index}]"), part) for index, part in enumerate(value)]
             case set() | frozenset():
-                return [(place, part) for part in value]
+                return [(location, part) for part in value]
             case _:
-                return _state_parts(place, value)
+                return _state_parts(location, value)
 
 
 class _Nowhere:
@@ -135,26 +135,26 @@ def _function_parts(function: types.FunctionType) -> Iterator[_Part]:
     name = name_of(function)
     for variable in _global_names(function.__code__):
         if variable in function.__globals__:
-            yield _Place("the global variable", variable, f"that `{name}` uses"), function.__globals__[variable]
+            yield _Location("the global variable", variable, f"that `{name}` uses"), function.__globals__[variable]
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it has no value yet
-            yield _Place("the variable", variable, f"around `{name}` that it uses"), cell.cell_contents
+            yield _Location("the variable", variable, f"around `{name}` that it uses"), cell.cell_contents
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield _Place("a default value of an argument of", name), default
+        yield _Location("a default value of an argument of", name), default
     for attribute, value in vars(function).items():
-        yield _Place("the attribute", f"{name}.{attribute}"), value
+        yield _Location("the attribute", f"{name}.{attribute}"), value
 
 
 def _class_parts(cls: type) -> Iterator[_Part]:
     for name, attribute in vars(cls).items():
-        place = _Place("the attribute", f"{cls.__name__}.{name}")
+        location = _Location("the attribute", f"{cls.__name__}.{name}")
         match attribute:
             case classmethod() | staticmethod():
-                yield place, attribute.__func__
+                yield location, attribute.__func__
             case property():
-                yield from ((place, function) for function in (attribute.fget, attribute.fset, attribute.fdel))
+                yield from ((location, function) for function in (attribute.fget, attribute.fset, attribute.fdel))
             case _:
-                yield place, attribute
+                yield location, attribute
 
 
 def _global_names(code: types.CodeType) -> dict[str, None]:
@@ -166,16 +166,16 @@ def _global_names(code: types.CodeType) -> dict[str, None]:
     return names
 
 
-def _state_parts(place: _Place, value: Any) -> Iterator[_Part]:
+def _state_parts(location: _Location, value: Any) -> Iterator[_Part]:
     """Yield what an object gives to pickle: attributes, arguments of its class, items."""
     reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return
-    state = reduced[2] if len(reduced) > 2 else None  # noqa: PLR2004 - its place, see object.__reduce__
+    state = reduced[2] if len(reduced) > 2 else None  # noqa: PLR2004 - its location, see object.__reduce__
     for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
-            yield from ((place.inside(f".{name}"), attribute) for name, attribute in part.items())
+            yield from ((location.inside(f".{name}"), attribute) for name, attribute in part.items())
         else:
-            yield place, part
+            yield location, part
     for parts in (reduced[1], *reduced[3:5]):
-        yield from ((place, part) for part in parts or ())
+        yield from ((location, part) for part in parts or ())

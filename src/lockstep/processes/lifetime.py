@@ -29,7 +29,7 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_only_for(owner_pid: int) -> None:
+def terminate_only_for(owner_pid: int) -> None:
     """Let SIGTERM end this process only if its owner has sent it, and SIGUSR1 not at all (main thread; Linux).
 
     Slurm and systemd send a signal to every process of a job. A worker that takes it as a request to save and stop

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that are requests."""
-RELAYED = signal.SIGUSR1
+FORWARDED_SIGNAL = signal.SIGUSR1
 """What a launcher hands a request on to its workers with: however often it comes, it ends nothing."""
 
 _SAME_SECONDS = 1.0
@@ -39,7 +39,7 @@ class StopRequest:
             for listener in self._listeners:
                 listener()
 
-    def tell(self, listener: Callable[[], None]) -> None:
+    def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the request is made, which may be between any two lines of the main thread; or now."""
         self._listeners.append(listener)
         if self.is_made:
@@ -47,26 +47,26 @@ class StopRequest:
 
 
 @contextmanager
-def asked_by_signals(request: StopRequest) -> Iterator[None]:
+def stop_signals_handled(request: StopRequest) -> Iterator[None]:
     """Take the signals that ask to stop as a request meanwhile."""
-    undo = listen(request)
+    undo = handle_stop_signals(request)
     try:
         yield
     finally:
         undo()
 
 
-def ignore_from_here() -> None:
+def ignore_stop_signals() -> None:
     """Ignore the signals that ask to stop from here to the end of the process, which has stopped.
 
     torchrun ends the others when the first worker has ended. Python puts its own handlers away before it is gone, but
     not that a signal is ignored: so who takes a little longer still ends with its own exit code.
     """
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def listen(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
+def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Take the signals that ask to stop as a request from here on, also one that was blocked so far; return the undo.
 
     A signal that was ignored before stays so. Outside the main thread, which alone may set handlers, nothing is done.
@@ -88,11 +88,11 @@ def listen(request: StopRequest, clock: Callable[[], float] = time.monotonic) ->
                 first.append(clock())
         request.make()
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     handled = [number for number, handler in before.items() if handler not in {signal.SIG_IGN, None}]
     for number in handled:
         signal.signal(number, take)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def undo() -> None:
         for number in handled:

@@ -91,7 +91,7 @@ def fit(
     trainer = parts.trainer
     if resume is not None:
         restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
-    stop.tell(trainer.request_stop)
+    stop.add_listener(trainer.request_stop)
     fingerprint = trainer.fingerprint()
     workers = gather_facts(trainer.world, device, fingerprint.device)
     if trainer.world.rank == 0:

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.devices.placement import CPU, Device, Placement
-from lockstep.launch.environment import ScriptPlace, device_variables, share_cores, world_variables
+from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
 from lockstep.launch.scripts import ScriptJob
 
 CARDS = Placement(
@@ -17,16 +17,18 @@ def cpus(count: int) -> Placement:
     return Placement(devices=(CPU,) * count, reason=f"CPU, {count} workers")
 
 
-def place(*, rank: int = 1, own_card_only: bool = False) -> ScriptPlace:
-    return ScriptPlace(rank=rank, world_size=3, port=4321, is_served=True, run_id="abc", own_card_only=own_card_only)
+def settings(*, rank: int = 1, own_card_only: bool = False) -> TorchrunSettings:
+    return TorchrunSettings(
+        rank=rank, world_size=3, port=4321, is_served=True, run_id="abc", own_card_only=own_card_only
+    )
 
 
 def test_a_worker_is_told_what_torchrun_tells() -> None:
-    told = world_variables(place())
+    told = world_variables(settings())
     assert (told["RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("1", "1", "3", "3")
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("127.0.0.1", "4321")
     assert told["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert world_variables(place(own_card_only=True))["LOCAL_RANK"] == "0"
+    assert world_variables(settings(own_card_only=True))["LOCAL_RANK"] == "0"
 
 
 def test_workers_see_the_cards_of_the_launch_or_their_own() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch.nesting import NestingWatch, Snapshot, describe_nesting, look_at
+from lockstep.launch.nesting import LaunchActivity, NestingWatch, describe_nesting, look_at
 
-WAITING = Snapshot(is_every_worker_waiting=True, processes=frozenset({1, 2}), cpu_seconds=1.0, num_refused=5)
+WAITING = LaunchActivity(is_every_worker_waiting=True, processes=frozenset({1, 2}), cpu_seconds=1.0, num_refused=5)
 
 
 def feed(*changes: dict[str, object]) -> list[bool]:
@@ -21,7 +21,7 @@ def feed(*changes: dict[str, object]) -> list[bool]:
     snapshots = [
         dataclasses.replace(WAITING, **{"num_refused": 5 + look, **change}) for look, change in enumerate(changes)
     ]
-    return [watch.is_nested(snapshot, 2.0) for snapshot in snapshots]
+    return [watch.is_nested(activity, 2.0) for activity in snapshots]
 
 
 def test_four_looks_at_waiting_workers_are_enough() -> None:

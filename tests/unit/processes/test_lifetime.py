@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.processes.lifetime import end_only_for
+from lockstep.processes.lifetime import terminate_only_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells who has sent a signal")
 
@@ -36,7 +36,7 @@ def end_of_child(*sent: tuple[Callable[[int, int], None], int]) -> int:
     child = os.fork()
     if child == 0:
         os.close(written)
-        end_only_for(os.getppid())
+        terminate_only_for(os.getppid())
         os.write(ready, b".")
         os.read(source, 1)
         os._exit(7)

@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lockstep.processes.stop_signals import STOPPING, StopRequest, asked_by_signals, listen
+from lockstep.processes.stop_signals import STOP_SIGNALS, StopRequest, handle_stop_signals, stop_signals_handled
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request(number: signal.Signals) -> None:
     request, heard = StopRequest(), []
-    request.tell(lambda: heard.append("before"))
+    request.add_listener(lambda: heard.append("before"))
     before = signal.getsignal(number)
-    with asked_by_signals(request):
+    with stop_signals_handled(request):
         os.kill(os.getpid(), number)
         assert request.is_made
-        request.tell(lambda: heard.append("after"))
+        request.add_listener(lambda: heard.append("after"))
         os.kill(os.getpid(), number)  # at once: the same request
     assert heard == ["before", "after"]
     assert signal.getsignal(number) is before
@@ -42,9 +42,9 @@ def end_of_child(live: Callable[[], bool]) -> int:
 def test_a_signal_that_came_while_it_was_blocked_is_not_lost() -> None:
     def live() -> bool:
         request = StopRequest()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         os.kill(os.getpid(), signal.SIGTERM)
-        listen(request)
+        handle_stop_signals(request)
         return request.is_made
 
     assert end_of_child(live) == 0
@@ -53,7 +53,7 @@ def test_a_signal_that_came_while_it_was_blocked_is_not_lost() -> None:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     request = StopRequest()
-    with asked_by_signals(request):
+    with stop_signals_handled(request):
         os.kill(os.getpid(), signal.SIGUSR1)
     assert not request.is_made
 
@@ -71,7 +71,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 def test_the_second_sigterm_ends_the_process(sent: list[tuple[signal.Signals, float]], is_ended: bool) -> None:
     def live() -> bool:
         now = [0.0]
-        listen(StopRequest(), lambda: now[0])
+        handle_stop_signals(StopRequest(), lambda: now[0])
         for number, now[0] in sent:
             os.kill(os.getpid(), number)
         return True

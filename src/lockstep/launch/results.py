@@ -1,0 +1,48 @@
+"""What a worker's report means for the caller of `launch`: a result, or an exception."""
+
+import pickle
+from typing import Any
+
+from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
+from lockstep.launch.exits import describe_failures
+from lockstep.launch.messages import Report
+
+_CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
+"""Errors that workers have because another one failed, if another one has any other error."""
+
+
+def load_result(report: Report) -> Any:
+    """Return what the function returned in a worker.
+
+    Raises:
+        WorkerFailedError: It cannot be unpickled in this process.
+    """
+    try:
+        return pickle.loads(report.result or b"")  # noqa: S301 - from our own child
+    except Exception as error:
+        reason = f"returned a value that cannot be read here: {type(error).__name__}: {error}"
+        failure = WorkerFailure(rank=report.rank, reason=reason, traceback="", error=error)
+        raise WorkerFailedError(
+            f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors.", (failure,)
+        ) from error
+
+
+def load_error(report: Report) -> BaseException | None:
+    """Return the worker's exception; None if its class cannot be imported here. The report has its text anyway."""
+    try:
+        error: BaseException | None = pickle.loads(report.error) if report.error is not None else None  # noqa: S301
+    except Exception:  # noqa: BLE001 - whatever a class from elsewhere does when it is missing here
+        return None
+    return error
+
+
+def is_consequence(report: Report) -> bool:
+    """Return whether the worker's exception says that another worker failed."""
+    return isinstance(load_error(report), _CONSEQUENCES)
+
+
+def failed_error(failures: tuple[WorkerFailure, ...]) -> WorkerFailedError:
+    """Return the error for these failures, the first in time first."""
+    error = WorkerFailedError(describe_failures(failures), failures)
+    error.__cause__ = failures[0].error
+    return error
