@@ -1,6 +1,6 @@
-"""Every exception that Lockstep raises for failures of the world.
+"""Every exception that Lockstep raises, except `ValueError` and `TypeError` for bad arguments.
 
-Bad arguments to a function are plain `ValueError` and `TypeError`. Everything else is in this tree:
+The tree:
 
     LockstepError                    RuntimeError
     +-- UsageError                   the command line prints the message alone and exits with 2
@@ -12,17 +12,17 @@ Bad arguments to a function are plain `ValueError` and `TypeError`. Everything e
     |       +-- LaterFormatError     one that a later Lockstep has written
     +-- GroupError                   process groups: set-up, tear-down, use before set-up
     |   +-- CollectiveMismatchError  ranks make different calls
-    |   +-- CollectiveTimeoutError   a call is not complete in time, and nobody was lost
+    |   +-- CollectiveTimeoutError   a call is not complete in time, and no rank was lost
     |   +-- PeerLostError            a rank was killed, failed, or left while others need it
     +-- ParameterMismatchError       ranks wrap different models
     +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
     +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
     +-- UnusableStateError           an update failed in the middle, so a trainer cannot go on without a checkpoint
-    +-- PeerFailedError              another worker raised an error in what all do together
+    +-- PeerFailedError              another worker raised an error in a collective operation
     +-- WorkerFailedError            a worker raised, was killed, or returned what cannot be sent
 
-An exception may cross from a data-loading process or a worker to its parent, which builds it anew from its
-message: so every class here can be made from one string.
+An exception may be sent from a data-loading process or a worker to its parent, which makes it again from its message:
+so every class here can be made from one string.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class LockstepError(RuntimeError):
 
 
 class UsageError(LockstepError):
-    """The user can mend this without reading a traceback."""
+    """A mistake that the user can correct without reading a traceback."""
 
 
 class ConfigError(UsageError):
@@ -57,7 +57,7 @@ class CheckpointError(UsageError):
 
 
 class LaterFormatError(CheckpointError):
-    """A checkpoint of a format that is not known yet; nothing is wrong with it."""
+    """A checkpoint of a later format than this Lockstep knows; it is not damaged."""
 
 
 class GroupError(LockstepError):
@@ -69,7 +69,7 @@ class CollectiveMismatchError(GroupError):
 
 
 class CollectiveTimeoutError(GroupError):
-    """A collective or a message is not complete in time, though nobody was lost."""
+    """A collective or a message is not complete in time, though no rank was lost."""
 
 
 class PeerLostError(GroupError):
@@ -105,12 +105,12 @@ class UnusableStateError(LockstepError):
 
 
 class PeerFailedError(LockstepError):
-    """Another worker raised an error in what all do together, so that this one cannot go on."""
+    """Another worker raised an error in a collective operation, so this one cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailure:
-    """How one worker ended, when it did not end well."""
+    """How one worker failed."""
 
     rank: int
     """Rank of the worker."""

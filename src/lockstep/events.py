@@ -1,7 +1,7 @@
-"""What happened in a run, as records, and where they go.
+"""Events of a run, and the recorders that receive them.
 
-A recorder is handed in by whoever wants to know (a progress bar, a metrics file); code that has something to
-tell calls `recorder.record(event)` and knows no more. The default is `NULL_RECORDER`, which does nothing.
+A progress bar or a metrics file is a recorder, passed in from outside. Code in which something happens calls
+`recorder.record(event)`. The default is `NULL_RECORDER`, which does nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol, final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """Training begins, or goes on."""
+    """Training begins, or is resumed."""
 
     world_size: int
     """Number of workers."""
@@ -33,7 +33,7 @@ class RunStarted:
     num_steps: int
     """Steps of one epoch."""
     first_step: int = 0
-    """Step within the epoch that comes first; not 0 where a run goes on in the middle of one."""
+    """Step within the epoch that comes first; not 0 where a run is resumed in the middle of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class EpochFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:
-    """A checkpoint is whole and durable."""
+    """A checkpoint is complete and on the disk."""
 
     path: Path
     """The file."""
@@ -84,7 +84,7 @@ Event = RunStarted | StepFinished | EpochFinished | CheckpointSaved
 
 
 class Recorder(Protocol):
-    """Something that wants to know what happened."""
+    """Receives events."""
 
     def record(self, event: Event) -> None:
         """Take one event; called on the worker's main thread, in order."""
@@ -106,7 +106,7 @@ class Recorders:
         self._recorders = tuple(recorders)
 
     def record(self, event: Event) -> None:
-        """Hand the event to each in turn."""
+        """Pass the event to each in turn."""
         for recorder in self._recorders:
             recorder.record(event)
 

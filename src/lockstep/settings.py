@@ -1,7 +1,7 @@
 """The one file that reads and writes the environment of this process.
 
-Everything else gets frozen values from here, so that a grep of this file shows every variable that can change
-what Lockstep does, and a test can hand in a mapping of its own.
+Everything else gets frozen values from here. So this file shows every variable that changes what Lockstep does, and a
+test can pass a mapping of its own.
 """
 
 import os
@@ -30,19 +30,19 @@ _LAUNCHER_VARIABLES = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
     "SLURM_STEP_RESV_PORTS",
 )
-_NOTED_PREFIXES = (
+_RECORDED_PREFIXES = (
     *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OMPI_COMM_", "PYTORCH_"),
     *("SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_"),
 )
-_NOTED = frozenset(
+_RECORDED = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED"),
         "NVIDIA_VISIBLE_DEVICES",
     }
 )
-"""Variables worth noting down, and how the names of others begin."""
+"""Variables that are recorded with a run; `_RECORDED_PREFIXES` are the beginnings of other names."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
-"""In the name of a variable that is nobody's business."""
+"""In the name of a variable that may hold a secret and is not recorded."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is below that."""
@@ -52,7 +52,7 @@ _NO = frozenset({"0", "false", "no", "off", ""})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldVariables:
-    """What a launcher said about this worker, as text; None where it said nothing."""
+    """A launcher's variables about this worker, as text; None for those that are not set."""
 
     rank: str | None
     """RANK: number of this worker in the world."""
@@ -69,13 +69,13 @@ class WorldVariables:
     agent_store: str | None
     """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
     launcher: str
-    """Who said so, for people: `"Slurm"`."""
+    """Name of the launcher, for messages: `"Slurm"`."""
     remedy: str
     """What to do if something of the above is missing."""
 
 
 def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return those variables that tell a worker its place, by name; empty ones are left out.
+    """Return the variables by which launchers tell a worker its rank, by name; empty ones are left out.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -96,7 +96,7 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleDevices:
-    """Which GPUs CUDA shows to this process, as text; None where nothing is said."""
+    """Which GPUs CUDA shows to this process, as text; None for variables that are not set."""
 
     devices: str | None
     """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
@@ -134,7 +134,7 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """Return after how long without a reduction the ranks say where they stand: LOCKSTEP_STALL_SECONDS; 0 for never.
+    """Return after how long without a reduction the ranks report their progress: LOCKSTEP_STALL_SECONDS; 0 for never.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -181,7 +181,7 @@ def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
 
 
 def set_gloo_interface(name: str) -> None:
-    """Tell Gloo, which reads the environment for each group, what interface to use, and note who said so."""
+    """Set the interface for Gloo, which reads it for each group, and record that Lockstep has chosen it."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ[_CHOSEN_INTERFACE] = name
 
 
@@ -192,8 +192,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    noted = (name for name in sorted(source) if name in _NOTED or name.startswith(_NOTED_PREFIXES))
-    return {name: source[name] for name in noted if not _SECRET.search(name)}
+    names = (name for name in sorted(source) if name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
+    return {name: source[name] for name in names if not _SECRET.search(name)}
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:

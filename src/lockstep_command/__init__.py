@@ -1,11 +1,10 @@
 """The first lines of the command `lockstep`.
 
-Importing Lockstep imports torch, which takes a second or two and is not made to be interrupted: a Ctrl-C in it shows a
-traceback, or is lost. So the command begins here, outside the package: until everything is imported there is
-nothing to stop but this process.
+Importing Lockstep imports torch, which takes a second or two. A Ctrl-C meanwhile would show a traceback, or be lost. So
+the command begins here, outside the package, and until everything is imported a Ctrl-C ends this process at once.
 
-`lockstep run` imports no torch at all, unless its workers ask for a rendezvous: the scripts that it starts do that, and
-are not kept waiting by a launcher that does it first.
+`lockstep run` imports no torch, unless its workers ask for a rendezvous. So the scripts, which import it themselves,
+start at once.
 """
 
 import importlib.util
@@ -22,7 +21,7 @@ def main() -> None:
     _open_closed_streams()
     # Not at the top: that is the point of this module.
     if sys.argv[1:2] == ["run"]:
-        _leave_front_door_closed()
+        _skip_package_init()
         from lockstep.cli.run import main as run
     else:
         from lockstep.cli.main import main as run
@@ -32,7 +31,7 @@ def main() -> None:
 def _open_closed_streams() -> None:
     """Open the null device where a standard stream is closed, as by `>&-`, here and for what this process starts.
 
-    Else the next pipe or socket would have its number, and get what is written to the stream.
+    Otherwise the next pipe or socket would get its number, and what is written to the stream.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -43,10 +42,10 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def _leave_front_door_closed() -> None:
-    """Let the package's rooms be imported without the package's own `__init__.py`, which imports all of them.
+def _skip_package_init() -> None:
+    """Make the package's modules importable without running its `__init__.py`, which imports all of them.
 
-    No room goes through it: tests/test_architecture.py holds that.
+    No module of the package imports from it: tests/test_architecture.py checks that.
     """
     spec = importlib.util.find_spec("lockstep")
     assert spec is not None

@@ -1,4 +1,4 @@
-"""`lockstep devices`: what is here, who holds it, and what a request would take right now."""
+"""`lockstep devices`: which GPUs there are, who uses them, and which ones a request would get now."""
 
 import json
 from collections.abc import Iterable

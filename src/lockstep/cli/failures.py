@@ -1,4 +1,4 @@
-"""How a command ends when something fails: the message, and the exit code."""
+"""Turning exceptions into a message and an exit code of the command."""
 
 import signal
 import traceback
@@ -12,7 +12,7 @@ from lockstep.errors import LockstepError, UsageError, WorkerFailedError
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
 RESUME_EXIT = 75
-"""EX_TEMPFAIL of sysexits.h: stopped when asked to, and to be gone on with."""
+"""EX_TEMPFAIL of sysexits.h: the run was stopped by a request and can be resumed."""
 INTERRUPTED_EXIT = 130
 
 
@@ -24,8 +24,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         debug: Show the traceback of bad input too.
     """
     try:
-        # Until here a Ctrl-C ends the process at once (`lockstep_command`). Where the command was started with SIGINT
-        # ignored, as a shell script's background job is, it should stop all the same when asked to by name.
+        # Until here a Ctrl-C ends the process at once (`lockstep_command`). A background job of a shell script is
+        # started with SIGINT ignored; `kill -INT` should stop it all the same.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except KeyboardInterrupt as interruption:

@@ -1,4 +1,4 @@
-"""`--resume [PATH]`: an option whose value may be left out, which neither typer nor argparse tells from an argument."""
+"""`--resume [PATH]`: an option whose value may be left out, which typer does not support before arguments."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from lockstep.runs.opening import NEWEST
 
 _RESUME = "--resume"
 _WITH_VALUE = frozenset({"--allow"})
-"""Other options whose value stands in an argument of its own."""
+"""Other options whose value is the next argument."""
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r".*\.ya?ml", re.IGNORECASE)
 
@@ -24,9 +24,9 @@ class ResumingCommand(TyperCommand):
 
 
 def give_value(args: Sequence[str]) -> list[str]:
-    """Return the arguments with a value behind each `--resume`: the path that stands there, or `NEWEST`.
+    """Return the arguments with a value after each `--resume`: the path that follows it, or `NEWEST`.
 
-    What stands behind it is no path if it is an option, `key=value`, a YAML file, or the only thing that can be CONFIG.
+    What follows is no path if it is an option, `key=value`, a YAML file, or the only argument that can be CONFIG.
     """
     given = list(args[: args.index("--")]) if "--" in args else list(args)
     found: list[str] = []

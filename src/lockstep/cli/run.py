@@ -14,7 +14,7 @@ from lockstep.launch.output import print_message
 from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
 
 CONTEXT = {"allow_interspersed_args": False}
-"""Settings of the command: what follows SCRIPT is the script's."""
+"""Settings of the command: what follows SCRIPT are the script's arguments."""
 _ONE_HOST = frozenset({"1", "1:1"})
 
 
@@ -33,7 +33,7 @@ def _refuse_hosts(given: str | None) -> None:
 
 
 def main() -> None:
-    """Run this command alone, without what the others import."""
+    """Run this command without importing the other commands."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(context_settings=CONTEXT)(run)
     app(sys.argv[2:], prog_name="lockstep run")
@@ -42,12 +42,16 @@ def main() -> None:
 def run(  # the options are the interface
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; a module with -m.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own; nothing after SCRIPT is read here.")
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Arguments of the script; no options of lockstep run."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", "--nproc-per-node", "--nproc_per_node", help="How many; on as many GPUs if there are any."
+            "--workers",
+            "--nproc-per-node",
+            "--nproc_per_node",
+            help="How many; on as many GPUs if there are any.",
         ),
     ] = None,
     devices: Annotated[
@@ -59,13 +63,15 @@ def run(  # the options are the interface
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     threads_per_worker: Annotated[
         int | None,
-        typer.Option(min=1, help="OMP_NUM_THREADS.  [default: as it is set, or cores / workers]"),
+        typer.Option(min=1, help="OMP_NUM_THREADS.  [default: its value, or cores / workers]"),
     ] = None,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", "--no_python", help="SCRIPT is an executable.")] = False,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", "--log_dir", help="Write rank-0.stdout.log, rank-0.stderr.log, ... there too."),
+        typer.Option(
+            "--log-dir", "--log_dir", help="Also write output to rank-0.stdout.log, rank-0.stderr.log, ... there."
+        ),
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not put [rank 1] in front of lines.")] = False,
     grace: Annotated[

@@ -1,4 +1,4 @@
-"""`lockstep train CONFIG`: train from a config file; the main job."""
+"""`lockstep train CONFIG`: train from a config file."""
 
 import os
 import shlex
@@ -41,13 +41,14 @@ def train(
         typer.Option(
             "--resume",
             metavar="[PATH]",
-            help="Go on with a run: from its newest checkpoint, or from PATH, a checkpoint or a run directory.",
+            help="Resume a run from its newest checkpoint, or from PATH, a checkpoint or a run directory.",
         ),
     ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="With --resume: this key may be other than it was, though it changes the result; all."
+            metavar="KEY",
+            help="With --resume: accept a changed KEY, although it changes the result; all for any.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
@@ -55,8 +56,8 @@ def train(
 ) -> None:
     """Train the model of a config file.
 
-    SIGTERM and SIGUSR1 save and stop: exit code 75, go on with --resume. Exit code 0 when all is trained, 2 for bad
-    input, 130 after Ctrl-C, 1 otherwise.
+    SIGTERM and SIGUSR1 save and stop: exit code 75, continue with --resume. Exit code 0 when training is complete, 2
+    for bad input, 130 after Ctrl-C, 1 otherwise.
     """
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
@@ -70,17 +71,17 @@ def train(
             has_run_dir_override=any(override.startswith("run_dir=") for override in overrides or []),
             allowed=frozenset(allow or []),
         )
-        # What a config names is found beside it; launch hands the search path on to the workers.
+        # Modules that a config names are beside it; launch passes the search path to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
-        told = find_launcher()
+        launcher = find_launcher()
         stop = StopRequest()
-        if told is None:
-            stop.add_listener(_say_asked)
+        if launcher is None:
+            stop.add_listener(_report_request)
             with stop_signals_handled(stop):
                 ended = _train_launched(wanted, stop, force=force)
         else:
             handle_stop_signals(stop)
-            ended = _train_joined(wanted, stop, told)
+            ended = _train_joined(wanted, stop, launcher)
         _show(ended, [str(config_path), *(overrides or [])])
 
 
@@ -93,14 +94,14 @@ class Job:
     run_dir: Path
     """Its directory."""
     resume: Resume | None
-    """From what it goes on."""
+    """Where it is resumed; None for a new run."""
     code: Path
     """The folder of the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How a run ended, for one process to show."""
+    """How a run ended; one process prints it."""
 
     run_dir: Path
     result: FitResult | StopResult
@@ -108,7 +109,7 @@ class _Ended:
 
 
 def _train_launched(wanted: OpenRequest, stop: StopRequest, *, force: bool) -> _Ended:
-    """Start workers, and return what they come to."""
+    """Start workers, and return how the run ended."""
     config = wanted.config
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))
@@ -118,24 +119,24 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, *, force: bool) -> _
         settings = LaunchSettings(
             workers=config.workers, devices=placement, threads_per_worker=config.threads_per_worker, stop=stop
         )
-        with _closing(job.run_dir, stop):
+        with _cleaning_up(job.run_dir, stop):
             result, *_ = call_on_workers(train_worker, (job,), {}, settings)
     return _Ended(job.run_dir, result, is_shown_here=True)
 
 
-def _train_joined(wanted: OpenRequest, stop: StopRequest, told: WorldVariables) -> _Ended:
-    """Be one of the workers that another launcher has started; the first one shows what they come to."""
+def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariables) -> _Ended:
+    """Train as one of the workers that another launcher has started; rank 0 prints the result."""
     config = wanted.config
     world = join_started(config.device_ids)
     config.check_workers(world.world_size)
     with ExitStack() as held:
         job: Job = world.from_first(lambda: _open(wanted, held))
         if world.rank == 0:
-            stop.add_listener(_say_asked)
-        with _closing(job.run_dir, stop) if world.rank == 0 else nullcontext():
+            stop.add_listener(_report_request)
+        with _cleaning_up(job.run_dir, stop) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
-                told,
+                launcher,
                 workers=config.workers,
                 devices=config.device_ids,
                 threads=config.threads_per_worker,
@@ -147,14 +148,14 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, told: WorldVariables) 
 
 
 def train_worker(run: Run, job: Job) -> FitResult | StopResult:
-    """Train in one worker that was started for it."""
+    """Train in one worker that `lockstep train` has started."""
     stop = StopRequest()
-    handle_stop_signals(stop)  # as long as the process lives: when all is done a request has no effect
+    handle_stop_signals(stop)  # until the process ends: after training a request has no effect
     return _train(run, job, stop)
 
 
 def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
-    """Train in one worker; rank 0 shows and records."""
+    """Train in one worker; rank 0 prints and records."""
     with ExitStack() as stack:
         recorder = _make_recorder(job.config, job.run_dir, stack) if run.rank == 0 else NULL_RECORDER
         return fit(
@@ -168,14 +169,14 @@ def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
         )
 
 
-def _say_asked() -> None:
-    """Tell that a request to stop was heard; the step under way may take long, or for ever."""
+def _report_request() -> None:
+    """Print that a request to stop has arrived, because the current step may take long."""
     with suppress(OSError):  # not by sys.stderr: this is called in a signal handler, perhaps while that is written
         os.write(2, b"Asked to stop: done after the step or evaluation under way. A second SIGTERM ends at once.\n")
 
 
 def _open(wanted: OpenRequest, held: ExitStack) -> Job:
-    """Open the run, and bring its metrics to where it goes on."""
+    """Open the run, and cut its metrics file where the run is resumed."""
     opened = open_run(wanted, held, lambda text: typer.echo(f"warning: {text}", err=True))
     resume = None
     if opened.origin is not None:
@@ -206,8 +207,8 @@ def _show_origin(opened: OpenedRun) -> None:
 
 
 @contextmanager
-def _closing(run_dir: Path, stop: StopRequest) -> Iterator[None]:
-    """Leave the run's directory in order, however the training ends."""
+def _cleaning_up(run_dir: Path, stop: StopRequest) -> Iterator[None]:
+    """Draw the curves and remove an unused run directory, however the training ends."""
     try:
         yield
     except KeyboardInterrupt as interruption:
@@ -216,7 +217,7 @@ def _closing(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         raise
     finally:
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        if not stop.is_made:  # then there may be no time for pictures
+        if not stop.is_made:  # then there may be no time to draw
             _draw(run_dir)
         discard_unused(run_dir)
 
@@ -238,18 +239,16 @@ def _draw(run_dir: Path) -> None:
     metrics = run_dir / METRICS_NAME
     if not metrics.exists():
         return
-    from lockstep.report.curves import (
-        draw_curves,
-    )  # not at the top: matplotlib takes half a second, whatever the command
+    from lockstep.report.curves import draw_curves  # not at the top: importing matplotlib takes half a second
 
     try:
         draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
-    except OSError as error:  # a picture is not worth hiding how the run ended
+    except OSError as error:  # this error must not hide how the run ended
         typer.echo(f"warning: {run_dir / CURVES_NAME} could not be written: {error}.", err=True)
 
 
 def _show(ended: _Ended, arguments: Sequence[str]) -> None:
-    """Show how the run ended, where it is to be shown; exit with the code for a run that was stopped."""
+    """Print how the run ended, in the process that is to print it; exit with 75 if the run was stopped."""
     if isinstance(ended.result, FitResult):
         if ended.is_shown_here:
             _show_result(ended.result, ended.run_dir)

@@ -1,4 +1,4 @@
-"""`lockstep verify CONFIG --workers 1,2,3`: the same weights, bit for bit, on every number of workers?"""
+"""`lockstep verify CONFIG --workers 1,2,3`: check that every number of workers trains the same weights, bit for bit."""
 
 import sys
 import tempfile

@@ -1,7 +1,7 @@
-"""Devices: what this machine has, and which of it each worker gets.
+"""Devices: which GPUs this machine has, and which device each worker gets.
 
-An *inventory* is what the machine has at a moment: GPUs, who holds them, cores. A *request* is what a user asks for:
-`auto:3`, `[0, 2]`. A *placement* is one device per worker, in rank order, and why these.
+An *inventory* lists what the machine has at a moment: GPUs, the processes that use them (*holders*), cores. A *request*
+is what a user asks for: `auto:3`, `[0, 2]`. A *placement* is one device per worker, in rank order, and why these.
 
 Reading a request, choosing and wording are pure (`request.py`, `choose.py`, `visible.py`, `describe.py`, over the
 values of `inventory.py` and `placement.py`); looking is not (`look.py`, which asks `nvml.py`, `driver.py`, `holders.py`
@@ -11,7 +11,8 @@ Invariants: looking creates no CUDA context; a GPU asked for is there, is asked 
 process and is held by nobody else, or the answer is one `DeviceError`; nothing falls back from a GPU to the CPU unless
 the request says `auto` and there is no GPU that this process could ever use.
 
-`lockstep run` chooses devices without torch, so what needs it, `transfer.py` and `current.py`, is imported by name.
+`lockstep run` chooses devices without torch. So modules that import torch (`transfer.py`, `current.py`) are not
+imported here.
 """
 
 from lockstep.devices.capacity import count_cores

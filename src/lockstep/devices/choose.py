@@ -1,8 +1,8 @@
 """Turn a request for devices into a placement. Pure: what the machine has comes in as an inventory.
 
-[Note: busy] A GPU is busy if a process computes on it, or if so much of its memory is in use that somebody must be
-there who cannot be seen, as from inside a container. A desktop that draws on it, and the process that asks, do not
-make it busy.
+[Note: busy] A GPU is busy if a process computes on it, or if so much of its memory is in use that there must be a
+process which cannot be seen, as from inside a container. A desktop that draws on it does not make it busy, nor does
+this process.
 """
 
 from collections import Counter
@@ -27,9 +27,9 @@ NUM_CPU_WORKERS = 2
 """Workers that `auto` takes where there is no GPU."""
 
 _UNSEEN_BYTES = 2**30
-"""Memory in use that no process accounts for: up to so much, or a twentieth of the GPU's, is the driver's own."""
+"""The driver itself uses up to so much memory, or a twentieth of the GPU's, that belongs to no process."""
 _HIDES_ALL = frozenset({"", "-1"})
-"""Values of CUDA_VISIBLE_DEVICES by which people say that they want no GPU."""
+"""Values of CUDA_VISIBLE_DEVICES with which people hide every GPU on purpose."""
 
 
 def choose_devices(
@@ -211,7 +211,7 @@ def _too_few(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> st
 
 
 def _advise(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str:
-    """Say what would help: to wait for others or to share with them only where they hold all that is missing."""
+    """Return what the user can do: to wait or to share GPUs only where others use all that is missing."""
     num_free = sum(not obstacle for obstacle in obstacles)
     usable = [gpu for gpu in inventory.gpus if gpu.is_visible and not gpu.problem]
     num_held = sum(bool(find_occupants(gpu, inventory)) for gpu in usable)

@@ -1,4 +1,4 @@
-"""The GPU of a worker that a launcher has started among others on its host."""
+"""Choosing the GPU of a worker by its local rank."""
 
 import socket
 
@@ -6,10 +6,10 @@ import torch
 
 
 def take_gpu(local_rank: int) -> str:
-    """Make the GPU with this worker's number on its host the current device; return why that cannot be, or nothing.
+    """Make the GPU with this worker's local rank the current device; return why that is impossible, or an empty text.
 
-    A worker that sees one GPU has that one, whatever its number: its launcher has shown each its own. One that has used
-    CUDA already has chosen for itself.
+    A worker that sees one GPU uses that one, whatever its local rank: its launcher has set CUDA_VISIBLE_DEVICES. A
+    worker that has used CUDA already keeps its current device.
     """
     if not torch.cuda.is_available() or torch.cuda.is_initialized():
         return ""

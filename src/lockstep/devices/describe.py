@@ -1,4 +1,4 @@
-"""Words for what is in an inventory, the same in tables, reasons and errors. Pure."""
+"""Describing GPUs and their holders, in the same words in tables, reasons and errors. Pure."""
 
 from lockstep.devices.inventory import Gpu, Holder, Inventory
 

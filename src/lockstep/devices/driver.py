@@ -1,7 +1,7 @@
 """Ask the CUDA driver which GPUs it shows to this process.
 
-It is asked in a process of its own: the first call to the driver reads the environment once and for all and makes later
-forks useless for CUDA, neither of which a process that only looks may bring about. No context is made.
+A process of its own asks it, because the first call to the driver fixes the value of CUDA_VISIBLE_DEVICES for the
+process and makes CUDA unusable in later forks. No context is made.
 """
 
 import subprocess

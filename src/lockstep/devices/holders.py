@@ -1,4 +1,4 @@
-"""Whose a process is, as far as this process may know."""
+"""Finding the user and the command of a process that uses a GPU, as far as this process may see them."""
 
 import os
 from datetime import datetime
@@ -11,8 +11,8 @@ from lockstep.devices.inventory import Holder
 def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
     """Return what can be seen of a process that holds memory on a GPU.
 
-    The driver's number may belong to a process outside this container, or to one that has ended meanwhile: then
-    nothing is known of it, which is no error.
+    The driver's pid may belong to a process outside this container, or to one that has ended. Then nothing is known of
+    it, which is no error.
 
     Args:
         pid: Its number, from the driver.

@@ -1,4 +1,4 @@
-"""What a machine has, as values: its GPUs and who holds them, its cores, its memory. Who looks is `look.py`."""
+"""What a machine has, as values: its GPUs and who uses them, its cores, its memory. `look.py` makes them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +21,7 @@ class Holder:
     is_graphics: bool = False
     """Whether it only draws, as a desktop does."""
     is_self: bool = False
-    """Whether it is the process that looks."""
+    """Whether it is this process itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Gpu:
     is_visible: bool = True
     """Whether CUDA_VISIBLE_DEVICES leaves it to this process."""
     problem: str = ""
-    """Why CUDA cannot use it, as after it fell off the bus; empty if it can."""
+    """Why CUDA cannot use it, for example because it was lost; empty if CUDA can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

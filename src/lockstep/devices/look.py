@@ -1,4 +1,4 @@
-"""Look at this machine. Looking makes no CUDA context, so the launcher may look."""
+"""Take the inventory of this machine. That makes no CUDA context, so the launcher may do it."""
 
 import importlib.util
 import runpy
@@ -85,7 +85,7 @@ def place_workers(
 
 
 def _find_torch_problem() -> str:
-    """Say so if torch is built for the CPU; without importing it, which takes a second."""
+    """Return why torch can use no GPU, if it is built for the CPU; without importing it, which takes a second."""
     build = _torch_build()
     if build.get("cuda", "") is None and build.get("hip", "") is None:
         return f"this torch ({build['__version__']}) is built without CUDA"
@@ -112,7 +112,7 @@ def _mark_visible(
 
 
 def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
-    """Return what torch sees where NVML is not to be had, as on AMD's GPUs: numbers, and nothing else for sure."""
+    """Return the GPUs that torch sees where there is no NVML, as for AMD's GPUs: only their numbers are known."""
     import torch
 
     count = torch.cuda.device_count()

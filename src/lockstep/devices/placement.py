@@ -21,7 +21,7 @@ class Device:
 
 
 CPU = Device(name="cpu", visible="", label="CPU")
-"""What a worker gets that is to use no GPU."""
+"""The device of a worker that uses no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Placement:
     reason: str
     """One line: which these are, and why not the others."""
     hint: str = ""
-    """What else there is to know, in one line; empty for nothing."""
+    """Advice for the user, in one line; empty for none."""
 
     def variables_of_all(self) -> Mapping[str, str]:
         """Return the environment in which a worker sees the cards of all, in rank order: that of rank 1 as "cuda:1"."""

@@ -1,4 +1,4 @@
-"""Moving what a loader made to where the model is."""
+"""Moving a batch to the device of the model."""
 
 import copy
 from collections.abc import Mapping

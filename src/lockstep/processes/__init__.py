@@ -1,4 +1,4 @@
-"""What a process asks of the system for itself: when it ends, what signals do, and its random and deterministic state.
+"""Settings of the current process: when it ends, what signals do, random generators and deterministic switches.
 
-Kept free of imports: launchers, which import no torch, read `lifetime` and `stop_signals` from here.
+This file imports nothing, because launchers, which import no torch, import `lifetime` and `stop_signals`.
 """

@@ -1,4 +1,4 @@
-"""What a worker process asks of the system: to end when its parent does, and to keep the memory that it frees."""
+"""Asking the kernel to end a process with its parent, and malloc to keep the memory that the process frees."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _KEPT_BYTES = 1 << 30
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends, `kill -9` included (Linux; elsewhere does nothing).
 
-    See prctl(2), PR_SET_PDEATHSIG. The parent may have ended before the request was made, so that is looked at too.
+    See prctl(2), PR_SET_PDEATHSIG. The parent may have ended before that call, so this is checked afterwards.
 
     Args:
         parent_pid: The parent as it was when this process was started.
@@ -30,11 +30,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def terminate_only_for(owner_pid: int) -> None:
-    """Let SIGTERM end this process only if its owner has sent it, and SIGUSR1 not at all (main thread; Linux).
+    """Ignore SIGTERM unless the process `owner_pid` has sent it, and SIGUSR1 from anybody (main thread; Linux).
 
-    Slurm and systemd send a signal to every process of a job. A worker that takes it as a request to save and stop
-    still needs its loading processes then. (Signals that wait to be taken at one time are one: where the owner's is
-    lost so, the process ends with it, see `die_with_parent`.)
+    Slurm and systemd send a signal to every process of a job. A worker that handles it as a request to save and stop
+    still needs its data-loading processes then. (Several pending SIGTERM are delivered as one. If the owner's is lost
+    in that way, this process ends with the owner, see `die_with_parent`.)
     """
     if not sys.platform.startswith("linux"):
         return

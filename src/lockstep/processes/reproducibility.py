@@ -1,4 +1,4 @@
-"""Every generator and every switch that decides whether a run can be repeated."""
+"""The random generators and deterministic switches on which the bits of a run depend."""
 
 import random
 import sys

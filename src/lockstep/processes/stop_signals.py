@@ -1,11 +1,11 @@
-"""Being asked to stop: by SIGTERM, or by SIGUSR1, which Slurm sends ahead of the end where it is told to.
+"""Handling SIGTERM and SIGUSR1 as requests to save and stop. Slurm can send SIGUSR1 some time before a job's limit.
 
-A request takes effect between two steps, so that the state can be saved. The first SIGTERM is a request, and so is any
-SIGUSR1; the second SIGTERM ends the process at once.
+A request takes effect between two steps, so that the state can be saved. The first SIGTERM is a request, and so is
+every SIGUSR1; a second SIGTERM ends the process at once.
 
-[Note: one request, several signals] `timeout` signals a process and then its group, Slurm and systemd signal every
-process of a job while launchers hand the signal on, so one request may come as several signals. Those that follow the
-first within a second are taken for the same.
+[Note: one request, several signals] One request may come as several signals: `timeout` signals a process and then its
+group; Slurm and systemd signal every process of a job, and the launcher forwards the signal too. So a SIGTERM within a
+second of the first counts as the same request.
 """
 
 import os
@@ -19,28 +19,28 @@ from typing import final
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that are requests."""
 FORWARDED_SIGNAL = signal.SIGUSR1
-"""What a launcher hands a request on to its workers with: however often it comes, it ends nothing."""
+"""What a launcher sends its workers to forward a request. It never ends a process, however often it comes."""
 
 _SAME_SECONDS = 1.0
 
 
 @final
 class StopRequest:
-    """Whether somebody has asked this process to stop, and who wants to hear of it."""
+    """Whether this process was asked to stop, and the functions to call then."""
 
     def __init__(self) -> None:
         self.is_made = False
         self._listeners: list[Callable[[], None]] = []
 
     def make(self) -> None:
-        """Ask; once is as good as twice."""
+        """Make the request; again it has no effect."""
         if not self.is_made:
             self.is_made = True
             for listener in self._listeners:
                 listener()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the request is made, which may be between any two lines of the main thread; or now."""
+        """Call `listener` when the request is made: in a signal handler, or now if it was made already."""
         self._listeners.append(listener)
         if self.is_made:
             listener()
@@ -48,7 +48,7 @@ class StopRequest:
 
 @contextmanager
 def stop_signals_handled(request: StopRequest) -> Iterator[None]:
-    """Take the signals that ask to stop as a request meanwhile."""
+    """Handle stop signals as a request within the block."""
     undo = handle_stop_signals(request)
     try:
         yield
@@ -57,22 +57,23 @@ def stop_signals_handled(request: StopRequest) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore the signals that ask to stop from here to the end of the process, which has stopped.
+    """Ignore stop signals until the process ends, because it has stopped already.
 
-    torchrun ends the others when the first worker has ended. Python puts its own handlers away before it is gone, but
-    not that a signal is ignored: so who takes a little longer still ends with its own exit code.
+    torchrun sends SIGTERM to the other workers when the first has exited. While the interpreter shuts down it removes
+    its handlers, but a signal that is ignored stays ignored, so a slower worker still exits with its own exit code.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """Take the signals that ask to stop as a request from here on, also one that was blocked so far; return the undo.
+    """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
-    A signal that was ignored before stays so. Outside the main thread, which alone may set handlers, nothing is done.
+    A signal that was ignored before stays ignored. Outside the main thread, which alone may set handlers, this does
+    nothing.
 
     Args:
-        request: What is made.
+        request: The request to make.
         clock: Tells seconds. [Note: one request, several signals].
     """
     if threading.current_thread() is not threading.main_thread():
