@@ -45,7 +45,7 @@ def atomic_write(path: Path) -> Iterator[int]:
         raise
     finally:
         os.close(descriptor)  # not before the rename, because closing releases the lock
-    _fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -90,8 +90,13 @@ def _remove_if_unlocked(path: Path) -> None:
         os.close(descriptor)
 
 
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Flush a file or a directory to the disk.
+
+    Raises:
+        OSError: It cannot be opened or flushed.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.checkpoint.atomic_write import fsync_path
 from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.names import Renaming, first_components, plain_names
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
@@ -128,11 +129,11 @@ def _atomic_replace(target: Path) -> Iterator[Path]:
     old = path.with_suffix(".old")
     try:
         yield path
-        _fsync(path)
+        fsync_path(path)
         if target.is_dir():  # rename(2) does not replace a directory that is not empty
             target.rename(old)
         path.replace(target)
-        _fsync(target.parent)
+        fsync_path(target.parent)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -142,14 +143,6 @@ def _atomic_replace(target: Path) -> Iterator[Path]:
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             leftover.unlink(missing_ok=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
