@@ -162,9 +162,10 @@ class ShardReducer:
             self._reducer.fail()
 
     def close(self) -> None:
-        """Reduce no more (local)."""
+        """Reduce no more, and let go of the buckets (local)."""
         if self._reducer is not None:
             self._reducer.close()
+        self._reducer = self._tree = None
 
     def _look_at_hooks(self) -> None:
         """See which gradients others look at after accumulation; they are to have done so before one is taken."""
