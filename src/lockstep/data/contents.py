@@ -1,4 +1,4 @@
-"""Telling data sets of one length apart, without asking them for samples.
+"""A number for the contents of a data set, by which two of one length are told apart without asking for samples.
 
 A sample may be slow to make, random, or counted by whoever wrote the data set. So only tensors are looked at, in
 torch's own containers; of any other data set nothing is said.

@@ -291,7 +291,7 @@ class ShardedLoader:
 
 @final
 class _Asked:
-    """The shards of every worker in the steps of an epoch, as they were when first asked for."""
+    """The shards of every worker in the steps of an epoch; each step's stay what they were when first asked for."""
 
     def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
         self._assignment = assignment

@@ -1,9 +1,9 @@
 """Moving shards from slow workers to fast ones.
 
-[Note: who decides] Every worker measures itself, all hear all measurements with the losses of a step, and each draws
-the same conclusion from the same numbers; nobody has to tell it to the others. What is decided holds from the step on
-that nobody's loader was asked for yet, be it by its loading processes or by a prefetcher of the user's: how far that is
-all hear as well, and no loader goes on between the telling and the decision.
+[Note: who decides] Every worker measures itself. The measurements of all workers travel in the step table, and each
+worker computes the same decision from the same numbers, so the decision itself is not sent. It holds from the first
+step on that no worker's loader was asked for yet, by its loading processes or by a prefetcher of the user's. How far
+each loader was asked is in the table too, and no loader goes on between the exchange of the table and the decision.
 """
 
 import time
@@ -79,7 +79,7 @@ class Balancer:
         self._valid_from: tuple[int, int] = (0, 0)
 
     def note(self, batch: ShardedBatch, seconds: Sequence[float], asked: Cursor) -> None:
-        """Take in what the workers measured in the step of `batch`, and move shards if that pays.
+        """Record what the workers measured in the step of `batch`, and move shards if that makes steps shorter.
 
         Args:
             batch: Its step is over.

@@ -62,7 +62,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
 
 @final
 class DataHistory:
-    """What a trainer remembers of the batches that it was given, so as to know whether the next one follows."""
+    """The batches that a run was trained on, as far as it takes to know whether the next one follows."""
 
     def __init__(self) -> None:
         self.source: str | None = None
@@ -84,7 +84,7 @@ class DataHistory:
         """Check that a batch is of the run's data, and warn if its step lies behind `cursor`.
 
         Raises:
-            ValueError: It is of another loader, of other data, or not where a restored run stands.
+            ValueError: It is of another loader, of other data, or not the next one of a restored run.
         """
         if self.source is not None and batch.source != self.source:
             raise ValueError(
@@ -101,17 +101,17 @@ class DataHistory:
             )
         if self._is_restored and batch.cursor != cursor:
             raise ValueError(
-                f"The restored run stands before epoch {cursor.epoch}, step {cursor.step}, and the batch is "
+                f"The restored run goes on at epoch {cursor.epoch}, step {cursor.step}, and the batch is "
                 f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
             )
         if batch.cursor < cursor and not self._has_warned_of_repeating:
             self._has_warned_of_repeating = True
             warnings.warn(
-                f"The batch is that of {place_of(batch.cursor)}, which this trainer has left behind: the same samples "
-                "come in the same order, with the same random numbers. Give loader.epoch the number of the epoch: "
-                "for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
-                stacklevel=3,
+                f"The batch is that of {place_of(batch.cursor)}, which this trainer has taken already: the same "
+                "samples come in the same order, with the same random numbers. Give loader.epoch the number of the "
+                "epoch: for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
+                stacklevel=5,
             )
 
 

@@ -183,7 +183,7 @@ class Conditions:
             warnings.warn(
                 f"Since the trainer was made something has changed {' and '.join(changes)}: from here on the weights "
                 "have other last bits than they would have had. Set it before the trainer is made.",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _look(self) -> dict[str, object]:

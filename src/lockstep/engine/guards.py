@@ -76,7 +76,7 @@ class SchedulerWatch:
                 "The scheduler was stepped outside of Trainer.step, which steps it once per step: the learning rate "
                 "changes faster than it says. Leave scheduler.step() out of the loop; or, for one that counts epochs, "
                 "leave scheduler= out of the trainer.",
-                stacklevel=4,
+                stacklevel=5,
             )
         self.note()
 

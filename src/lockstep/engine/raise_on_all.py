@@ -1,4 +1,4 @@
-"""What every worker does for itself, and all hear the outcome of."""
+"""What every worker does for itself, with an error on all workers if it fails on one."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -64,7 +64,7 @@ def warn_of_counters(before: dict[str, object], after: dict[str, object]) -> Non
             f"The forward of a shard has changed {changed[0]}{more} of the model, and each worker runs other shards. "
             "If what the model computes depends on it, its weights will depend on the number of workers: keep such "
             "state in a buffer (register_buffer), of which every shard of a step sees the same.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

@@ -1,7 +1,7 @@
 """A trainer's state as one file: what `Trainer.save` and `Trainer.load`, and the command, write and read.
 
 `trainer.state_dict()` is values and tensors; a file is a manifest and tensors (`lockstep.checkpoint`). Here one becomes
-the other, and all workers hear how that went.
+the other. An error on one worker is an error on all.
 """
 
 import hashlib

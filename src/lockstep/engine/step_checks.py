@@ -68,7 +68,7 @@ def check_written(sums: StepSums, names: Sequence[str], batch: ShardedBatch) -> 
     """Check that no worker's shards have written parameters.
 
     Args:
-        sums: What the workers told.
+        sums: The table.
         names: Of the parameters that are watched.
         batch: The step's.
 
@@ -115,17 +115,17 @@ class OrderWatch:
     [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.
 
     Args:
-        trust: Told after each step, as `adds_once`, whether none has so far.
+        allow_in_place: Called after each step, with `adds_once` for whether none has so far.
     """
 
-    def __init__(self, trust: Callable[[bool], None]) -> None:
-        self._trust = trust
+    def __init__(self, allow_in_place: Callable[[bool], None]) -> None:
+        self._allow_in_place = allow_in_place
         self._has_inner = False
         self.is_first = True
         """Whether no step has come so far."""
 
     def check(self, sums: StepSums, batch: ShardedBatch) -> None:
-        """Take in what the workers told of a step.
+        """Read from the table whether a backward has run another inside.
 
         Raises:
             LossError: A backward has run another inside for the first time, and not in the first step.
@@ -134,7 +134,7 @@ class OrderWatch:
         is_late = rank is not None and not self._has_inner and not self.is_first
         self.is_first = False
         self._has_inner |= rank is not None
-        self._trust(not self._has_inner)
+        self._allow_in_place(not self._has_inner)
         if is_late:
             raise LossError(
                 f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "

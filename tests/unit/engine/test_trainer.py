@@ -329,7 +329,7 @@ def test_a_restored_run_begins_where_it_stood() -> None:
     first, second = trainer(model()), trainer(model())
     first.step(next(loader().epoch(0)))
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"stands before epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
+    with pytest.raises(ValueError, match=r"goes on at epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
         second.step(next(loader().epoch(0)))
     second.step(next(loader().epoch(0, second.cursor.step)))
 

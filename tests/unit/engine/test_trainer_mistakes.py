@@ -116,7 +116,9 @@ def test_batches_of_two_data_sets_of_one_length_in_turn_are_refused() -> None:
 def test_an_epoch_that_is_repeated_is_warned_of_once() -> None:
     training, batches = make(), loader()
     list(map(training.step, batches.epoch(0)))
-    with pytest.warns(UserWarning, match=r"epoch 0, step 0 .* left behind.*for epoch in range\(num_epochs\)") as caught:
+    with pytest.warns(
+        UserWarning, match=r"epoch 0, step 0 .* taken already.*for epoch in range\(num_epochs\)"
+    ) as caught:
         list(map(training.step, batches.epoch(0)))
     assert len(caught) == 1
 
@@ -440,3 +442,39 @@ def test_what_a_data_loader_allows_and_ours_does_not_says_what_to_write() -> Non
         iter(loader())
     with pytest.raises(TypeError, match=r"trainer\.step\(batch\)"):
         tuple(next(loader().epoch(0)))
+
+
+# -- What an error leaves behind ---------------------------------------------------------------------------------------
+
+
+def test_the_parameter_whose_gradient_is_not_finite_is_named_when_clipping() -> None:
+    # The norm of all gradients is NaN then, and clipping by it made the first parameter's gradient NaN too.
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    last: Any = model[1]
+    last.bias.register_hook(lambda gradient: gradient + float("nan"))
+    with pytest.raises(LossError, match=r"not finite in 1\.bias at epoch 0, step 0"):
+        make(model, max_grad_norm=1.0).step(next(loader().epoch(0)))
+
+
+def test_a_state_that_does_not_fit_leaves_scheduler_and_scaler_as_they_were() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    schedule, scaler = torch.optim.lr_scheduler.StepLR(optimizer, 2), torch.amp.GradScaler("cpu")
+    training = Trainer(model, optimizer, loss=loss, num_shards=2, scheduler=schedule, scaler=scaler)
+    training.step(next(loader().epoch(0)))
+    before = copy.deepcopy(training.state_dict())
+    state = copy.deepcopy(before)
+    state["scaler"]["scale"] = 7.0
+    state["scheduler"] = {"last_epoch": 5, "gamma": 0.3, "_is_refused": True}
+
+    def refuse(state_dict: dict[str, Any]) -> None:
+        vars(schedule).update(state_dict)
+        if "_is_refused" in state_dict:
+            raise KeyError("not mine")
+
+    schedule.load_state_dict = refuse  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="which are as they were"):
+        training.load_state_dict(state)
+    after = training.state_dict()
+    assert after["scaler"] == before["scaler"]
+    assert (schedule.last_epoch, schedule.gamma) == (1, 0.1)
