@@ -10,8 +10,9 @@ group, as the only worker.
 from lockstep.comm.backends import register_backends
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group, join_world, launched_world
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
-from lockstep.comm.buffers import allocate_buffer, runs_in_callers_thread
+from lockstep.comm.buffers import allocate_buffer
 from lockstep.comm.calls import calls_for
+from lockstep.comm.capabilities import GroupCapabilities, capabilities_of
 from lockstep.comm.exit_notice import report_failure, send_exit_notices
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
@@ -20,11 +21,13 @@ from lockstep.comm.world import World, current_world, group_store
 register_backends()
 
 __all__ = [
+    "GroupCapabilities",
     "OrderedReductions",
     "World",
     "allocate_buffer",
     "broadcast_tensors",
     "calls_for",
+    "capabilities_of",
     "current_world",
     "destroy_process_group",
     "group_store",
@@ -36,7 +39,6 @@ __all__ = [
     "report_failure",
     "ring_all_reduce",
     "ring_hook",
-    "runs_in_callers_thread",
     "send_exit_notices",
     "start_broadcast",
 ]

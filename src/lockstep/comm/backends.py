@@ -2,10 +2,11 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.checked import CheckedProcessGroup, check_group
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.exit_notice import report_uncaught_exceptions
@@ -81,7 +82,9 @@ def _read_members(options: Any) -> GroupMembers:
     names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
 
     def find_lost() -> PeerLostError | None:
-        default: object = dist.GroupMember.WORLD
-        return default.find_lost(names) if isinstance(default, ShmProcessGroup | CheckedProcessGroup) else None
+        default = dist.GroupMember.WORLD
+        if default is None or not capabilities_of(default).reports_exits:
+            return None
+        return cast("ReportsExits", default).find_lost(names)
 
     return GroupMembers(names=names, find_lost=find_lost)

@@ -1,10 +1,12 @@
-"""What a group over shared memory can do for what travels often."""
+"""Memory for tensors that a group reduces often."""
+
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.shm.group import ShmProcessGroup
+from lockstep.comm.capabilities import OwnsMemory, capabilities_of
 
 
 def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
@@ -14,13 +16,8 @@ def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device,
         num_elements: Its length.
         dtype: Its dtype.
         device: Where it lies.
-        group: The group that will reduce it; a group over shared memory gives memory of its own.
+        group: The group that will reduce it; one that owns memory gives some of it.
     """
-    if isinstance(group, ShmProcessGroup) and group.supports_tensor_alloc(device):
-        return group.allocate_tensor(num_elements, dtype=dtype, device=device)
+    if device.type == "cpu" and capabilities_of(group).owns_memory:
+        return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)
     return torch.zeros(num_elements, dtype=dtype, device=device)
-
-
-def runs_in_callers_thread(group: ProcessGroup) -> bool:
-    """Return whether a blocking call of the group is run by the thread that makes it, after those before it (local)."""
-    return isinstance(group, ShmProcessGroup)

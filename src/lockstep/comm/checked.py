@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
+from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives
 from lockstep.comm.gloo import gloo_connected_in_time
-from lockstep.comm.hosts import GroupMembers, GroupSetUp
+from lockstep.comm.hosts import GroupMembers, GroupSetUp, known_hosts
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.call_comparer import make_shared_memory_comparer
 from lockstep.compiler import keep_compiler_out_of_methods
@@ -44,13 +45,13 @@ class CallComparer(Protocol):
             PeerLostError: A rank is lost.
         """
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error`."""
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no call any more, if that is known."""
 
-    def leave(self) -> None:
+    def send_exit_notice(self) -> None:
         """Tell the other ranks that this one goes, and which exception it handles, if it does."""
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ class GlooComparer:
         self._names = names
         self._name = names[rank]
         size = len(names)
-        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("agreement", store), rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("compare/gloo", store), rank, size, timeout)
 
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has come with the same call (collective)."""
@@ -81,10 +82,10 @@ class GlooComparer:
         if any(other != call for other in calls.values()):
             raise explain_mismatch(calls)
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Leave word in the store, which outlives this rank unless this rank holds it."""
         try:
-            self._store.set("last_words", f"{self._name} {type(error).__name__}: {error}")
+            self._store.set("failure_reason", f"{self._name} {type(error).__name__}: {error}")
         except RuntimeError:  # the store is gone; so is whoever would read it
             return
 
@@ -92,11 +93,11 @@ class GlooComparer:
         """Return None: nobody watches processes of other hosts."""
         return None
 
-    def leave(self) -> None:
+    def send_exit_notice(self) -> None:
         """Leave word of the exception that is being handled, as in a `finally`, if there is one."""
         error = sys.exc_info()[1]
         if error is not None:
-            self.fail(error)
+            self.report_failure(error)
 
     def close(self) -> None:
         """Let go of the Gloo group."""
@@ -104,7 +105,7 @@ class GlooComparer:
 
     def _explain_lost(self, call: bytes, error: RuntimeError) -> PeerLostError:
         try:
-            said = self._store.get("last_words").decode() if self._store.check(["last_words"]) else ""
+            said = self._store.get("failure_reason").decode() if self._store.check(["failure_reason"]) else ""
         except RuntimeError:  # the rank that holds the store is lost too
             said = ""
         if said:
@@ -117,7 +118,7 @@ class GlooComparer:
 @keep_compiler_out_of_methods
 @add_collectives
 class CheckedProcessGroup(ProcessGroup):
-    """Torch's backends for the devices that were asked for, behind an agreement on every call.
+    """Torch's backends for the devices that were asked for, which compare every call first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
 
@@ -173,13 +174,21 @@ class CheckedProcessGroup(ProcessGroup):
         """Return a tensor of zeros, in memory like any other: what a shm group gives from its own (local)."""
         return torch.zeros(read_allocation(size, dtype, device), dtype=dtype, device="cpu")
 
+    @property
+    def capabilities(self) -> GroupCapabilities:
+        """What the group can do beside torch's collectives (local)."""
+        hosts = known_hosts(self)
+        return GroupCapabilities(
+            is_host_local=hosts is not None and hosts.is_one_host, compares_calls=True, reports_exits=True
+        )
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name, as torch wants it."""
         return "checked"
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error` (local)."""
-        self._comparer.fail(error)
+        self._comparer.report_failure(error)
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no call any more, if that is known (local)."""
@@ -188,7 +197,7 @@ class CheckedProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local)."""
         if self._close.alive:
-            self._comparer.leave()
+            self._comparer.send_exit_notice()
         self._close()
         self._inner = None
 
@@ -200,7 +209,7 @@ class CheckedProcessGroup(ProcessGroup):
         except (KeyboardInterrupt, SystemExit) as error:
             # The others may be in a call that this rank has not made: its next one would meet that.
             self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
-            self._comparer.fail(error)
+            self._comparer.report_failure(error)
             raise
 
     def _forward(self, name: str, arguments: Sequence[Any]) -> Work:

@@ -1,18 +1,18 @@
 """All-reduce in the order of the tree: the same bits on any number of ranks, whoever holds which partial.
 
-Every slice of the tensor has an owner. All ranks send it their partials of that slice; it adds them in tree order
+Every segment of the tensor has an owner. All ranks send it their partials of that segment; it adds them in tree order
 ([Note: reduction order] in `shards/tree.py`) and sends the sum to all:
 
     rank 0 holds (0, 2)       rank 1 holds (2, 3), (3, 5)              owner of
-                                                                       slice 0   slice 1
-    1 exchange   (0, 2)[slice 1] -> 1                                            (0, 2)
-                 (2, 3)[slice 0], (3, 5)[slice 0] -> 0                 (2, 3) (3, 5)
-    2 add        (0, 2) + ((2, 3) + (3, 5)), each in its slice
+                                                                       segment 0       segment 1
+    1 exchange   (0, 2)[segment 1] -> 1                                                (0, 2)
+                 (2, 3)[segment 0], (3, 5)[segment 0] -> 0             (2, 3) (3, 5)
+    2 add        (0, 2) + ((2, 3) + (3, 5)), each in its segment
     3 gather     the sums, to all
 
 With one partial per rank these are the bytes of a ring, 2 (W - 1) / W times the tensor, and two steps instead of
-2 (W - 1). Long tensors go in rounds: while one round is added, the next is being exchanged. On the shm backend ranks
-read each other's partials where they lie; the order of addition is the same.
+2 (W - 1). Long tensors are cut into chunks: while one chunk is added, the next is being exchanged. On the shm backend
+ranks read each other's partials where they lie; the order of addition is the same.
 
 [Note: one addition] A sum of two numbers is the same in either order. So where two ranks hold one partial each, any
 all-reduce of theirs is in the order of the tree, and the group's own is taken: one call that runs beside a backward.
@@ -20,19 +20,19 @@ all-reduce of theirs is in the order of the tree, and the group's own is taken: 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lockstep.comm.capabilities import AddsInOrder, capabilities_of
 from lockstep.comm.messages import check_summable, joined_world, write_back
 from lockstep.comm.ordered_messages import FlatReduction, OrderedMessages, PartialLayout, flatten_reduction
 from lockstep.comm.ring import resolved
 from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.segments import HeldPartials, check_held_partials, check_layout
-from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node
 
@@ -85,10 +85,11 @@ def ordered_all_reduce(
     inputs = _check_inputs(tensor, world, num_shards, out)
     layout = _agree_on_layout(inputs, world, layout)
     call = _describe_call(inputs, layout)
-    if isinstance(world.group, ShmProcessGroup) and inputs.out.device.type == "cpu" and inputs.out.numel() > 0:
+    is_added_by_group = world.group is not None and capabilities_of(world.group).adds_in_order
+    if is_added_by_group and inputs.out.device.type == "cpu" and inputs.out.numel() > 0:
         reduction = flatten_reduction(inputs.partials, inputs.out, inputs.num_shards, layout, world)
-        # It compares the calls in its first round.
-        _start_in_shared_memory(reduction, world.group, call, waits=True).wait()
+        # The group compares the calls in its first phase.
+        _start_in_group(reduction, call, waits=True).wait()
         write_back(reduction.out, inputs.out)
         return inputs.out
     require_same_call(call, inputs.out.device, world)
@@ -132,7 +133,8 @@ class OrderedReductions:
         self._world = world
         self._num_shards = num_shards
         self._one_each = [[(rank, rank + 1)] for rank in range(world.world_size)]
-        self._stream = OrderedMessages(world, num_shards)
+        self._messages = OrderedMessages(world, num_shards)
+        self._group_adds_in_order = world.group is not None and capabilities_of(world.group).adds_in_order
 
     def start(
         self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout, *, waits: bool
@@ -146,17 +148,17 @@ class OrderedReductions:
             waits: Whether the caller waits at once.
         """
         group = self._world.group
-        has_own_order = isinstance(group, ShmProcessGroup) and list(layout) == self._one_each
+        has_own_order = self._group_adds_in_order and list(layout) == self._one_each
         is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
         if out.device.type == "cpu" and is_in_place and (has_own_order or _is_one_addition(out, layout)):
             work = dist.all_reduce(out, group=group, async_op=not waits)
             return _do_nothing if work is None else work.wait
-        if not isinstance(group, ShmProcessGroup) or out.device.type != "cpu":
-            self._stream.start(partials, out, layout)
-            return self._stream.finish
+        if not self._group_adds_in_order or out.device.type != "cpu":
+            self._messages.start(partials, out, layout)
+            return self._messages.finish
         reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
         call = describe_use("ordered_all_reduce", out, f"layout {reduction.layout}")
-        work = _start_in_shared_memory(reduction, group, call, waits=waits)
+        work = _start_in_group(reduction, call, waits=waits)
 
         def finish() -> None:
             work.wait()
@@ -260,7 +262,8 @@ def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: 
         )
 
 
-def _start_in_shared_memory(reduction: FlatReduction, group: ShmProcessGroup, call: bytes, *, waits: bool) -> dist.Work:
+def _start_in_group(reduction: FlatReduction, call: bytes, *, waits: bool) -> dist.Work:
+    group = cast("AddsInOrder", reduction.world.group)
     own = reduction.layout[reduction.world.rank]
     parts = [reduction.partials[node] for node in own]
     return group.ordered_all_reduce(

@@ -4,23 +4,16 @@ Messages carry bytes: four float32 that are sent to a rank which expects four in
 compare calls by themselves are asked to; on all others each rank sends its description to each.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
+from lockstep.comm.capabilities import ComparesCalls, capabilities_of
 from lockstep.comm.messages import post_messages, wait_all
 from lockstep.comm.world import World
-
-
-@runtime_checkable
-class Compares(Protocol):
-    """A process group that can compare what its ranks call."""
-
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call (collective)."""
 
 
 def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
@@ -44,8 +37,8 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
     """
     if world.group is None or world.world_size == 1:
         return
-    if isinstance(world.group, Compares):
-        world.group.compare_calls(call)
+    if capabilities_of(world.group).compares_calls:
+        cast("ComparesCalls", world.group).compare_calls(call)
         return
     # On the CPU where the group has a backend for it: then nobody waits for a GPU, or sends where nobody receives.
     has_cpu = any(known.type == "cpu" for known in world.group._device_types)  # noqa: SLF001 - no public name

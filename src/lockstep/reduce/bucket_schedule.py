@@ -19,7 +19,7 @@ from typing import final
 import torch
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import World, calls_for, runs_in_callers_thread
+from lockstep.comm import World, calls_for, capabilities_of
 from lockstep.reduce.bucket_reduction import BucketReduction, Finish, start_all_reduce
 from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets
 from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
@@ -65,7 +65,7 @@ class BucketSchedule:
         self.send_besides: Callable[[], Finish] = _send_nothing
         self._world = world
         self._group: ProcessGroup = world.group
-        self._group_uses_this_thread = runs_in_callers_thread(world.group)
+        self._group_uses_this_thread = capabilities_of(world.group).runs_in_callers_thread
         self._purpose = purpose
         self._skips_unused = skips_unused
         self._bucket_set = no_buckets()

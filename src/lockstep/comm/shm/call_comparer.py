@@ -40,13 +40,13 @@ class SharedMemoryComparer:
             try:
                 self._exchange.compare_calls(call)
             except GroupError:
-                raise  # on every rank alike, or told to the others where it was found
+                raise  # on every rank alike, or the other ranks know it from where it was found
             except BaseException as error:
-                # Ctrl-C, as a rule: this rank may be a round behind the others from here on.
+                # Ctrl-C, as a rule: this rank may be a phase behind the others from here on.
                 self._peers.fail(error, call)
                 raise
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error` (local)."""
         self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
@@ -54,7 +54,7 @@ class SharedMemoryComparer:
         """Return the error for one of `peers` that will make no call any more, or None (local)."""
         return self._peers.find_lost(peers)
 
-    def leave(self) -> None:
+    def send_exit_notice(self) -> None:
         """Tell the other ranks that this one goes, and which exception it handles, if it does (local)."""
         self._peers.leave_normally()
 

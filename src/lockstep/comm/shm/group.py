@@ -1,4 +1,4 @@
-"""The process group over shared memory: torch's collectives, on the rounds and channels of this room.
+"""The process group over shared memory: torch's collectives, on the phases and channels of this room.
 
 `ProcessGroup` is torch's interface for a group written in Python: Python calls these methods directly, torch's C++ code
 (its DistributedDataParallel, functional collectives) through a trampoline. What has no form in shared memory (sparse
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call
+from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective, add_collectives
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
@@ -208,6 +209,17 @@ class ShmProcessGroup(ProcessGroup):
         check_dense("recv", tensor)
         return self._receive(tensor, [peer for peer in range(self.size()) if peer != self.rank()], tag)
 
+    # -- Capabilities --------------------------------------------------------------------------------------------
+
+    capabilities = GroupCapabilities(
+        owns_memory=True,
+        adds_in_order=True,
+        is_host_local=True,
+        runs_in_callers_thread=True,
+        compares_calls=True,
+        reports_exits=True,
+    )
+
     # -- Memory --------------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -292,11 +304,11 @@ class ShmProcessGroup(ProcessGroup):
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends because of `error` (local)."""
         self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
-    def leave(self) -> None:
+    def send_exit_notice(self) -> None:
         """Tell the other ranks that this one makes no more calls; what they have of it stays (local)."""
         self._peers.leave_normally()
 
@@ -328,11 +340,11 @@ class ShmProcessGroup(ProcessGroup):
             try:
                 action()
             except CollectiveMismatchError:
-                raise  # on every rank alike, between two rounds: the group is as good as before
+                raise  # on every rank alike, between two phases: the group is as good as before
             except GroupError:
-                raise  # told to the others where it was found
+                raise  # the other ranks know it from where it was found
             except BaseException as error:
-                self._peers.fail(error, call)  # without this the others would wait for rounds that never come
+                self._peers.fail(error, call)  # without this the others would wait for phases that never come
                 raise
 
         run = guarded
