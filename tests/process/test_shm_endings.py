@@ -97,7 +97,7 @@ WAYS = {
     "finally": "Rank 1 has left the group, which rank 0 still needs, while it handled ValueError: no such luck",
     "finally, exit": "Rank 1 has left the group, which rank 0 still needs, while it handled SystemExit: 3",
     "interrupt": "Rank 1 failed: KeyboardInterrupt",
-    "os._exit": ") is lost: its process ended without a word. It was killed or crashed, or ended by os._exit",
+    "os._exit": "lost: its process exited without reporting an error. It was killed or crashed, or ended by os._exit",
     "multiprocessing": "and did not destroy the group, as forked children of multiprocessing do.",
     "multiprocessing raises": "and did not destroy the group, as forked children of multiprocessing do.",
 }

@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.shards.tree import Node, add_in_tree_order
 
 _CHUNK_BYTES = 16 << 20
-"""Most that a rank receives in the exchange of one round."""
+"""Most that a rank receives in the exchange of one chunk."""
 _MAX_IN_FLIGHT = 2
 _ALIGNMENT_BYTES = 64
 
@@ -47,14 +47,14 @@ class FlatReduction:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkInFlight:
-    """A round whose exchange is on its way."""
+    """A chunk whose exchange is on its way."""
 
     reduction: FlatReduction
-    """Of which it is one."""
+    """Of which it is a chunk."""
     segments: list[Bounds]
-    """The slice of every rank."""
+    """The segment of every rank."""
     received: dict[Node, Tensor]
-    """Other ranks' partials of this rank's slice, once the messages are through."""
+    """Other ranks' partials of this rank's segment, once the messages are through."""
     works: list[dist.Work]
     """The messages."""
 
@@ -119,7 +119,7 @@ class OrderedMessages:
         self._started = []
 
     def _make_landings(self, reduction: FlatReduction, segments: list[Bounds]) -> dict[Node, Tensor]:
-        """Return room for what other ranks hold of this rank's slice: that of the round before the last one."""
+        """Return room for what other ranks hold of this rank's segment: that of the chunk before the last one."""
         start, stop = segments[self._world.rank]
         foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
         num_bytes = (stop - start) * reduction.out.element_size()
@@ -131,7 +131,7 @@ class OrderedMessages:
         }
 
     def _landing_place(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return memory that no round in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
+        """Return memory that no chunk in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
         number, self._num_chunks = self._num_chunks % _MAX_IN_FLIGHT, self._num_chunks + 1
         if len(self._landing_places) <= number:
             self._landing_places.append(torch.empty(0, dtype=torch.uint8, device=device))
@@ -168,7 +168,7 @@ def flatten_reduction(
 
 
 def _exchange(reduction: FlatReduction, segments: list[Bounds], landings: dict[Node, Tensor]) -> _ChunkInFlight:
-    """Start sending the owners of slices this rank's partials, and receiving those of its own slice."""
+    """Start sending the owners of segments this rank's partials, and receiving those of its own segment."""
     world = reduction.world
     start, stop = segments[world.rank]
     received = {node: landing[: stop - start] for node, landing in landings.items()}
@@ -185,7 +185,7 @@ def _exchange(reduction: FlatReduction, segments: list[Bounds], landings: dict[N
 
 
 def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
-    """Wait for the exchange of a round, add this rank's slice, and start gathering the sums into the result.
+    """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
 
     Only now may the result be written: it may be a partial that was being sent.
     """

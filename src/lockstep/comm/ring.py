@@ -7,10 +7,10 @@ tensor, which no algorithm that starts with one tensor on each of W ranks can un
 A chunk is sent on once it has come and been added; meanwhile the next one is on its way:
 
     turn          0          1          2          3          4
-    send, take    chunk 0    chunk 1    chunk 2    chunk 0    chunk 1   of the next slice
+    send, take    chunk 0    chunk 1    chunk 2    chunk 0    chunk 1   of the next segment
     add                      chunk 0    chunk 1    chunk 2    chunk 0
 
-Slice k is added in the order of ranks k, k + 1, ..., k - 1, so the result is the same on every rank and in every
+Segment k is added in the order of ranks k, k + 1, ..., k - 1, so the result is the same on every rank and in every
 run, and another one, in its last bits, on another number of ranks. `ordered_all_reduce` has the same on any.
 """
 

@@ -1,8 +1,9 @@
 """Where the parts of a tensor travel when it is summed over a group, and who holds what (pure).
 
-A *slice* is the part of a tensor that one rank adds up, or that goes around the ring from rank to rank. Long tensors
-are cut further, so that memory beside the tensor stays small and adding overlaps with sending: the ring cuts each slice
-into *chunks*, one message each; ordered reduction cuts the tensor into *rounds*, and each round into slices.
+A *segment* is the part of a tensor that one rank adds up, or that goes around the ring from rank to rank. Long tensors
+are cut further, so that memory beside the tensor stays small and adding overlaps with sending. A *chunk* is what is
+sent at a time: the ring cuts each segment into chunks; ordered reduction cuts the tensor into chunks, and each chunk
+into segments.
 
 Sums are taken element by element, so no cut changes a bit. Every rank computes the same cuts from the same numbers. A
 tensor with at least one element per rank has no empty message: under NCCL the first batch of messages
@@ -49,7 +50,7 @@ class HeldPartials:
 
 
 def plan_ring(num_elements: int, world_size: int, chunk_elements: int) -> list[list[Bounds]]:
-    """Cut `range(num_elements)` into one slice per rank, and every slice into the same number of chunks.
+    """Cut `range(num_elements)` into one segment per rank, and every segment into the same number of chunks.
 
     Args:
         num_elements: At least `world_size`, so that no chunk is empty.
@@ -63,20 +64,20 @@ def plan_ring(num_elements: int, world_size: int, chunk_elements: int) -> list[l
 def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Transfer]:
     """Yield the turns of one rank, in order: first those that add, then those that distribute the sums.
 
-    In step `s` of 2 (world_size - 1), rank r passes on slice r - s and takes slice r - s - 1 (modulo world_size); with
-    three ranks:
+    In step `s` of 2 (world_size - 1), rank r passes on segment r - s and takes segment r - s - 1 (modulo world_size);
+    with three ranks:
 
         step         rank 0         rank 1         rank 2
         0  add       0 ->  <- 2     1 ->  <- 0     2 ->  <- 1
-        1  add       2 ->  <- 1     0 ->  <- 2     1 ->  <- 0     now rank r has the whole sum of slice r + 1
+        1  add       2 ->  <- 1     0 ->  <- 2     1 ->  <- 0     now rank r has the whole sum of segment r + 1
         2  replace   1 ->  <- 0     2 ->  <- 1     0 ->  <- 2
         3  replace   0 ->  <- 2     1 ->  <- 0     2 ->  <- 1
 
-    What a turn sends came in the turn one step, that is as many turns as a slice has chunks, before it.
+    What a turn sends came in the turn one step, that is as many turns as a segment has chunks, before it.
 
     Args:
         rank: The rank.
-        chunks: Chunks of every slice, by `plan_ring`.
+        chunks: Chunks of every segment, by `plan_ring`.
     """
     world_size = len(chunks)
     for step in range(2 * (world_size - 1)):
@@ -86,15 +87,15 @@ def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Tr
 
 
 def plan_chunks(num_elements: int, world_size: int, segment_elements: int) -> list[list[Bounds]]:
-    """Cut `range(num_elements)` into rounds, and every round into one slice per rank.
+    """Cut `range(num_elements)` into chunks, and every chunk into one segment per rank.
 
     Args:
-        num_elements: At least `world_size`, so that no slice is empty.
+        num_elements: At least `world_size`, so that no segment is empty.
         world_size: Number of ranks.
-        segment_elements: Most elements of a slice, 2 or more.
+        segment_elements: Most elements of a segment, 2 or more.
     """
-    num_rounds = -(-num_elements // (world_size * segment_elements))
-    return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_rounds)]
+    num_chunks = -(-num_elements // (world_size * segment_elements))
+    return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_chunks)]
 
 
 def check_held_partials(holdings: Sequence[HeldPartials]) -> None:

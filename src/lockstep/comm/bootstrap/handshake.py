@@ -1,25 +1,25 @@
-"""The roll call: before a group is made, each worker says through the store who it is and what it was told.
+"""The startup handshake: before a group is made, workers compare rank, world size and backend through the store.
 
-torch's own set-up believes what each worker was told and then waits for the rest. Two workers with one rank, worlds of
-two sizes, different backends, a worker that never starts: each ends in a timeout, half an hour later and without a
-name. Here whoever finds such a thing tells everyone, and all raise the same message.
+torch's own set-up takes each worker's settings as they are and then waits for the rest. Two workers with one rank,
+worlds of two sizes, different backends, a worker that never starts: each ends in a timeout, half an hour later, that
+names nobody. Here the worker that finds such a mistake stores it, and all raise the same message.
 
 worker r                                              the store, under the generation's prefix
 --------                                              ----------------------------------------
-1 pass over generations that are finished          <- verdict, closed
+1 pass over generations that are finished          <- decision, closed
 2 compare itself with the worker that came first   <> first
 3 take the place of rank r                         <> place/<r>, member/<token>, taken
-4 the last to take a place, or who finds a mistake -> stir
+4 the last to take a place, or who finds a mistake -> wake
 5 show that it is alive                            -> alive/<r>, living
-6 the last to show it, or who finds a mistake      -> verdict
-7 after a mistake: leave when all have heard of it <> heard, closed
+6 the last to show it, or who finds a mistake      -> decision
+7 after a mistake: leave when all have read of it  <> num_read, closed
 
 [Note: proof of life] A store may outlive workers: torchrun's agent keeps its own when it starts workers again, and a
 file stays behind when they are killed. A place that is taken may be taken by the dead, so nobody counts as present
 before step 5. A generation with a dead worker in it is abandoned, and the living meet in the next.
 
 [Note: leave together] The store may live in rank 0's process and end with it. So a worker that raises first waits,
-not for long, until the others have heard why.
+not for long, until the others have read why.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ RESPONSE_SECONDS = 5.0
 WARNING_SECONDS = 20.0
 """After how long a wait for other workers somebody says who is missing."""
 _CLAIM_SECONDS = 2.0
-"""How long a worker that serves the store may take to come to the roll call."""
+"""How long a worker that serves the store may take to come to the handshake."""
 _ABSENT = ""
 """What `compare_set` expects of a key that nobody has set."""
 _SHORTEST_SECONDS = 0.01
 """The shortest wait: to a store, zero means for ever."""
 _NAMED_RANKS = 8
-_DECIDED = "lockstep/settled"
+_DECIDED = "lockstep/decided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Announcement:
 
 
 class Outcome(StrEnum):
-    """How a generation ended; it is settled once, and every worker reads the same.
+    """How a generation ended; it is decided once, and every worker reads the same.
 
     none -> COMPLETE: every rank has shown that it is alive.
     none -> FAILED: somebody found a mistake; all raise.
@@ -88,7 +88,7 @@ class _Decision:
     message: str = ""
     """What to raise, after a failure."""
     num_readers: int = 0
-    """How many workers should hear it before the first leaves."""
+    """How many workers should read it before the first leaves."""
 
 
 def run_handshake(
@@ -128,7 +128,7 @@ def run_handshake(
     handshake: _Handshake | None = None
     try:
         generation = _latest_decided(store)
-        while not (handshake := _Handshake(store, generation, me, start, response_seconds, warning_seconds)).meet(
+        while not (handshake := _Handshake(store, generation, me, start, response_seconds, warning_seconds)).run(
             timeout, problem
         ):
             generation += 1
@@ -148,7 +148,7 @@ def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: f
     Called by a second rank 0, which could not open a store of its own.
 
     Returns:
-        The process that serves the store, in words; empty if no roll is called there.
+        The process that serves the store, in words; empty if there is no handshake.
 
     Raises:
         GroupError: They belong to one world; the other workers of it raise the same.
@@ -169,7 +169,7 @@ def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: f
 
 @final
 class _Handshake:
-    """The roll call of one generation, as one worker takes part in it."""
+    """The handshake of one generation, as one worker takes part in it."""
 
     def __init__(
         self,
@@ -182,14 +182,14 @@ class _Handshake:
     ) -> None:
         self._root = store
         self._generation = generation
-        self._store = PrefixStore(f"lockstep/{generation}/roll_call", store)
+        self._store = PrefixStore(f"lockstep/{generation}/handshake", store)
         self._me = me
         self._start = start
         self._response_seconds = response_seconds
         self._warning_seconds = warning_seconds
         self.has_place = False
 
-    def meet(self, timeout: timedelta, problem: str) -> bool:
+    def run(self, timeout: timedelta, problem: str) -> bool:
         """Take part, unless it is over; return whether the world is complete, and now, and with this worker in it."""
         decision = self.decision()
         takes_part = decision is None
@@ -201,7 +201,7 @@ class _Handshake:
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
     def decision(self) -> _Decision | None:
-        """Return the verdict, or None as long as there is none."""
+        """Return the decision, or None as long as there is none."""
         if not self._store.check(["decision"]):
             return None
         found = json.loads(self._store.get("decision"))
@@ -223,7 +223,7 @@ class _Handshake:
         return self._claim("first") if is_complete and not self._is_member() else None
 
     def join(self, timeout: timedelta, problem: str) -> _Decision:
-        """Take this worker's place and wait for the verdict."""
+        """Take this worker's place and wait for the decision."""
         first = self._claim("first")
         mistake = _find_mistake(first, self._me)
         if mistake is not None:
@@ -266,9 +266,9 @@ class _Handshake:
         return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
     def leave(self, decision: _Decision) -> None:
-        """Return when the others have heard the verdict, or had time to (see [Note: leave together])."""
+        """Return when the others have read the decision, or had time to (see [Note: leave together])."""
         with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left, and its store with it
-            if self._store.add("heard", 1) < decision.num_readers:
+            if self._store.add("num_read", 1) < decision.num_readers:
                 self._wait(["closed"], self._response_seconds)
             self._store.set("closed", "yes")
 
@@ -279,7 +279,7 @@ class _Handshake:
                 return self._decide(Outcome.FAILED, problem, self._me.world_size)
             if self._store.add("living", 1) == self._me.world_size:
                 return self._decide(Outcome.COMPLETE)
-        # Whoever stirred us looks for life with one patience; it is to settle this, not we.
+        # Whoever woke this worker waits for signs of life once, and then decides; this one only waits.
         self._wait(["decision"], 2 * self._response_seconds)
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
@@ -297,14 +297,14 @@ class _Handshake:
         return self._decide(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
 
     def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _Decision:
-        """Settle the generation, unless it is settled; return the verdict that counts."""
+        """Decide on the generation, unless that is done; return the decision that counts."""
         decision = _Decision(outcome=outcome, message=message, num_readers=num_readers)
         self._store.compare_set("decision", _ABSENT, json.dumps(asdict(decision)))
         self._root.set(_DECIDED, str(self._generation))
-        self._wake_all("it is settled")
-        settled = self.decision()
-        assert settled is not None
-        return settled
+        self._wake_all("it is decided")
+        decided = self.decision()
+        assert decided is not None
+        return decided
 
     def _is_member(self) -> bool:
         return self._store.check([f"member/{self._me.token}"])
@@ -328,12 +328,12 @@ class _Handshake:
 
 
 def _latest_decided(store: Store) -> int:
-    """Return about the last generation that has a verdict: earlier ones concern nobody any more."""
+    """Return about the last generation that has a decision: earlier ones concern nobody any more."""
     return int(store.get(_DECIDED)) if store.check([_DECIDED]) else 0
 
 
 def _find_mistake(first: Announcement, me: Announcement) -> str | None:
-    """Compare what two workers of one world were told."""
+    """Compare the settings of two workers of one world."""
     if first.world_size != me.world_size:
         return (
             f"The workers were told different world sizes: rank {first.rank} ({first.process}) was told "

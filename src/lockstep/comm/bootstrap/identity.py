@@ -56,7 +56,7 @@ def find_world(variables: Variables) -> WorldVariables:
         return direct
     report = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
     if report is None:
-        _check_size_is_told(variables, direct)
+        _check_size_is_known(variables, direct)
         return replace(direct, remedy=_explain_unstarted(variables) or _REMEDY)
     if _starts_launchers(report, direct):
         return direct
@@ -94,7 +94,7 @@ def is_announced(world: WorldVariables) -> bool:
 
 
 def _merge(direct: WorldVariables, report: _LauncherReport) -> WorldVariables:
-    """Return what was told, completed by what the launcher says."""
+    """Return torch's variables, completed by what the launcher says."""
     mine = report.world
     return WorldVariables(
         rank=direct.rank or mine.rank,
@@ -242,7 +242,7 @@ def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
 
 
 def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> None:
-    """Check that what is told agrees with the launcher.
+    """Check that torch's variables agree with the launcher.
 
     Raises:
         GroupError: It does not; names both variables.
@@ -280,7 +280,7 @@ def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldV
     )
 
 
-def _check_size_is_told(variables: Variables, direct: WorldVariables) -> None:
+def _check_size_is_known(variables: Variables, direct: WorldVariables) -> None:
     """Refuse a rank of PMIx that comes without a size: each process would train by itself.
 
     Raises:
@@ -303,5 +303,5 @@ def _explain_unstarted(variables: Variables) -> str:
 
 
 def _derive_port(job: str) -> str:
-    """Return a port on which all workers of a job agree without a word, and two jobs hardly ever."""
+    """Return a port that all workers of a job compute alike, and two jobs hardly ever."""
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)

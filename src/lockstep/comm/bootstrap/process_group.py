@@ -1,7 +1,7 @@
 """Setting up and tearing down the process group, with torch's arguments and errors that say what to do.
 
-what this worker was told -> open the store -> call the roll -> torch makes the group, with that store
-(here)                       (meeting.py)      (roll_call.py)
+read settings -> open the store -> startup handshake -> find hosts   -> Gloo's interface -> torch makes the group
+(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)
 """
 
 import atexit
@@ -38,11 +38,11 @@ from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
 
 _STORELESS = frozenset({"mpi", "fake"})
-"""Backends that meet without a store: no roll can be called."""
+"""Backends that meet without a store: there can be no handshake."""
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
 """Backends that nobody is to ask for by name."""
 _HIGHEST_PORT = 65535
-_TELLING = datetime.timedelta(seconds=20)
+_REPORT_TIMEOUT = datetime.timedelta(seconds=20)
 """How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
 and more where no name server answers."""
 _DUPLICATE_TIMEOUT = datetime.timedelta(seconds=7)
@@ -75,15 +75,15 @@ def init_process_group(  # the parameters are torch's, in torch's order
     The GPU of this worker's local rank becomes the current device, unless the worker has used one before. Over several
     hosts, Gloo is told the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
 
-    Before torch makes the group, the workers call the roll: if they disagree, or one is missing or there twice, all
-    that are there raise an error that names it.
+    Before torch makes the group, the workers compare their settings through the store: if they disagree, or one is
+    missing or there twice, all that are there raise an error that names it.
 
     Args:
         backend: `"shm"`, `"nccl"`, `"gloo"`, `"cpu:shm,cuda:nccl"`, ...; None to choose.
         init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`. What `env://` needs is told by
             torchrun, Slurm's srun, mpirun, a PyTorchJob of Kubernetes or whoever else set RANK and its like.
-        timeout: How long a collective may take, and how long to wait here for the other workers; None for the
-            backend's default.
+        timeout: How long a collective may take, and how long the whole set-up may take here; None for the backend's
+            default.
         world_size: Number of workers; needed unless the method is `env://`.
         rank: Number of this worker; needed unless the method is `env://`.
         store: A store that all workers share, instead of `init_method`.
@@ -124,7 +124,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
         location = find_store_location(init_method or "env://", store, variables)
-        limit = _TELLING if problem else timeout or _default_timeout(backend)
+        limit = _REPORT_TIMEOUT if problem else timeout or _default_timeout(backend)
         deadline = Deadline.after(limit)
         opened = _open_and_handshake(settings, location, deadline)
         members = GroupMembers(names=range(opened.world_size))
@@ -195,7 +195,7 @@ def choose_backend(device_id: torch.device | int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What this worker was told."""
+    """The settings of this worker."""
 
     rank: int
     world_size: int

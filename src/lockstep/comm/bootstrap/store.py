@@ -74,7 +74,7 @@ class StoreLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedStore:
-    """What a worker was told of its place, and the store it got with that."""
+    """The store of a rendezvous, and rank and world size that came with it."""
 
     store: Store
     """Shared by all workers of the world."""

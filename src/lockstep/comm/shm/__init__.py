@@ -1,8 +1,8 @@
 """The backend "shm": process groups over shared memory, for the CPU tensors of one host.
 
-A *round* is the step in which all ranks of a group hand each other data through their *outboxes*; a *channel* carries
-messages from one rank to another; a *heap* holds the tensors that the group hands out. What goes on between processes
-is ordered by semaphores alone. [Note: memory order]
+In a *phase* all ranks of a group exchange data through their *send buffers*. A *channel* carries messages from one rank
+to another. A *heap* holds the tensors that the group hands out. Semaphores alone order what processes write and read.
+[Note: memory order]
 
 Invariants:
 

@@ -1,7 +1,7 @@
 """Adding (or multiplying, or comparing) what the ranks hold, block by block, in the order of the tree.
 
 [Note: one order] Every reduction of this backend combines the ranks as `shards/tree.py` says, each element for itself.
-So the bits do not depend on which rank owns a slice, on the length of the message or on where a chunk begins, and an
+So the bits do not depend on which rank owns a segment, on the length of the message or on where a chunk begins, and an
 ordered all-reduce of one partial per rank is the plain one.
 """
 

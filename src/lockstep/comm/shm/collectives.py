@@ -1,4 +1,4 @@
-"""The collectives, as rounds of an exchange. Every function is collective over the group of the exchange.
+"""The collectives, as phases of an exchange. Every function is collective over the group of the exchange.
 
 All take flat, contiguous CPU tensors and the description of the call, and raise what the exchange raises. What is
 only moved travels as bytes, so every dtype does.
@@ -18,7 +18,7 @@ from lockstep.comm.shm.pipeline import room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 
 _SHORT_BYTES: Final = 2 << 20
-"""Up to here, over all ranks, every rank reduces the whole message by itself: one swap fewer, more arithmetic."""
+"""Up to here, over all ranks, every rank reduces the whole message by itself: one phase fewer, more arithmetic."""
 
 
 def all_reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
@@ -159,7 +159,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _all_reduce_in_place(exchange: PhaseExchange, tensor: Tensor, how: Reduction, locations: Sequence[int]) -> None:
-    """Reduce tensors that every rank can see where they are: each rank reduces its slice and writes it to all."""
+    """Reduce tensors that every rank can see where they are: each rank reduces its segment and writes it to all."""
     bounds = share(tensor.numel(), exchange.size, exchange.rank, tensor.element_size())
     everyone = [
         tensor if rank == exchange.rank else exchange.memory.peer_tensor(rank, place, tensor.numel(), tensor.dtype)

@@ -2,7 +2,7 @@
 
 One anonymous file per group, far longer than any memory: a page exists from when it is first written.
 
-    control   | semaphores (a to b) | state page of each rank | call pages, 2 per rank | outboxes, 2 per rank |
+    control   | semaphores (a to b) | state page of each rank | call pages, 2 per rank | send buffers, 2 per rank |
     channels  | one per ordered pair: a head page, a reply page, 2 slots |
     heaps     | one per rank: tensors that the group hands out |
 """
@@ -22,7 +22,7 @@ class FileLayout:
     size: int
     """Number of ranks."""
     send_buffer_bytes: int = 4 << 20
-    """Bytes of one outbox: the most that a rank publishes in one round."""
+    """Bytes of one send buffer: the most that a rank publishes in one phase."""
     slot_bytes: int = 512 << 10
     """Bytes of one of the two slots of a channel."""
 
@@ -43,7 +43,7 @@ class FileLayout:
         return self.state(self.size) + (2 * rank + parity) * PAGE
 
     def send_buffer(self, rank: int, parity: int) -> int:
-        """Return the first byte of an outbox."""
+        """Return the first byte of a send buffer."""
         return self.call(self.size, 0) + (2 * rank + parity) * self.send_buffer_bytes
 
     @property
@@ -75,5 +75,5 @@ class FileLayout:
 
 
 PHASE, FULL, FREE, MESSAGE = range(4)
-"""Kinds of semaphore: a round is published; a slot is full; a slot is free; some channel has something new."""
+"""Kinds of semaphore: a phase is published; a slot is full; a slot is free; some channel has something new."""
 NUM_KINDS = 4

@@ -128,7 +128,7 @@ class Memory:
         self._peer_mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
 
     def send_buffer(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
-        """Return an outbox as a flat tensor."""
+        """Return a send buffer as a flat tensor."""
         key = (rank, parity, dtype)
         view = self._views.get(key)
         if view is None:

@@ -1,6 +1,6 @@
 """The other ranks of a group: telling them, waiting for them, and noticing when they are gone.
 
-A wait spins briefly where every rank has a core, then sleeps in the kernel in slices; after each slice it looks at what
+A wait spins briefly where every rank has a core, then sleeps in the kernel for short times; after each it looks at what
 the peer says of itself in its state page and whether its process still lives.
 
     state page of a rank:   state | lost rank | length, text: why it left | length, text: what it waits for
@@ -70,7 +70,7 @@ class Peers:
         self.has_core = self.size <= len(os.sched_getaffinity(0))
         """Whether every rank has a core of its own, so that a wait may spin."""
         self.spins_longer = False
-        """Whether a wait for a round spins longer: set while the caller of a blocking call runs it itself."""
+        """Whether a wait for a phase spins longer: set while the caller of a blocking call runs it itself."""
 
     @property
     def broken(self) -> GroupError | None:
@@ -104,7 +104,7 @@ class Peers:
                 if not semaphores.try_wait(address):
                     self.wait(peer, address, call, everyone=True, timeout_seconds=timeout_seconds)
         except BaseException:
-            # Who comes later must not find complete a round that failed here: take back what it has not taken yet.
+            # Who comes later must not find complete a phase that failed here: take back what it has not taken yet.
             for address in self._posts:
                 semaphores.try_wait(address)
             raise
@@ -321,9 +321,9 @@ class Peers:
                 "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks."
             )
         return (
-            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process ended without a word. It was killed or "
-            "crashed, or ended by os._exit and did not destroy the group, as forked children of multiprocessing do. "
-            "Look at its log; the system log says if it ran out of memory."
+            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
+            "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
+            "multiprocessing do. Look at its log; the system log says if it ran out of memory."
         )
 
     def _read_state(self, peer: int) -> tuple[PeerState, int, str]:

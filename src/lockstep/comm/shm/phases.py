@@ -1,13 +1,13 @@
-"""Rounds: the one way in which the ranks of a group hand each other data.
+"""Phases: the one way in which the ranks of a group hand each other data.
 
-In a round every rank writes into its outbox, all tell each other so (`swap`), and then each reads from the others'.
-There are two outboxes per rank, used in turn, so one swap per round is enough:
+In a phase every rank writes into its send buffer and waits until all have (`end_phase`); then it reads from the others'.
+There are two send buffers per rank, used in turn, so one exchange of semaphores per phase is enough:
 
-    rank 0   write A0 | swap 0 | read A1, write B0 | swap 1 | read B1, write A0 | swap 2 | ...
-    rank 1   write A1 | swap 0 | read A0, write B1 | swap 1 | read B0, write A1 | swap 2 | ...
+    rank 0   write A0 | end 0 | read A1, write B0 | end 1 | read B1, write A0 | end 2 | ...
+    rank 1   write A1 | end 0 | read A0, write B1 | end 1 | read B0, write A1 | end 2 | ...
 
-A is written again only after swap 1, and a rank comes to swap 1 only when it has read A. The first round of a call
-carries its description, and every rank compares all of them: either all go on or all raise.
+A is written again only after phase 1 has ended, and a rank ends phase 1 only when it has read A. The first phase of a
+call carries its description, and every rank compares all of them: either all go on or all raise.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ NOWHERE = -1
 
 @final
 class PhaseExchange:
-    """The rounds of one group, on one rank."""
+    """The phases of one group, on one rank."""
 
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self.rank = peers.rank
@@ -43,20 +43,20 @@ class PhaseExchange:
         ]
 
     def send_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Return what this rank writes before the next swap, as a flat tensor."""
+        """Return what this rank writes before the phase ends, as a flat tensor."""
         return self.memory.send_buffer(self.rank, self._parity, dtype)
 
     def received(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return what `rank` wrote before the last swap, as a flat tensor; to be read before the next swap."""
+        """Return what `rank` wrote in the last phase, as a flat tensor; to be read before this phase ends."""
         return self.memory.send_buffer(rank, 1 - self._parity, dtype)
 
     def end_phase(self, timeout_seconds: float | None = None) -> None:
-        """End a round (collective), in the time that the group allows or in another."""
+        """End a phase (collective), in the time that the group allows or in another."""
         self._peers.end_phase(self._call, timeout_seconds)
         self._parity = 1 - self._parity
 
     def compare_calls(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
-        """End the first round of a call, in which every rank says what it calls (collective).
+        """End the first phase of a call, in which every rank says what it calls (collective).
 
         Args:
             call: Description of the call.

@@ -1,18 +1,18 @@
-"""The all-reduce: a reduce-scatter and an all-gather in one pipeline of rounds.
+"""The all-reduce: a reduce-scatter and an all-gather in one pipeline of phases.
 
 Ranks hold *parts*, one or several each; the sum of all of them, in tree order, goes into the result on every rank. A
-long tensor is cut into chunks and every chunk into one slice per rank. Round i of n + 1, for rank r:
+long tensor is cut into chunks and every chunk into one segment per rank. Phase i of n + 1, for rank r:
 
-    1 write   of its parts of chunk i: the slices that others own; and, from step 4 of the round before, the reduced
-              slice r of chunk i - 1
-    2 swap
-    3 read    the reduced slices of chunk i - 1 from their owners
-    4 reduce  slice r of chunk i, from all ranks' outboxes, into the result and into the next outbox
+    1 write   of its parts of chunk i: the segments that others own; and, from step 4 of the phase before, the reduced
+              segment r of chunk i - 1
+    2 end the phase
+    3 read    the reduced segments of chunk i - 1 from their owners
+    4 reduce  segment r of chunk i, from all ranks' send buffers, into the result and into the next send buffer
 
-An outbox has room for the slices of one chunk, for each rank one place per part:
+A send buffer has room for the segments of one chunk, for each rank one place per part:
 
-    | slice 0 of part 0, of part 1, ... | slice 1 of part 0, of part 1, ... | ...
-                                           ^ where rank 1 puts its reduced slice: nobody else's goes there
+    | segment 0 of part 0, of part 1, ... | segment 1 of part 0, of part 1, ... | ...
+                                           ^ where rank 1 puts its reduced segment: nobody else's goes there
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> Par
 
 
 def run_short(exchange: PhaseExchange, reduction: PartialReduction, call: bytes) -> None:
-    """Reduce parts that fit an outbox whole: every rank reads all of them (collective)."""
+    """Reduce parts that fit a send buffer whole: every rank reads all of them (collective)."""
     out = reduction.out
     length = out.numel()
     mine = exchange.send_buffer(out.dtype)
@@ -77,14 +77,14 @@ def write_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: in
     room = _room_per_part(exchange, reduction)
     mine = exchange.send_buffer(reduction.out.dtype)
     for slot, part in enumerate(reduction.parts):
-        for rank, piece in enumerate(_slices(exchange, reduction, part, number)):
+        for rank, piece in enumerate(_segments(exchange, reduction, part, number)):
             if rank != exchange.rank:
                 start = (rank * reduction.num_slots + slot) * room
                 mine[start : start + piece.numel()].copy_(piece)
 
 
 def run_after_first_phase(exchange: PhaseExchange, reduction: PartialReduction) -> None:
-    """Do all that comes after the first chunk was written and swapped (collective)."""
+    """Do all that comes after the first chunk was written and its phase ended (collective)."""
     num_chunks = -(-reduction.out.numel() // (_room_per_part(exchange, reduction) * exchange.size))
     _reduce_chunk(exchange, reduction, 0)
     for number in range(1, num_chunks + 1):
@@ -102,7 +102,7 @@ def share(length: int, num_ranks: int, rank: int, element_bytes: int) -> slice:
 
 
 def room_per_rank(exchange: PhaseExchange, element_bytes: int, num_slots: int = 1) -> int:
-    """Return how many elements of its outbox a rank has for each rank, or for each of its parts and each rank."""
+    """Return how many elements of its send buffer a rank has for each rank, or for each of its parts and each rank."""
     align = max(_ALIGNMENT // element_bytes, 1)
     return exchange.send_buffer_bytes // (element_bytes * exchange.size * num_slots) // align * align
 
@@ -113,7 +113,7 @@ def _room_per_part(exchange: PhaseExchange, reduction: PartialReduction) -> int:
 
 def _read_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
     room = _room_per_part(exchange, reduction)
-    for rank, piece in enumerate(_slices(exchange, reduction, reduction.out, number)):
+    for rank, piece in enumerate(_segments(exchange, reduction, reduction.out, number)):
         if rank != exchange.rank:
             start = rank * reduction.num_slots * room
             piece.copy_(exchange.received(rank, piece.dtype)[start : start + piece.numel()])
@@ -121,14 +121,14 @@ def _read_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: in
 
 def _reduce_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
     room = _room_per_part(exchange, reduction)
-    own = _own_slice(exchange, reduction, reduction.out, number)
+    own = _own_segment(exchange, reduction, reduction.out, number)
     if not own.numel():
         return
     first = exchange.rank * reduction.num_slots * room
     parts = []
     for rank, slot in reduction.holders:
         if rank == exchange.rank:
-            parts.append(_own_slice(exchange, reduction, reduction.parts[slot], number))
+            parts.append(_own_segment(exchange, reduction, reduction.parts[slot], number))
         else:
             start = first + slot * room
             parts.append(exchange.received(rank, own.dtype)[start : start + own.numel()])
@@ -136,12 +136,12 @@ def _reduce_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: 
     reduce_into(own, parts, reduction.how, reduction.steps, copies=[place])
 
 
-def _slices(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
+def _segments(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
     chunk = _chunk(exchange, reduction, tensor, number)
     return [chunk[share(chunk.numel(), exchange.size, rank, chunk.element_size())] for rank in range(exchange.size)]
 
 
-def _own_slice(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
+def _own_segment(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
     chunk = _chunk(exchange, reduction, tensor, number)
     return chunk[share(chunk.numel(), exchange.size, exchange.rank, chunk.element_size())]
 

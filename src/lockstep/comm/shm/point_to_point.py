@@ -1,4 +1,4 @@
-"""Sends and receives of one rank: a lane and a channel for each peer and direction, made when first used."""
+"""Sends and receives of one rank: a work queue and a channel for each peer and direction, made when first used."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class PointToPoint:
             try:
                 return action()
             except GroupError:
-                raise  # told to the others where it was found, or the channel is as good as before
+                raise  # the other ranks know it from where it was found, or the channel is as good as before
             except BaseException as error:
                 # Part of a message may lie in the channel, and must not be taken for the next.
                 self._peers.fail(error, call)

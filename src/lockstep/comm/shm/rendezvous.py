@@ -9,8 +9,8 @@
     6 checks whose process it is, notes its pid
     7 sends the file and the pids to all                       8 maps the file, watches the pids, says "ready"
     9 says "go" when all are ready                            10 closes the socket
-    X leaves word why it gave up       ->   failed       <-    X asks why rank 0 is gone
-    Y asks why rank r is gone          ->   left/r       <-    Y leaves word that it saw another one lost
+    X stores why it gave up            ->   failed       <-    X reads why rank 0 is gone
+    Y reads why rank r is gone         ->   left/r       <-    Y stores that it saw another one lost
 
 The socket's name lives in the kernel alone, and both ends ask the kernel who is on the other one: another user of the
 machine can neither join nor be joined.
@@ -169,7 +169,7 @@ def _explain_gone(store: Store, name: int) -> GroupError:
 
 
 def _read_reason(store: Store, key: str) -> GroupError | None:
-    """Return why a rank gave up, if it has left word."""
+    """Return why a rank gave up, if it has stored that."""
     try:
         said = store.get(key) if store.check([key]) else b""
     except RuntimeError:  # the store is gone too
@@ -276,7 +276,7 @@ def _know_nothing() -> None:
 
 @contextmanager
 def _losing(name: int, ask_why: Callable[[], GroupError | None] = _know_nothing) -> Iterator[None]:
-    """Take what goes wrong within for the loss of the rank of this name, or for what it has left word of."""
+    """Take what goes wrong within for the loss of the rank of this name, or raise the reason that it has stored."""
     try:
         yield
     except (OSError, EOFError) as error:

@@ -1,16 +1,16 @@
-"""Calls that wait their turn, and who runs them.
+"""The queue of a group's calls, and the threads that run them.
 
-A lane runs its calls one after another in the order in which they were made. Whoever waits for the call that is next
-runs it itself, so a call that is waited for at once costs no change of thread; all others are run by the lane's own
-thread, which starts when it is first needed.
+A work queue runs its calls one after another, in the order in which they were made. A thread that waits for the call
+that is next runs it itself, so a call that is waited for at once costs no change of thread. The queue's own thread,
+which starts when it is first needed, runs all others.
 
-    submit -> queue -> run by   the thread that waits (`QueuedWork.wait`), or by the lane's thread
+    submit -> queue -> run by   the thread that waits (`QueuedWork.wait`), or by the queue's thread
                        whoever holds `_turn`, one call at a time, oldest first
 
 What hangs on the future of a call may make calls and wait for them, as torch's PowerSGD hook does. So it runs after the
-turn, and while a thread of the lane is held up there, another takes its place.
+turn, and while a thread of the queue is held up there, another takes its place.
 
-A call may be settled before its turn: a receive whose message came while an older one was still waiting for its own.
+A call may be complete before its turn: a receive whose message came while an older one was still waiting for its own.
 
 [Note: Ctrl-C] KeyboardInterrupt may come after any call that the main thread makes, also after one that took a lock.
 So a lock is taken within the `try` that gives it back, and `_turn` knows its holder: giving back what another thread
@@ -65,7 +65,7 @@ class QueuedWork(Work):
         self._pending: list[torch.futures.Future[None]] = []
 
     def run(self) -> None:
-        """Do it, unless it is done; called once, by whoever has the lane's turn."""
+        """Do it, unless it is done; called once, by whoever has the queue's lock."""
         if self.has_begun:
             return
         try:
@@ -166,7 +166,7 @@ class QueuedWork(Work):
 
         An error of the call is an error of the future, for C++ as well; there it is a RuntimeError with our text.
         """
-        self._is_error_seen = True  # who has the future hears
+        self._is_error_seen = True  # who has the future sees the error
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
         with self._completion_lock:
@@ -200,7 +200,7 @@ class WorkQueue:
         self._completion_threads: list[threading.Thread] = []
         self._is_closed = False
         self.is_in_background = False
-        """Whether the call that runs is run by the lane's own thread."""
+        """Whether the call that runs is run by the queue's own thread."""
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
         """Do `action` in its turn and return when it is done; at once and in this thread if nothing is before it.
@@ -273,7 +273,7 @@ class WorkQueue:
                 self.start()
 
     def start(self) -> None:
-        """Let a thread of the lane run what is in the queue."""
+        """Let a thread of the queue run what is in the queue."""
         with self._starting:
             if len(self._threads) <= self._num_completing and not self._is_closed:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -282,12 +282,12 @@ class WorkQueue:
         self._wake.release()
 
     def complete_futures_now(self) -> None:
-        """Complete the futures of a call that another one settled, whose thread may go on for long."""
+        """Complete the futures of a call that another one completed, whose thread may go on for long."""
         with self._starting:
             if self._is_closed:
                 return  # who closes tells
             thread = threading.Thread(target=self._complete_futures, name=self._name, daemon=True)
-            with suppress(RuntimeError):  # no thread is to be had: they are told after the turn
+            with suppress(RuntimeError):  # no thread is to be had: they are completed after the turn
                 thread.start()
             self._completion_threads = [*(teller for teller in self._completion_threads if teller.is_alive()), thread]
 
@@ -356,7 +356,7 @@ class WorkQueue:
             call.run()
         finally:
             if call.has_begun:
-                with suppress(ValueError, IndexError):  # who closes the lane takes them too
+                with suppress(ValueError, IndexError):  # who closes the queue takes them too
                     self._queue.remove(call)
 
 

@@ -1,4 +1,4 @@
-"""The roll call: who is there, who is not, and who was told something else. A thread per worker, one store."""
+"""The startup handshake: who is there, who is not, and who has other settings. A thread per worker, one store."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ SHORT: dict[str, Any] = {"response_seconds": 0.5}
 
 @final
 class Killed(Exception):  # noqa: N818 - it stands for a signal
-    """Ends a worker in the middle of its roll call."""
+    """Ends a worker in the middle of its handshake."""
 
 
 @final
@@ -202,7 +202,7 @@ def test_a_late_worker_hears_of_the_mistake() -> None:
     threads = [threading.Thread(target=lambda me=me: outcomes.append(answer(store, me))) for me in pair]
     for thread in threads:
         thread.start()
-    store.wait(["lockstep/0/roll_call/decision"], LONG)  # the two now wait for the third to hear it
+    store.wait(["lockstep/0/handshake/decision"], LONG)  # the two now wait for the third to hear it
     outcomes.append(answer(store, worker(2)))
     for thread in threads:
         thread.join()
@@ -266,7 +266,7 @@ def test_a_worker_that_comes_before_rank_0_has_left_is_asked_to_open_the_next_st
     slow.join()
     fast = threading.Thread(target=lambda: outcomes.append(answer(client, world(0, 1)[1], **hosted)))
     fast.start()
-    served.wait(["lockstep/1/roll_call/place/1"], LONG)
+    served.wait(["lockstep/1/handshake/place/1"], LONG)
     del served, slow
     fast.join()
     assert outcomes == [0, None]
@@ -278,7 +278,7 @@ def test_a_store_that_is_lost_is_named() -> None:
     outcomes: list[Outcome] = []
     waiting = threading.Thread(target=lambda: outcomes.append(answer(client, worker(1), hosted_at="there:29500")))
     waiting.start()
-    served.wait(["lockstep/0/roll_call/taken"], LONG)
+    served.wait(["lockstep/0/handshake/taken"], LONG)
     del served
     waiting.join()
     assert_all_raise(outcomes, "Rank 1 lost the store at there:29500, which rank 0 serves")
@@ -308,5 +308,5 @@ def test_another_training_is_left_alone(call: Call) -> None:
     assert report_duplicate_rank(store, replace(stranger, world_size=3)) == "process 0"
 
 
-def test_a_store_without_a_roll_call_is_nobodys() -> None:
+def test_a_store_without_a_handshake_is_nobodys() -> None:
     assert not report_duplicate_rank(HashStore(), worker(0))
