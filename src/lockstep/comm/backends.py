@@ -11,8 +11,9 @@ from lockstep.comm.checked import CheckedProcessGroup, check_group
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.exit_notice import report_uncaught_exceptions
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
-from lockstep.comm.shm.group import ShmProcessGroup, make_shm_group
+from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
+from lockstep.comm.shm.set_up import make_shm_group
 from lockstep.errors import PeerLostError
 
 

@@ -26,7 +26,7 @@ from lockstep.comm.collectives import Collective, add_collectives
 from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, known_hosts
 from lockstep.comm.shm.arguments import read_allocation
-from lockstep.comm.shm.call_comparer import make_shared_memory_comparer
+from lockstep.comm.shm.set_up import make_shared_memory_comparer
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError, PeerLostError
 

@@ -2,17 +2,11 @@
 
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import final
 
-from torch.distributed import Store
-
-from lockstep.comm.hosts import GroupMembers, GroupSetUp
-from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
 from lockstep.errors import GroupError, PeerLostError
 
 
@@ -63,27 +57,3 @@ class SharedMemoryComparer:
         self._peers.leave(PeerState.LEFT)
         self._peers.close()
         self._memory.close()
-
-
-def make_shared_memory_comparer(
-    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp
-) -> SharedMemoryComparer | None:
-    """Connect ranks that only compare calls (collective); None if they are not on one host.
-
-    Args:
-        store: A store for this alone.
-        rank: Number of this process in the group.
-        timeout: How long a call may take.
-        members: Who the ranks are.
-        set_up: When the ranks must be connected, and what is known of their hosts.
-
-    Raises:
-        GroupError: Some rank did not come in time.
-        PeerLostError: A rank was lost before all had come.
-    """
-    layout = FileLayout(len(members.names), send_buffer_bytes=PAGE, slot_bytes=PAGE)
-    handles, _ = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
-    if isinstance(handles, NotShared):
-        return None
-    memory = Memory(handles.descriptor, layout, rank)
-    return SharedMemoryComparer(memory, Peers(memory, rank, handles, timeout.total_seconds(), members.names))

@@ -27,8 +27,7 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective, add_collectives
-from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
-from lockstep.comm.shm import collectives
+from lockstep.comm.shm import collectives, pipeline
 from lockstep.comm.shm.arguments import (
     check_dense,
     check_writable,
@@ -39,14 +38,13 @@ from lockstep.comm.shm.arguments import (
     read_one,
     write_back,
 )
-from lockstep.comm.shm.arithmetic import reduction, schedule_nodes
+from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.pipeline import PartialReduction
 from lockstep.comm.shm.point_to_point import PointToPoint
-from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
+from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.torch_backends import TorchBackends
 from lockstep.comm.shm.work_queue import WorkQueue
 from lockstep.compiler import keep_compiler_out_of_methods
@@ -143,16 +141,7 @@ class ShmProcessGroup(ProcessGroup):
             call: Description of the call, compared with those of the other ranks.
             is_async: Whether the caller does not wait at once.
         """
-        placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
-        how = reduction(ReduceOp.SUM, out.dtype)
-        described = PartialReduction(
-            parts=[part.data for part in parts],
-            out=out.data,
-            how=how,
-            holders=[holder for _, holder in placed],
-            steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
-            num_slots=max(len(nodes) for nodes in layout),
-        )
+        described = pipeline.several_per_rank(parts, out, layout, num_shards)
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
         return self._start(call, action, [out], is_async=is_async)
 
@@ -408,32 +397,6 @@ class ShmProcessGroup(ProcessGroup):
         if not 0 <= rank < self.size():
             raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}.")
         return rank
-
-
-def make_shm_group(
-    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp
-) -> tuple[ShmProcessGroup | NotShared, GroupHosts]:
-    """Make a group of processes of one host (collective over its ranks), or say why they are not.
-
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        timeout: How long a call may take.
-        members: Who the ranks are.
-        set_up: When the group must be made, and what is known of its hosts.
-
-    Returns:
-        The group, or why there is none; and where the ranks are.
-
-    Raises:
-        GroupError: Some rank did not come in time.
-        PeerLostError: A rank was lost before all had come.
-    """
-    layout = FileLayout(len(members.names))
-    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
-    if isinstance(handles, NotShared):
-        return handles, hosts
-    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names), hosts
 
 
 def _close(  # everything but the group itself, which this must not keep alive

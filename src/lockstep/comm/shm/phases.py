@@ -1,6 +1,6 @@
 """Phases: the one way in which the ranks of a group hand each other data.
 
-In a phase every rank writes into its send buffer and waits until all have (`end_phase`); then it reads from the others'.
+In a phase every rank writes into its send buffer, waits until all have (`end_phase`), and reads from the others'.
 There are two send buffers per rank, used in turn, so one exchange of semaphores per phase is enough:
 
     rank 0   write A0 | end 0 | read A1, write B0 | end 1 | read B1, write A0 | end 2 | ...

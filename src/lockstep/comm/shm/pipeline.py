@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, schedule
+from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, reduction, schedule, schedule_nodes
 from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.shards.tree import Node
 
 _ALIGNMENT: Final = 64
 
@@ -54,6 +56,28 @@ def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> Par
         holders=[(rank, 0) for rank in range(exchange.size)],
         steps=schedule(exchange.size),
         num_slots=1,
+    )
+
+
+def several_per_rank(
+    parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
+) -> PartialReduction:
+    """Describe the sum of subtrees of shards, several on each rank.
+
+    Args:
+        parts: What this rank holds.
+        out: Where the sum goes.
+        layout: The nodes that each rank holds, in the order of its parts.
+        num_shards: Number of shards.
+    """
+    placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
+    return PartialReduction(
+        parts=[part.data for part in parts],
+        out=out.data,
+        how=reduction(ReduceOp.SUM, out.dtype),
+        holders=[holder for _, holder in placed],
+        steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
+        num_slots=max(len(nodes) for nodes in layout),
     )
 
 

@@ -5,16 +5,16 @@ that is next runs it itself, so a call that is waited for at once costs no chang
 which starts when it is first needed, runs all others.
 
     submit -> queue -> run by   the thread that waits (`QueuedWork.wait`), or by the queue's thread
-                       whoever holds `_turn`, one call at a time, oldest first
+                       the holder of `_run_lock`, one call at a time, oldest first
 
-What hangs on the future of a call may make calls and wait for them, as torch's PowerSGD hook does. So it runs after the
-turn, and while a thread of the queue is held up there, another takes its place.
+Callbacks of a call's future may make calls and wait for them, as torch's PowerSGD hook does. So they run after the lock
+is released, and while they hold up a thread of the queue, another thread takes its place.
 
-A call may be complete before its turn: a receive whose message came while an older one was still waiting for its own.
+A call may be complete before it is run: a receive whose message came while an older one was still waiting for its own.
 
 [Note: Ctrl-C] KeyboardInterrupt may come after any call that the main thread makes, also after one that took a lock.
-So a lock is taken within the `try` that gives it back, and `_turn` knows its holder: giving back what another thread
-has is an error and changes nothing. A call leaves the queue when it is done, not when it is looked at.
+So a lock is taken within the `try` that releases it, and `_run_lock` knows its holder: releasing what another thread
+holds is an error and changes nothing. A call leaves the queue when it is done, not when it is looked at.
 """
 
 import logging
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from lockstep.comm.shm.completed_work import CompletedWork
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError
 
@@ -46,7 +47,7 @@ class QueuedWork(Work):
     Args:
         action: Does it; may return the rank that a message came from.
         tensors: What `result` and the future hold when it is done.
-        work_queue: Where it waits its turn.
+        work_queue: Where it waits.
     """
 
     def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], work_queue: "WorkQueue") -> None:
@@ -192,7 +193,7 @@ class WorkQueue:
         self._run_lock = threading.RLock()  # but nobody takes it twice
         self._queue: deque[QueuedWork] = deque()
         self.unset_futures: deque[torch.futures.Future[None]] = deque()
-        """Futures of calls that are done, to be completed after the turn."""
+        """Futures of calls that are done, to be completed after the lock is released."""
         self._wake = threading.Semaphore(0)
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -203,7 +204,7 @@ class WorkQueue:
         """Whether the call that runs is run by the queue's own thread."""
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
-        """Do `action` in its turn and return when it is done; at once and in this thread if nothing is before it.
+        """Do `action` in order and return when it is done; at once and in this thread if nothing is before it.
 
         Raises:
             GroupError: What `action` raises.
@@ -227,13 +228,13 @@ class WorkQueue:
         return call
 
     def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
-        """Have `action` done in its turn, whether or not anybody waits for it."""
+        """Have `action` done in order, whether or not anybody waits for it."""
         call = QueuedWork(action, tensors, self)
         self.submit(call, soon=True)
         return call
 
     def try_now(self, action: Callable[[bool], Result]) -> Result:
-        """Do `action` at once, and tell it whether it has the turn: if nothing runs and nothing waits."""
+        """Do `action` at once, and tell it whether it has the lock: if nothing runs and nothing waits."""
         try:
             return self._try_lock(lambda has_lock: action(has_lock and not self._queue))
         finally:
@@ -287,7 +288,7 @@ class WorkQueue:
             if self._is_closed:
                 return  # who closes tells
             thread = threading.Thread(target=self._complete_futures, name=self._name, daemon=True)
-            with suppress(RuntimeError):  # no thread is to be had: they are completed after the turn
+            with suppress(RuntimeError):  # no thread is to be had: they are completed after the lock is released
                 thread.start()
             self._completion_threads = [*(teller for teller in self._completion_threads if teller.is_alive()), thread]
 
@@ -319,7 +320,7 @@ class WorkQueue:
         self._wake.release()
 
     def _try_lock(self, action: Callable[[bool], Result]) -> Result:
-        """Do `action` at once, and tell it whether it has the turn: if nobody else has it. [Note: Ctrl-C]."""
+        """Do `action` at once, and tell it whether it has the lock: if no other thread has it. [Note: Ctrl-C]."""
         if self._run_lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
             return action(False)
         try:
@@ -362,44 +363,3 @@ class WorkQueue:
 
 def _do_nothing() -> None:
     """Stand for an action that is done."""
-
-
-@final
-@keep_compiler_out_of_methods
-class CompletedWork(Work):
-    """A call that was done before it was returned."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 - torch's signature
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> None:
-        """Return None."""
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors that the call filled."""
-        return self._tensors
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def block_current_stream(self) -> None:
-        """Return at once."""
-
-    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """Return a future that holds the tensors already."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future

@@ -11,7 +11,8 @@ from typing import Any, final
 import pytest
 import torch
 
-from lockstep.comm.shm.work_queue import CompletedWork, QueuedWork, WorkQueue
+from lockstep.comm.shm.completed_work import CompletedWork
+from lockstep.comm.shm.work_queue import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 10
