@@ -15,6 +15,7 @@ from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group
 from lockstep.errors import PeerLostError
+from lockstep.torch_private import default_group
 
 
 def register_backends() -> None:
@@ -56,7 +57,7 @@ def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> Ch
     """
     report_uncaught_exceptions()
     if backends is None:
-        default: Any = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
+        default: Any = default_group()
         backends = default.backend_names
     members = _read_members(options)
     set_up = _read_set_up(options, members)

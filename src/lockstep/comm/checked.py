@@ -29,6 +29,7 @@ from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.torch_private import backend_of, register_backend, set_default_backend, set_timeout
 
 Result = TypeVar("Result")
 _BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
@@ -141,9 +142,9 @@ class CheckedProcessGroup(ProcessGroup):
         """Backend of each device."""
         for device, name in backends.items():
             place = torch.device(device)
-            backend = inner._get_backend(place)  # noqa: SLF001 - torch has no public name for it
-            self._register_backend(place, _BACKEND_TYPES[name], backend)
-        self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
+            backend = backend_of(inner, place)
+            register_backend(self, place, _BACKEND_TYPES[name], backend)
+        set_default_backend(self, _BACKEND_TYPES[next(iter(backends.values()))])
         self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
@@ -260,8 +261,8 @@ def check_group(
                 raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
             if name not in made:
                 made[name] = makers[name](PrefixStore(f"inner/{name}", store))
-            inner._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])  # noqa: SLF001 - no public name
-    inner._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])  # noqa: SLF001 - likewise
+            register_backend(inner, torch.device(device), _BACKEND_TYPES[name], made[name])
+    set_default_backend(inner, _BACKEND_TYPES[next(iter(backends.values()))])
     shared = make_shared_memory_comparer(PrefixStore("compare/shm", store), rank, timeout, members, set_up)
     comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
     return CheckedProcessGroup(inner, comparer, backends, members.names)
@@ -269,7 +270,7 @@ def check_group(
 
 def _nccl_options(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
+    set_timeout(options, timeout)
     return options
 
 

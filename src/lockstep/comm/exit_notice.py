@@ -8,6 +8,7 @@ from typing import cast, final
 import torch.distributed as dist
 
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
+from lockstep.torch_private import list_groups
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -19,7 +20,7 @@ def send_exit_notices() -> None:
     send nothing.
     """
     if dist.is_available() and dist.is_initialized():
-        for group in tuple(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of groups
+        for group in list_groups():
             if capabilities_of(group).reports_exits:
                 cast("ReportsExits", group).send_exit_notice()
 
@@ -30,7 +31,7 @@ def report_failure(error: BaseException) -> None:
     Only the first report counts. Groups of torch's own backends, unless made with `check=True`, send nothing.
     """
     if dist.is_available() and dist.is_initialized():
-        for group in tuple(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - torch has no public list of groups
+        for group in list_groups():
             if capabilities_of(group).reports_exits:
                 cast("ReportsExits", group).report_failure(error)
 

@@ -14,6 +14,7 @@ from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
 from lockstep.comm.capabilities import ComparesCalls, capabilities_of
 from lockstep.comm.messages import post_messages, wait_all
 from lockstep.comm.world import World
+from lockstep.torch_private import device_types
 
 
 def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
@@ -41,7 +42,7 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
         cast("ComparesCalls", world.group).compare_calls(call)
         return
     # On the CPU where the group has a backend for it: then nobody waits for a GPU, or sends where nobody receives.
-    has_cpu = any(known.type == "cpu" for known in world.group._device_types)  # noqa: SLF001 - no public name
+    has_cpu = any(known.type == "cpu" for known in device_types(world.group))
     mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
     mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
     mine = mine if has_cpu else mine.to(device)

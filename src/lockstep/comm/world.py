@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from lockstep.torch_private import default_group, store_of
+
 Result = TypeVar("Result")
 
 
@@ -53,8 +55,7 @@ class World:
 
 def group_store(group: ProcessGroup) -> Store | None:
     """Return the store that the ranks of a group share; None for a group that torch did not make (local)."""
-    known = dist.distributed_c10d._world.pg_map.get(group)  # noqa: SLF001 - torch has no public name for it
-    return None if known is None else known[1]
+    return store_of(group)
 
 
 def current_world(group: ProcessGroup | None = None) -> World:
@@ -62,5 +63,5 @@ def current_world(group: ProcessGroup | None = None) -> World:
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return World(rank=0, world_size=1, group=None)
-        group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
+        group = default_group()
     return World(rank=group.rank(), world_size=group.size(), group=group, is_torchs=group_store(group) is not None)

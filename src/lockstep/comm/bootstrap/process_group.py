@@ -36,6 +36,7 @@ from lockstep.comm.world import World, current_world
 from lockstep.devices.current import take_gpu
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
+from lockstep.torch_private import default_timeout
 
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that meet without a store: there can be no handshake."""
@@ -124,7 +125,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
         location = find_store_location(init_method or "env://", store, variables)
-        limit = _REPORT_TIMEOUT if problem else timeout or _default_timeout(backend)
+        limit = _REPORT_TIMEOUT if problem else timeout or default_timeout(backend)
         deadline = Deadline.after(limit)
         opened = _open_and_handshake(settings, location, deadline)
         members = GroupMembers(names=range(opened.world_size))
@@ -302,11 +303,6 @@ def _raising_first(problem: str) -> Iterator[None]:
         if problem:
             raise GroupError(problem) from error
         raise
-
-
-def _default_timeout(backend: str) -> datetime.timedelta:
-    default: datetime.timedelta = dist.distributed_c10d._get_default_timeout(dist.Backend(backend))  # noqa: SLF001 - torch has no public name for it
-    return default
 
 
 def _explain_lacking(backend: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from lockstep.errors import GroupError
+from lockstep.torch_private import gloo_options, set_timeout
 
 _LOOPBACK = "127.0.0.1"
 
@@ -56,11 +57,9 @@ class TorchBackends:
 
     def _make_gloo(self) -> Any:
         gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
-        options = gloo._Options()  # noqa: SLF001 - torch has no public way to choose the interface
         # All ranks are on this host: the loopback works without a network or a host name that resolves.
-        options._devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]  # noqa: SLF001
-        options._timeout = self._timeout  # noqa: SLF001
-        options._threads = 1  # noqa: SLF001
+        devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
+        options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
         return gloo(PrefixStore("gloo", self._store), self._rank, self._size, options)
 
     def _make_nccl(self) -> Any:
@@ -70,5 +69,5 @@ class TorchBackends:
                 "the CPU, or make the group with a backend for its device."
             )
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout  # noqa: SLF001 - torch has no public name for it
+        set_timeout(options, self._timeout)
         return dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
