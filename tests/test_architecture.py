@@ -68,16 +68,6 @@ EFFECTS = {
 }
 PRIVATE_NAMES = "lockstep.torch_private"
 """The room that alone may use names which torch does not promise."""
-STILL_PRIVATE = {
-    "lockstep.comm.backends",
-    "lockstep.comm.bootstrap.process_group",
-    "lockstep.comm.checked",
-    "lockstep.comm.exit_notice",
-    "lockstep.comm.same_call",
-    "lockstep.comm.shm.torch_backends",
-    "lockstep.comm.world",
-}
-"""Modules that have not gone over to that room; whoever moves one over deletes its line, and none is added."""
 PYTHONS_NAMES = {"_Unpickler", "_current_frames", "_exit", "_getframe", "_is_owned"}
 """Attributes of Python's own library: of pickle, sys, os and an RLock."""
 NAMES_IN_FILES = {
@@ -261,14 +251,7 @@ def private_uses(module: str, source: str) -> list[str]:
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(PRIVATE_NAMES)])
 def test_private_names_stand_in_one_room(module: str) -> None:
     found = private_uses(module, MODULES[module].read_text("utf-8"))
-    if module in STILL_PRIVATE:
-        assert found, f"{module} uses no private names any more. Delete it from STILL_PRIVATE."
-    else:
-        assert not found, f"{module} uses private names; give them a public one in {PRIVATE_NAMES}: {found}"
-
-
-def test_modules_that_still_use_private_names_exist() -> None:
-    assert set(MODULES) >= STILL_PRIVATE
+    assert not found, f"{module} uses private names; give them a public one in {PRIVATE_NAMES}: {found}"
 
 
 @pytest.mark.parametrize(
