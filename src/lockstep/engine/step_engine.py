@@ -141,7 +141,7 @@ class StepEngine:
         self._parameters = ParameterWatch(model)
         self._model = ModelWatch(model, optimizer, trained)
         self._conditions = Conditions()
-        self._order = OrderWatch(lambda adds_once: self._gradients.trust(adds_once=adds_once))
+        self._order = OrderWatch(lambda adds_once: self._gradients.note_single_additions(adds_once=adds_once))
         self._comparison = WorkerComparison(model, optimizer, world)
         self._guard = guard_steps(optimizer, self)
         self._update = Update(state, options.max_grad_norm, self._guard)
@@ -318,7 +318,7 @@ class StepEngine:
     def _take_numbers(self) -> WorkerNumbers:
         gradients: Tensor | int = 0
         if self._state.scaler is None and self._max_grad_norm is None:  # else the scaler looks, or the norm tells
-            gradients = self._gradients.sum_to_suspect(self._state.device)
+            gradients = self._gradients.sum_for_finite_check(self._state.device)
         return WorkerNumbers(
             options=self._comparison.options_number(), values=self._comparison.values_number(), gradients=gradients
         )

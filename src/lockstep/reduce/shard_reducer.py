@@ -78,10 +78,11 @@ class ShardReducer:
         if self._reducer is not None:
             self._reducer.schedule.send_besides = start
 
-    def trust(self, *, adds_once: bool) -> None:
-        """Take in what all workers' backwards have shown: whether they run no others inside (local).
+    def note_single_additions(self, *, adds_once: bool) -> None:
+        """Note whether all workers' backwards so far add once to each parameter: they run no others inside (local).
 
-        Until then, and if they do, each shard's gradients are taken whole before they are added.
+        Until that is known, and if one does, nothing is accumulated in place: each shard's gradients are taken whole
+        before they are added.
         """
         self._in_place.adds_once = adds_once
         if self._reducer is not None and not adds_once:
@@ -143,7 +144,7 @@ class ShardReducer:
             self._reducer.reduce_without_backward()
         self._partials.clear()
 
-    def sum_to_suspect(self, device: torch.device) -> Tensor:
+    def sum_for_finite_check(self, device: torch.device) -> Tensor:
         """Return a number that is not finite if a gradient of the step that has ended is not (local).
 
         Each worker looks at its segment of every bucket, so it is true of the numbers of all workers together: of the
