@@ -9,8 +9,9 @@ hook's signature, `scatter` and `gather`.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.nn import parallel as torch_parallel
 from lockstep.comm import broadcast_tensors, calls_for, current_world, start_broadcast
 from lockstep.devices.transfer import to_device
 from lockstep.errors import GroupError
-from lockstep.parallel.delayed import DelayedReduction
+from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import WrapperJoinHook, highest_rank, tell_what_comes
 from lockstep.parallel.module_arguments import (
     check_parameters,
@@ -38,10 +39,9 @@ from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, nam
 from lockstep.parallel.module_sync import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, ModuleSync
 from lockstep.parallel.statistics import Statistics, describe_wrapper
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-from lockstep.parallel.warned import warn_of_ignored, warn_of_uneven_batches
+from lockstep.parallel.warned import UnevenBatchWarning, warn_of_ignored
 from lockstep.reduce import (
     CommHook,
-    GroupStatus,
     HookReduction,
     KeepLocalGradients,
     MeanReduction,
@@ -54,6 +54,18 @@ from lockstep.torch_private import check_comm_hook, disable_compiler, ignored_na
 
 _BROADCAST_BYTES = 250 << 20
 _PURPOSE = "a wrapped model's backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredHook:
+    """A communication hook, as it was registered."""
+
+    function: Callable[..., Any]
+    """`function(state, bucket)`."""
+    state: object
+    """Its first argument."""
+    name: str
+    """What logging data call it."""
 
 
 class DistributedDataParallel(torch_parallel.DistributedDataParallel):
@@ -126,11 +138,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        delayed = list(delay_all_reduce_named_params or ())
+        delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._workers = find_world(process_group, device_mesh)
         self.process_group = require_group(self._workers)
         if device_mesh is not None:
@@ -178,11 +186,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._mean = MeanReduction(self._workers)
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
-        self._has_warned_of_uneven_batches = False
+        self._uneven_batches = UnevenBatchWarning(self._workers.rank)
         self._buffer_source = 0
         self._lazy_init_ran = False
-        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
-        self._comm_hook_name = ""
+        self._hook: RegisteredHook | None = None
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
         model = TrainedModel(module, self.parameters_to_ignore)
@@ -190,14 +197,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
             buffers = {id(buffer) for _, buffer in model.buffers()} if not sync_at_start else set()
             broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group)
-        self._delayed: DelayedReduction | None = None
-        self._delayed_names = [name for name, _ in delayed]
-        self._delaying_name = ""
+        self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
-            self._delaying_name = names.get(id(param_to_hook_all_reduce), "")
-            broadcast_tensors([each.detach() for _, each in delayed], self.process_group)
-            self._delayed = DelayedReduction([each for _, each in delayed], param_to_hook_all_reduce, self._workers)
+            self._delayed = DelayedParameters(module, dict(delayed), param_to_hook_all_reduce, self._workers)
+            self._delayed.broadcast()
         name_precisions(module, getattr(mixed_precision, "param_dtype", None), self.parameters_to_ignore)
         cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
         self._connect(model)
@@ -218,7 +221,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         if model.trained:
             self._mean = MeanReduction(self._workers)
             self.reducer = Reducer(model, self._workers, options, self._mean, KeepLocalGradients(self._mean))
-            self.reducer.on_status = _WeakCall(weakref.WeakMethod(self._look_at_status))
+            self.reducer.on_status = self._uneven_batches.look_at
         sync = self._sync = ModuleSync(model, self._workers, self.reducer, syncs_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
             start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
@@ -273,6 +276,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
+        self._uneven_batches.is_expected = self._join_config.enable
         if self._join_config.enable:
             self._tell_joined(buffers=sends_buffers)
             if sends_buffers:
@@ -370,16 +374,18 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             ValueError: Its signature is not a hook's.
         """
         self._check_comm_hook(hook)
-        if self._comm_hooks:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._comm_hooks.append((hook, state))
-        self._comm_hook_name = hook.__qualname__
-        if self.reducer is not None:
-            self._use_hook(state, hook)
+        self._register_hook(RegisteredHook(function=hook, state=state, name=hook.__qualname__))
 
-    def _use_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        reduction = HookReduction(CommHook(function=hook, state=state), self._workers)
-        self.reducer.use_reduction(reduction, only_gradients=True)
+    def _register_hook(self, hook: RegisteredHook) -> None:
+        if self._hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._hook = hook
+        self._use_hook()
+
+    def _use_hook(self) -> None:
+        if self.reducer is not None and self._hook is not None:
+            hook = CommHook(function=self._hook.function, state=self._hook.state)
+            self.reducer.use_reduction(HookReduction(hook, self._workers), only_gradients=True)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__name__", "").startswith("bf16_compress"):
@@ -396,14 +402,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-        self._comm_hook_name = str(comm_hook_type)
-
-    def _look_at_status(self, status: GroupStatus) -> None:
-        if status.uneven_batch_sizes and not self._has_warned_of_uneven_batches and not self._join_config.enable:
-            self._has_warned_of_uneven_batches = True
-            if self._workers.rank == 0:
-                warn_of_uneven_batches(status.batch_sizes)
+        hook: Callable[..., Any] = hooks[comm_hook_type]
+        self._register_hook(RegisteredHook(function=hook, state=self.process_group, name=str(comm_hook_type)))
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
 
@@ -497,8 +497,8 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         }
         if self.static_graph:
             options["static_graph"] = True
-        if self._comm_hook_name:
-            options["comm_hook"] = self._comm_hook_name
+        if self._hook is not None:
+            options["comm_hook"] = self._hook.name
         return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -528,9 +528,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _reconnect(self) -> None:
         self._sync.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
-        for hook, state in self._comm_hooks:
-            if self.reducer is not None:
-                self._use_hook(state, hook)
+        self._use_hook()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; as torch's, only with the default group.
@@ -538,14 +536,10 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         Raises:
             RuntimeError: It has another group, or delayed parameters that wait for one which is not the module's.
         """
-        if self._delayed is not None and not self._delaying_name:
-            raise RuntimeError(
-                "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
-                "so a copy would not know for what its delayed parameters wait. Copy the module, and wrap the copy."
-            )
+        delayed_names = None if self._delayed is None else self._delayed.names_for_copy()
         self._check_default_group()  # type: ignore[no-untyped-call]
-        state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_workers", "_sync", "_mean", "_delayed", "_comm_hooks"):
+        state = {**self.__dict__, "_delayed": delayed_names}
+        for name in ("process_group", "reducer", "_workers", "_sync", "_mean", "_hook", "_uneven_batches"):
             del state[name]
         return state
 
@@ -554,25 +548,12 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         nn.Module.__setstate__(self, state)
         self._workers = find_world(None, None)
         self.process_group = require_group(self._workers)
-        self._comm_hooks, self._comm_hook_name = [], ""
-        self._delayed = None
-        if self._delayed_names:
-            named = dict(self.module.named_parameters())
-            delayed = [named[name] for name in self._delayed_names]
-            self._delayed = DelayedReduction(delayed, named[self._delaying_name], self._workers)
+        self._hook = None
+        self._uneven_batches = UnevenBatchWarning(self._workers.rank)
+        if self._delayed is not None:
+            names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there
+            self._delayed = DelayedParameters.of_names(self.module, names, trigger_name, self._workers)
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
-
-
-class _WeakCall:
-    """Calls a method as long as its owner lives."""
-
-    def __init__(self, method: "weakref.WeakMethod[Callable[[GroupStatus], None]]") -> None:
-        self._method = method
-
-    def __call__(self, status: GroupStatus) -> None:
-        call = self._method()
-        if call is not None:
-            call(status)
 
 
 def _start_buffers(

@@ -4,36 +4,78 @@ Embedding tables that are trained by another system are kept out of the buckets 
 buffer of their own, which is reduced when the gradient of the parameter that the caller names arrives.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm import World
+from lockstep.comm import World, broadcast_tensors
 from lockstep.torch_private import queue_callback
 
 
+def check_delayed(
+    named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters that are delayed.
+
+    Raises:
+        ValueError: Only one of the two arguments was given.
+    """
+    if (named is None) != (trigger is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    return list(named or ())
+
+
 @final
-class DelayedReduction:
-    """The gradients of `parameters`, averaged when that of `trigger` arrives.
+class DelayedParameters:
+    """Parameters of a module whose gradients are averaged when that of `trigger` arrives.
 
     Args:
-        parameters: On one device, of one dtype.
+        module: The module.
+        named: The parameters by name, on one device and of one dtype.
         trigger: Whose gradient says that all of theirs are there; as a rule the parameter that is used first.
         world: The workers.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], trigger: Tensor, world: World) -> None:
+    def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter], trigger: Tensor, world: World) -> None:
         assert world.group is not None
-        self._parameters = list(parameters)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = list(named)
+        self._trigger_name = names.get(id(trigger), "")
+        self._parameters = list(named.values())
         self._world = world
         first = self._parameters[0]
-        self._buffer = torch.zeros(sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device)
-        parts = self._buffer.split([each.numel() for each in parameters])
-        self._places = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
+        sizes = [each.numel() for each in self._parameters]
+        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = self._buffer.split(sizes)
+        self._places = [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
         trigger.register_hook(self._reduce)
+
+    @classmethod
+    def of_names(cls, module: nn.Module, names: Sequence[str], trigger_name: str, world: World) -> Self:
+        """Return those of a copied module, from `names_for_copy`."""
+        named = dict(module.named_parameters())
+        return cls(module, {name: named[name] for name in names}, named[trigger_name], world)
+
+    def names_for_copy(self) -> tuple[list[str], str]:
+        """Return what a copy of the module needs to delay the same parameters.
+
+        Raises:
+            RuntimeError: They wait for a tensor that is not the module's.
+        """
+        if not self._trigger_name:
+            raise RuntimeError(
+                "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
+                "so a copy would not know for what its delayed parameters wait. Copy the module, and wrap the copy."
+            )
+        return self._names, self._trigger_name
+
+    def broadcast(self) -> None:
+        """Overwrite the parameters with rank 0's (collective)."""
+        assert self._world.group is not None
+        broadcast_tensors([each.detach() for each in self._parameters], self._world.group)
 
     def prepare(self) -> None:
         """Let `.grad` of each parameter lie in the buffer; called before its backward."""

@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
+
+from lockstep.reduce import GroupStatus
 
 _LOGGER = logging.getLogger("lockstep")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -38,6 +40,31 @@ def warn_of_ignored(
             "parameters automatically, so you do not need to set find_unused_parameters=true.",
             stacklevel=3,
         )
+
+
+@final
+class UnevenBatchWarning:
+    """Warns once, on rank 0, that ranks trained on batches of different sizes.
+
+    Args:
+        rank: Number of this rank.
+
+    Attributes:
+        is_expected: Whether they may differ now, as within `join`.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.is_expected = False
+        self._rank = rank
+        self._has_warned = False
+
+    def look_at(self, status: GroupStatus) -> None:
+        """Warn if the ranks' batches have differed."""
+        if not status.uneven_batch_sizes or self._has_warned or self.is_expected:
+            return
+        self._has_warned = True
+        if self._rank == 0:
+            warn_of_uneven_batches(status.batch_sizes)
 
 
 def warn_of_uneven_batches(batch_sizes: Sequence[int]) -> None:
