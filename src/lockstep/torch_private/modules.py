@@ -48,6 +48,9 @@ buffer_registry: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_
 module_registry: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 """Likewise a module's own children."""
 
+# Bound here: torch's tests may put another class in the place of that name.
+_check_comm_hook: Callable[..., None] = parallel.DistributedDataParallel._check_comm_hook
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 non_persistent_buffer_names: Callable[[nn.Module], Collection[str]] = attrgetter("_non_persistent_buffers_set")
@@ -136,7 +139,7 @@ def check_comm_hook(wrapper: parallel.DistributedDataParallel, hook: Callable[..
         ValueError: A parameter or the return value is annotated with another type than torch expects.
         KeyError: Its second parameter is not called `bucket`.
     """
-    parallel.DistributedDataParallel._check_comm_hook(wrapper, hook)
+    _check_comm_hook(wrapper, hook)
 
 
 def localize_tensor_parallel(module: nn.Module) -> None:
