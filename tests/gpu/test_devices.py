@@ -103,7 +103,7 @@ def test_a_card_that_a_worker_holds_is_not_free() -> None:
     if not free:
         pytest.skip("needs a free GPU")
     [told] = ls.launch(hold, free[0].index, devices=[free[0].index])
-    assert "asks for what is not free" in told
+    assert "asks for GPUs that are not free" in told
 
 
 def test_a_card_that_is_not_there_is_one_message() -> None:

@@ -127,7 +127,7 @@ def test_train_refuses_a_held_card_before_it_makes_anything(driver: str, holder:
     done = run("train", str(config), code=WITH_CUDA, LD_LIBRARY_PATH=driver, FAKE_HOLDER=str(holder))
     assert done.returncode == 2
     user = psutil.Process(holder).username()
-    assert f"error: device_ids asks for what is not free: GPU 0 is held by {user}, pid" in done.stderr
+    assert f"error: device_ids asks for GPUs that are not free: GPU 0 is held by {user}, pid" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

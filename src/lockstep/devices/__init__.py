@@ -1,15 +1,16 @@
 """Devices: which GPUs this machine has, and which device each worker gets.
 
 An *inventory* lists what the machine has at a moment: GPUs, the processes that use them (*holders*), cores. A *request*
-is what a user asks for: `auto:3`, `[0, 2]`. A *placement* is one device per worker, in rank order, and why these.
+is what a user asks for: `auto:3`, `[0, 2]`. A *placement* has one device per worker, in rank order, and the reason for
+the choice.
 
-Reading a request, choosing and wording are pure (`request.py`, `choose.py`, `visible.py`, `describe.py`, over the
-values of `inventory.py` and `placement.py`); looking is not (`look.py`, which asks `nvml.py`, `driver.py`, `holders.py`
-and `capacity.py`).
+Pure are the parts that read a request, choose devices and describe them: `request.py`, `choose.py`, `visible.py` and
+`describe.py`, with the values of `inventory.py` and `placement.py`. `look.py` takes the inventory. It uses `nvml.py`,
+`driver.py`, `holders.py` and `capacity.py`.
 
-Invariants: looking creates no CUDA context; a GPU asked for is there, is asked for once, is not hidden from this
-process and is held by nobody else, or the answer is one `DeviceError`; nothing falls back from a GPU to the CPU unless
-the request says `auto` and there is no GPU that this process could ever use.
+Invariants: taking an inventory creates no CUDA context. Every GPU that the user names exists, is named once, is not
+hidden from this process and is not used by another process; otherwise `DeviceError` is raised. The CPU replaces GPUs
+only if the request is `auto` and there is no GPU that this process could ever use.
 
 `lockstep run` chooses devices without torch. So modules that import torch (`transfer.py`, `current.py`) are not
 imported here.

@@ -6,6 +6,6 @@ import torch
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether operations on the device are queued, so that reading a value on the host waits for the device.
 
-    Code that asks this, instead of comparing device types, can be tested on a CPU that behaves so.
+    Code that calls this, instead of comparing device types, can be tested with a fake asynchronous device on a CPU.
     """
     return device.type != "cpu"

@@ -1,7 +1,7 @@
-"""How many cores and how much memory this process may use: the machine's, less what it was bound or limited to.
+"""How many cores and how much memory this process may use: the machine's, within CPU affinity and cgroup limits.
 
-A container or a cluster's job is held to its share by control groups (version 2 is read), of which the machine's own
-numbers say nothing.
+Control groups limit a container or a cluster's job. The numbers of cores and bytes that the kernel reports for the
+machine do not include these limits. Version 2 of control groups is read.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def measure_memory(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> tu
 
 
 def _own_groups(membership: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process' control group and of those around it."""
+    """Yield the folders of this process' control group and of its parents."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

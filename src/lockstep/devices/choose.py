@@ -1,8 +1,8 @@
-"""Turn a request for devices into a placement. Pure: what the machine has comes in as an inventory.
+"""Turn a request for devices into a placement. Pure: it is given an inventory of the machine.
 
-[Note: busy] A GPU is busy if a process computes on it, or if so much of its memory is in use that there must be a
-process which cannot be seen, as from inside a container. A desktop that draws on it does not make it busy, nor does
-this process.
+[Note: busy] A GPU is busy if a process computes on it. It is also busy if more of its memory is in use than its known
+processes and the driver explain: inside a container, processes outside of it cannot be seen. Processes that only draw,
+as a desktop does, and this process itself do not make a GPU busy.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ from lockstep.devices.request import (
 from lockstep.errors import DeviceError
 
 NUM_CPU_WORKERS = 2
-"""Workers that `auto` takes where there is no GPU."""
+"""How many workers `auto` starts where there is no GPU."""
 
 _UNSEEN_BYTES = 2**30
-"""The driver itself uses up to so much memory, or a twentieth of the GPU's, that belongs to no process."""
+"""The driver uses up to this much memory itself, or a twentieth of the GPU's; it belongs to no process."""
 _HIDES_ALL = frozenset({"", "-1"})
 """Values of CUDA_VISIBLE_DEVICES with which people hide every GPU on purpose."""
 
@@ -47,10 +47,11 @@ def choose_devices(
         workers: How many workers, where the request leaves that open; a list or a count must agree with it.
         inventory: What the machine has.
         force: Take GPUs that others hold, too.
-        max_workers: What a bare `auto` takes at the most; an explicit count is not cut.
+        max_workers: The most that `auto` without a count takes; an explicit count is not reduced.
 
     Raises:
-        DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there or not free.
+        DeviceError: The request cannot be read, contradicts `workers`, or asks for devices that do not exist or are not
+            free.
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise DeviceError(f"workers is {workers!r}, but a run needs a whole number of workers, 1 or more.")
@@ -60,20 +61,22 @@ def choose_devices(
     if isinstance(wanted, Named):
         return _choose_named(wanted, inventory, force=force)
     if inventory.is_faulty:
-        raise DeviceError(f"auto looks for GPUs, but {inventory.problem}. Mend that, or say cpu:2 to do without.")
+        raise DeviceError(
+            f"auto looks for GPUs, but {inventory.problem}. Repair that, or use cpu:2 to train on the CPU."
+        )
     why_none = _why_no_gpu(inventory)
     if why_none and wanted.min_free_bytes is None:
         return _on_cpu(wanted.count or min(NUM_CPU_WORKERS, max_workers or NUM_CPU_WORKERS), why_none)
     if why_none:
         raise DeviceError(
             f"device_ids asks for GPUs with {describe_bytes(wanted.min_free_bytes)} of free memory, but {why_none}. "
-            "Say auto to train on the CPU then."
+            "Use auto to train on the CPU in that case."
         )
     return _choose_free(wanted, inventory, force=force, max_workers=max_workers)
 
 
 def find_occupants(gpu: Gpu, inventory: Inventory) -> str:
-    """Return who makes a GPU busy ([Note: busy]), as in "held by alice, pid 123, python train.py"; empty for nobody."""
+    """Return what makes a GPU busy ([Note: busy]): "held by alice, pid 123, python train.py"; empty if it is free."""
     holders = [holder for holder in gpu.holders if not holder.is_graphics and not holder.is_self]
     if holders:
         return "held by " + " and by ".join(describe_holder(holder, inventory) for holder in holders)
@@ -82,7 +85,7 @@ def find_occupants(gpu: Gpu, inventory: Inventory) -> str:
 
 
 def find_unseen_bytes(gpu: Gpu) -> int:
-    """Return how much of a GPU's memory somebody holds who cannot be seen ([Note: busy]); 0 for nobody."""
+    """Return how much of a GPU's memory is held by processes that cannot be seen ([Note: busy])."""
     total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
     if total is None or free is None or any(holder.memory_bytes is None for holder in gpu.holders):
         return 0
@@ -96,7 +99,7 @@ def _on_cpu(num_workers: int, why: str) -> Placement:
 
 
 def _why_no_gpu(inventory: Inventory) -> str:
-    """Return why `auto` means the CPU on this machine; empty where it means GPUs, be they free or not."""
+    """Return why `auto` means the CPU on this machine; empty if it means GPUs, free or not."""
     if inventory.problem:
         return inventory.problem
     if not inventory.gpus:
@@ -116,8 +119,8 @@ def _choose_named(wanted: Named, inventory: Inventory, *, force: bool) -> Placem
     busy = [f"{short_label(gpu)} is {by}" for gpu in gpus if (by := find_occupants(gpu, inventory))]
     if busy and not force:
         raise DeviceError(
-            f"device_ids asks for what is not free: {'; '.join(busy)}. Name others, say auto to have free ones picked, "
-            "or insist with --force (in Python force=True)."
+            f"device_ids asks for GPUs that are not free: {'; '.join(busy)}. Name others, use auto to get free ones, "
+            "or take these with --force (in Python force=True)."
         )
     return _place(groups, f"taken by force: {'; '.join(busy)}" if busy else "")
 
@@ -126,25 +129,25 @@ def _find(name: GpuName, inventory: Inventory) -> Gpu:
     """Return the GPU of that number or UUID.
 
     Raises:
-        DeviceError: There is none, several, or it is hidden.
+        DeviceError: No GPU has this name, several have, or it is hidden.
     """
     if inventory.problem or not inventory.gpus:
         why = inventory.problem or "no GPU can be seen here"
-        raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Say "cpu:2" to train on the CPU.')
+        raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Use "cpu:2" to train on the CPU.')
     if isinstance(name, int) or ":" in name:
         found = [gpu for gpu in inventory.gpus if gpu_number(gpu) == str(name)]
     else:
         found = [gpu for gpu in inventory.gpus if (gpu.uuid or "").lower().startswith(name.lower())]
     if len(found) > 1:
         uuids = " and ".join(str(gpu.uuid) for gpu in found)
-        raise DeviceError(f"device_ids holds {name!r}, with which {uuids} begin. Give more of it.")
+        raise DeviceError(f"device_ids has {name!r}, but {uuids} begin with it. Give more letters of the UUID.")
     if not found:
         raise DeviceError(f"device_ids asks for GPU {name}, but {_what_is_here(name, inventory.gpus)}.")
     if not found[0].is_visible:
         shown = ", ".join(short_label(gpu) for gpu in inventory.gpus if gpu.is_visible) or "none"
         raise DeviceError(
             f"device_ids asks for {short_label(found[0])}, which {_hidden_by(inventory)} from this process. Unset the "
-            f"variable, or ask for what it shows: {shown}."
+            f"variable, or name a GPU that it shows: {shown}."
         )
     return found[0]
 
@@ -187,7 +190,7 @@ def _find_obstacle(gpu: Gpu, wanted: Auto, inventory: Inventory, *, force: bool)
         return f"cannot be used: {gpu.problem}"
     if wanted.min_free_bytes is not None:
         if gpu.memory_free_bytes is None:
-            return "does not tell its free memory"
+            return "does not report its free memory"
         if gpu.memory_free_bytes >= wanted.min_free_bytes:
             return ""
         by = find_occupants(gpu, inventory)
@@ -211,7 +214,7 @@ def _too_few(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> st
 
 
 def _advise(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str:
-    """Return what the user can do: to wait or to share GPUs only where others use all that is missing."""
+    """Return what the user can do. Waiting and sharing help only if other processes use the missing GPUs."""
     num_free = sum(not obstacle for obstacle in obstacles)
     usable = [gpu for gpu in inventory.gpus if gpu.is_visible and not gpu.problem]
     num_held = sum(bool(find_occupants(gpu, inventory)) for gpu in usable)
@@ -220,12 +223,12 @@ def _advise(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str
         ways.append("wait")
         if wanted.min_free_bytes is None:
             ways.append("share one (auto>=10GiB asks for free memory alone)")
-            ways.append("insist with --force (in Python force=True)")
+            ways.append("take busy ones with --force (in Python force=True)")
     if wanted.min_free_bytes is not None and (wanted.count or 1) <= len(usable):
         ways.append("ask for less memory")
     if any(not gpu.is_visible for gpu in inventory.gpus):
         ways.append("unset CUDA_VISIBLE_DEVICES or name other GPUs in it")
-    ways.append(f'say "cpu:{wanted.count or NUM_CPU_WORKERS}" to train on the CPU')
+    ways.append(f'use "cpu:{wanted.count or NUM_CPU_WORKERS}" to train on the CPU')
     advice = ", or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0]
     return f"{advice[0].upper()}{advice[1:]}."
 

@@ -19,7 +19,7 @@ def take_gpu(local_rank: int) -> str:
     if local_rank >= num_gpus:
         return (
             f"Worker {local_rank} of host {socket.gethostname()!r} has no GPU of its own: {num_gpus} can be seen "
-            "there. Start as many workers on a host as it has GPUs."
+            "there. Start at most one worker per GPU on a host."
         )
     torch.cuda.set_device(local_rank)
     return ""

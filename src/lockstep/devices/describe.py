@@ -1,4 +1,4 @@
-"""Describing GPUs and their holders, in the same words in tables, reasons and errors. Pure."""
+"""Describing GPUs and their holders, with the same words in tables, reasons and errors. Pure."""
 
 from lockstep.devices.inventory import Gpu, Holder, Inventory
 
@@ -24,7 +24,7 @@ def gpu_number(gpu: Gpu) -> str:
 def describe_holder(holder: Holder, inventory: Inventory) -> str:
     """Return who holds a GPU: "alice, pid 123, python train.py, since 10:32"; with the date if that is another day."""
     if holder.user is None and holder.command is None:
-        return f"pid {holder.pid}, of which nothing more can be seen from here"
+        return f"pid {holder.pid}, whose user and command cannot be seen from here"
     parts = [holder.user or "an unknown user", f"pid {holder.pid}"]
     if holder.command is not None:
         parts.append(_shorten(holder.command))

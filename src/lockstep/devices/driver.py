@@ -1,7 +1,7 @@
 """Ask the CUDA driver which GPUs it shows to this process.
 
-A process of its own asks it, because the first call to the driver fixes the value of CUDA_VISIBLE_DEVICES for the
-process and makes CUDA unusable in later forks. No context is made.
+A separate process asks it, because the first call to the driver fixes the value of CUDA_VISIBLE_DEVICES for the process
+that calls, and makes CUDA unusable in its later forks. No CUDA context is created.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ for number in range(count.value):
 
 
 def ask_driver() -> frozenset[str] | None:
-    """Return the UUIDs of what CUDA shows, as the hexadecimal digits of their bytes; None if it cannot be asked."""
+    """Return the UUIDs of the GPUs that CUDA shows, as hexadecimal digits of their bytes; None if the call fails."""
     command = [sys.executable, "-I", "-S", "-c", _SCRIPT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)  # noqa: S603

@@ -9,14 +9,14 @@ from lockstep.devices.inventory import Holder
 
 
 def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
-    """Return what can be seen of a process that holds memory on a GPU.
+    """Return a process that has memory on a GPU, with its user, command and start if these can be seen.
 
-    The driver's pid may belong to a process outside this container, or to one that has ended. Then nothing is known of
-    it, which is no error.
+    The driver's pid may belong to a process outside this container, or to one that has ended. Then the fields are None,
+    which is not an error.
 
     Args:
-        pid: Its number, from the driver.
-        memory_bytes: What it holds, from the driver.
+        pid: Its process id, from the driver.
+        memory_bytes: How much GPU memory it has, from the driver.
         is_graphics: Whether it only draws, from the driver.
     """
     user, command, since = None, None, None
@@ -25,7 +25,7 @@ def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> 
         since = datetime.fromtimestamp(process.create_time()).astimezone()
         user = process.username()
         command = _clean(process.cmdline() or [process.name()])
-    except (psutil.Error, OSError, ValueError):  # what was learnt before stays
+    except (psutil.Error, OSError, ValueError):  # values that were read before this error are kept
         pass
     return Holder(
         pid=pid,
@@ -39,6 +39,6 @@ def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> 
 
 
 def _clean(words: list[str]) -> str:
-    """Return a command on one line, the program without its folder, and nothing in it that a terminal would obey."""
+    """Return a command on one line, the program without its folder, without control characters for the terminal."""
     line = " ".join([os.path.basename(words[0]) or words[0], *words[1:]])  # noqa: PTH119 - a name, not a path of ours
     return " ".join("".join(letter if letter.isprintable() else " " for letter in line).split())

@@ -1,4 +1,4 @@
-"""What a machine has, as values: its GPUs and who uses them, its cores, its memory. `look.py` makes them."""
+"""What a machine has, as values: its GPUs and the processes on them, its cores, its memory. `look.py` makes them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,15 +9,15 @@ class Holder:
     """A process that has memory on a GPU."""
 
     pid: int
-    """Its number, as the driver gives it."""
+    """Its process id, as the driver reports it."""
     user: str | None
-    """Whose it is; None where this process may not know, as of a process in another container."""
+    """The user who runs it; None where that cannot be seen, as of a process in another container."""
     command: str | None
-    """Its command line; None likewise."""
+    """Its command line; None where that cannot be seen."""
     since: datetime | None
-    """When it started, in local time; None likewise."""
+    """When it started, in local time; None where that cannot be seen."""
     memory_bytes: int | None
-    """How much it holds; None where the driver does not say."""
+    """How much it has; None where the driver does not report it."""
     is_graphics: bool = False
     """Whether it only draws, as a desktop does."""
     is_self: bool = False
@@ -26,28 +26,28 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU, or where one is split by MIG, one of its instances: what CUDA can give to a process."""
+    """A GPU that CUDA can give to a process. Where MIG splits a GPU, each of its instances is one."""
 
     index: int
-    """Its number, or that of the GPU that it is an instance of, as nvidia-smi counts."""
+    """The number that nvidia-smi shows; for a MIG instance that of its GPU."""
     instance: int | None = None
     """Number of the MIG instance on its GPU; None for a whole GPU."""
     uuid: str | None
-    """"GPU-..." or "MIG-...": means the same card in every process and after a reboot. None where it is not known."""
+    """"GPU-..." or "MIG-...": the same card in every process and after a reboot. None where it is not known."""
     cuda_name: str
-    """What names it in CUDA_VISIBLE_DEVICES."""
+    """Its name for CUDA_VISIBLE_DEVICES."""
     name: str
-    """Of the model, such as "NVIDIA GeForce RTX 3090"."""
+    """Name of the model, such as "NVIDIA GeForce RTX 3090"."""
     memory_total_bytes: int | None
-    """None where the driver does not say."""
+    """Its memory; None where the driver does not report it."""
     memory_free_bytes: int | None
-    """Likewise."""
+    """Its free memory; None where the driver does not report it."""
     utilisation_percent: int | None = None
-    """Of its time in which it computed, just now. None where the driver does not say, as of MIG instances."""
+    """Share of the last moments in which it computed. None where the driver does not report it, as of MIG instances."""
     holders: tuple[Holder, ...] = ()
-    """Who has memory on it, as far as can be seen from here."""
+    """The processes that have memory on it, as far as they can be seen from here."""
     is_visible: bool = True
-    """Whether CUDA_VISIBLE_DEVICES leaves it to this process."""
+    """Whether CUDA_VISIBLE_DEVICES shows it to this process."""
     problem: str = ""
     """Why CUDA cannot use it, for example because it was lost; empty if CUDA can."""
 
@@ -61,9 +61,9 @@ class Inventory:
     gpus: tuple[Gpu, ...]
     """In nvidia-smi's order, those hidden by CUDA_VISIBLE_DEVICES included."""
     problem: str
-    """One line on why this process can use no GPU at all; empty if nothing stands against it."""
+    """One line on why this process can use no GPU at all; empty if it can."""
     is_faulty: bool = False
-    """Whether that is a fault to be mended, and not just what this machine is like."""
+    """Whether the problem is a fault that can be repaired, and not simply a machine without GPUs."""
     driver: str | None
     """Version of the NVIDIA driver."""
     cuda_visible_devices: str | None
@@ -73,4 +73,4 @@ class Inventory:
     memory_total_bytes: int
     """Main memory that this process may use."""
     memory_available_bytes: int
-    """What is left of that."""
+    """How much of it is free."""

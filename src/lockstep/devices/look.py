@@ -1,4 +1,4 @@
-"""Take the inventory of this machine. That makes no CUDA context, so the launcher may do it."""
+"""Take the inventory of this machine. This creates no CUDA context, so the launcher may do it."""
 
 import importlib.util
 import runpy
@@ -35,8 +35,8 @@ def take_inventory(
 
     Args:
         nvml: The module pynvml, or a fake.
-        visible: What the environment says of visible devices; None to read it.
-        ask: Asks the CUDA driver for what it shows.
+        visible: The variables that hide devices; None to read them from the environment.
+        ask: Asks the CUDA driver which GPUs it shows.
         torch_problem: Why torch can use no GPU, empty if it can; None to find out.
     """
     visible = read_visible_devices() if visible is None else visible
@@ -71,21 +71,22 @@ def place_workers(
     force: bool = False,
     max_workers: int | None = None,
 ) -> Placement:
-    """Look at this machine and choose, see `choose_devices`; a placement was chosen before, and is returned as it is.
+    """Take the inventory and choose devices, see `choose_devices`; a placement is returned as it is.
 
     Raises:
-        DeviceError: The request cannot be read, contradicts `workers`, or asks for what is not there or not free.
+        DeviceError: The request cannot be read, contradicts `workers`, or asks for devices that do not exist or are not
+            free.
     """
     if isinstance(request, Placement):
         count = len(request.devices)
         if workers not in {None, count}:
-            raise DeviceError(f"devices is a placement of {count} workers, but workers is {workers}: let one go.")
+            raise DeviceError(f"devices is a placement of {count} workers, but workers is {workers}. Give only one.")
         return request
     return choose_devices(request, workers=workers, inventory=take_inventory(), force=force, max_workers=max_workers)
 
 
 def _find_torch_problem() -> str:
-    """Return why torch can use no GPU, if it is built for the CPU; without importing it, which takes a second."""
+    """Return why torch can use no GPU, if it is built for the CPU. This does not import torch, which takes a second."""
     build = _torch_build()
     if build.get("cuda", "") is None and build.get("hip", "") is None:
         return f"this torch ({build['__version__']}) is built without CUDA"
@@ -93,7 +94,7 @@ def _find_torch_problem() -> str:
 
 
 def _torch_build() -> dict[str, Any]:
-    """Return what torch's module `version` says."""
+    """Return the variables of the module `torch.version`."""
     if "torch" in sys.modules:
         build: dict[str, Any] = vars(sys.modules["torch"].version)
         return build
@@ -116,7 +117,7 @@ def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
     import torch
 
     count = torch.cuda.device_count()
-    # torch counts what the variable shows; a worker's variable must name the same cards as this process' does.
+    # torch counts only the GPUs that the variable shows. A worker's variable must use the same names for them.
     names = [str(index) for index in range(count)] if variable is None else variable.split(",")
     return tuple(
         Gpu(

@@ -1,6 +1,6 @@
-"""Look at NVIDIA's GPUs through NVML, which makes no CUDA context.
+"""Look at NVIDIA's GPUs through NVML, which creates no CUDA context.
 
-What a card does not support, or does not tell this user, is None or nothing: a table with a hole is better than none.
+Values that a card does not support, or does not show to this user, are None; the rest is still reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +11,17 @@ from lockstep.devices.inventory import Gpu, Holder
 
 
 class LookUpHolder(Protocol):
-    """Says whose a process is: `look_up_holder`, or a fake."""
+    """Finds user and command of a process: `look_up_holder`, or a fake."""
 
     def __call__(self, pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
-        """Return what is known of a process."""
+        """Return the process with its user and command."""
 
 
 class NoGpusError(Exception):
-    """NVML cannot be used; its text says why, as the end of a sentence.
+    """NVML cannot be used. The text gives the reason and fits the end of a sentence.
 
     Attributes:
-        is_fault: Whether somebody should mend that; not so on a machine that is to have no GPU.
+        is_fault: Whether that is a fault that can be repaired; False for a machine without GPUs.
     """
 
     def __init__(self, message: str, *, is_fault: bool) -> None:
@@ -34,10 +34,10 @@ def read_gpus(nvml: ModuleType, look_up: LookUpHolder) -> tuple[tuple[Gpu, ...],
 
     Args:
         nvml: The module pynvml, or a fake.
-        look_up: Says whose a process is.
+        look_up: Finds user and command of a process.
 
     Raises:
-        NoGpusError: There is no driver, or it cannot be asked.
+        NoGpusError: There is no driver, or a call to it fails.
     """
     try:
         nvml.nvmlInit()
@@ -128,20 +128,20 @@ def _read_holders(nvml: ModuleType, handle: Any, look_up: LookUpHolder) -> Itera
     drawing = _processes(
         nvml, handle, nvml.nvmlDeviceGetGraphicsRunningProcesses_v3, nvml.nvmlDeviceGetGraphicsRunningProcesses_v2
     )
-    # A process may stand in both lists, with all its memory in each.
+    # A process may be in both lists, with all its memory in each.
     for pid, memory_bytes in {**drawing, **computing}.items():
         yield look_up(pid, memory_bytes=memory_bytes, is_graphics=pid not in computing)
 
 
 def _processes(nvml: ModuleType, handle: Any, *functions: Callable[[Any], Any]) -> dict[int, int | None]:
-    """Return pids and their memory by the first function that this driver has."""
+    """Return pids and their memory, from the first of these functions that this driver has."""
     answers = (_ask(nvml, function, handle) for function in functions)
     found: list[Any] = next((answer for answer in answers if answer is not None), [])
     return {process.pid: process.usedGpuMemory for process in found}
 
 
 def _ask(nvml: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return an answer, or None where this card or driver has none; that a card is lost is raised."""
+    """Return the result of an NVML call, or None if the card or driver has none; raise if the card is lost."""
     try:
         return function(*arguments)
     except nvml.NVMLError as error:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one worker gets."""
+    """The device of one worker."""
 
     name: str
-    """What torch calls it in that worker: "cuda:0", since the worker sees no other card, or "cpu"."""
+    """Its name for torch in that worker: "cuda:0", because the worker sees no other card, or "cpu"."""
     visible: str
-    """What CUDA_VISIBLE_DEVICES is in that worker: the UUID of its card; empty on the CPU."""
+    """CUDA_VISIBLE_DEVICES of that worker: the UUID of its card; empty on the CPU."""
     label: str
-    """What people call it: "GPU 2 (NVIDIA GeForce RTX 3090)" or "CPU"."""
+    """Its name in messages: "GPU 2 (NVIDIA GeForce RTX 3090)" or "CPU"."""
 
     def variables(self) -> Mapping[str, str]:
         """Return the environment in which a worker sees this device and no other."""
@@ -29,9 +29,9 @@ class Placement:
     """One device per worker, in rank order."""
 
     devices: tuple[Device, ...]
-    """Of rank 0, of rank 1, ..."""
+    """The device of rank 0, of rank 1, ..."""
     reason: str
-    """One line: which these are, and why not the others."""
+    """One line: which devices these are, and why the others were not chosen."""
     hint: str = ""
     """Advice for the user, in one line; empty for none."""
 
@@ -45,5 +45,5 @@ class Placement:
 
 
 def _variables(visible: str) -> Mapping[str, str]:
-    # The order matters only where a card has no UUID and is named by its number: that is nvidia-smi's.
+    # The order matters only where a card has no UUID and is named by its number, which is the one of nvidia-smi.
     return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

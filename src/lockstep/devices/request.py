@@ -1,4 +1,4 @@
-"""What a user may ask for, read into values. Pure."""
+"""The requests for devices that a user may write, and reading them into values. Pure."""
 
 import json
 import re
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from lockstep.errors import DeviceError
 
 GpuName = int | str
-"""A number as nvidia-smi counts, "0:1" for a MIG instance, or a UUID or its beginning: "GPU-5b2c", "MIG-..."."""
+"""The number in nvidia-smi, "0:1" for a MIG instance, or a UUID or its beginning: "GPU-5b2c", "MIG-..."."""
 
 DeviceRequest = str | Sequence[GpuName | Sequence[GpuName]] | None
 """`"auto"`, `"auto:3"`, `"auto:3>=20GiB"`, `"cpu"`, `"cpu:2"`, `"0,2"`, `[0, 2, 5]`, `["GPU-5b2c", 1]`, for two GPUs
 per worker `[[0, 1], [2, 3]]`; None for `"auto"`."""
 
 FORMS = (
-    'say "auto", "auto:3", "auto:3>=20GiB" (free memory), "cpu", "cpu:2", or a list of GPU numbers or UUIDs such as '
+    'use "auto", "auto:3", "auto:3>=20GiB" (free memory), "cpu", "cpu:2", or a list of GPU numbers or UUIDs such as '
     '[0, 2] or ["GPU-5b2c"]'
 )
-"""The forms, for messages."""
+"""The forms of a request, for messages."""
 
 _COUNTED = re.compile(r"(auto|cpu)\s*(?::\s*([+-]?\d+))?\s*(?:>=(.*))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
@@ -33,7 +33,7 @@ class Auto:
     count: int | None = None
     """How many; None for all that are free."""
     min_free_bytes: int | None = None
-    """Any GPU with so much free memory will do, whoever holds the rest; None for GPUs that nobody holds."""
+    """Take any GPU with this much free memory, also one that other processes use; None to take free GPUs only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Cpu:
     """Workers on the CPU."""
 
     count: int | None = None
-    """How many; None for as many as `workers` says, or one."""
+    """How many; None for the value of `workers`, or one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Named:
     """These GPUs."""
 
     groups: tuple[tuple[GpuName, ...], ...]
-    """The GPUs of each worker, in rank order; one each as a rule."""
+    """The GPUs of each worker, in rank order; usually one each."""
 
 
 Request = Auto | Cpu | Named
@@ -66,33 +66,35 @@ def parse_request(request: DeviceRequest) -> Request:
     if isinstance(request, str):
         return _parse_text(request)
     if not isinstance(request, list | tuple):
-        raise DeviceError(f"device_ids is {request!r}, which could be a count or a number: {FORMS}.")
+        raise DeviceError(f"device_ids is {request!r}, which could be a count or the number of a GPU: {FORMS}.")
     if not request:
         raise DeviceError("device_ids is an empty list, but a run needs at least one worker.")
     return Named(tuple(_parse_group(entry, request) for entry in request))
 
 
 def with_workers(request: Request, workers: int | None) -> Request:
-    """Return the request with the number of workers in it.
+    """Return the request with this number of workers.
 
     Raises:
-        DeviceError: The request says another number.
+        DeviceError: The request has another number.
     """
     if workers is None:
         return request
     if isinstance(request, Named):
         if workers != len(request.groups):
             raise DeviceError(
-                f"device_ids names {len(request.groups)} GPUs, but workers is {workers}: let one of them go."
+                f"device_ids names {len(request.groups)} GPUs, but workers is {workers}. Leave one of the two out."
             )
         return request
     if request.count not in {None, workers}:
-        raise DeviceError(f"device_ids asks for {request.count} devices, but workers is {workers}: let one of them go.")
+        raise DeviceError(
+            f"device_ids asks for {request.count} devices, but workers is {workers}. Leave one of the two out."
+        )
     return replace(request, count=workers)
 
 
 def resized(request: Request, workers: int) -> Request:
-    """Return a request for the same kind of devices for another number of workers: of named GPUs the first.
+    """Return a request for the same kind of devices and another number of workers; of named GPUs it has the first.
 
     Raises:
         DeviceError: Fewer GPUs are named.
@@ -126,7 +128,7 @@ def _parse_text(text: str) -> Request:
 
 
 def _read_list(text: str) -> list[GpuName | Sequence[GpuName]]:
-    """Read a list as it is written in Python or YAML, where names may stand without quotes."""
+    """Read a list as it is written in Python or in YAML, where names need no quotes."""
     try:
         entries: list[GpuName | Sequence[GpuName]] = json.loads(text)
     except ValueError:

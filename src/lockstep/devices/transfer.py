@@ -10,12 +10,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor in it on `device`; containers are rebuilt, other things left as they are.
+    """Return `value` with every tensor in it on `device`. Containers are made anew; other values are not changed.
 
     Args:
-        value: A tensor, or tuples, named tuples, lists and mappings of such; anything with a `to` method
-            of its own that returns a copy (a packed sequence, a user's batch class) is asked to move itself.
-        device: Where to; copies from pinned memory do not block.
+        value: A tensor, or tuples, named tuples, lists and mappings of tensors. Of any other object with a `to` method
+            (a packed sequence, a user's batch class), the result of `value.to(device)` is used.
+        device: The target; copies from pinned memory do not block.
     """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)

@@ -1,8 +1,9 @@
 """What CUDA_VISIBLE_DEVICES means, read as CUDA reads it. Pure.
 
-The variable holds either UUIDs (or their beginnings) or numbers. What cannot be read, or is not there, ends the list;
-what stands there twice empties it. Numbers count in CUDA's own order, which is the fastest card first unless
-CUDA_DEVICE_ORDER=PCI_BUS_ID: it need not be nvidia-smi's, and only the driver knows it (`driver.py`).
+The variable has either UUIDs (or their beginnings) or numbers. CUDA stops at the first entry that it cannot read or
+that does not exist, and shows no GPU if an entry appears twice. Numbers count in CUDA's own order. That is the fastest
+card first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so it may differ from the order of nvidia-smi, and only the driver knows
+it (`driver.py`).
 """
 
 import re
@@ -17,12 +18,12 @@ _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
     """Return whether only the driver can tell which GPUs the variable shows.
 
-    So it is with numbers in an order of its own, and where a whole GPU stands for the first of its MIG instances.
+    That is so for numbers in CUDA's own order, and where the name of a GPU means the first of its MIG instances.
 
     Args:
         variable: CUDA_VISIBLE_DEVICES.
         order: CUDA_DEVICE_ORDER, if it is set.
-        gpus: What there is, in PCI order.
+        gpus: The GPUs of this machine, in PCI order.
     """
     if any(gpu.instance is not None for gpu in gpus):
         return variable.startswith("GPU-") or bool(_read_numbers(variable))
@@ -30,11 +31,11 @@ def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
 
 
 def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    """Return the GPUs that the variable shows, its numbers taken for nvidia-smi's.
+    """Return the GPUs that the variable shows, if its numbers are those of nvidia-smi.
 
     Args:
         variable: CUDA_VISIBLE_DEVICES.
-        gpus: What there is, in PCI order.
+        gpus: The GPUs of this machine, in PCI order.
     """
     if variable.startswith(_UUID_KINDS):
         return _find_by_uuid(variable, gpus)
@@ -45,7 +46,7 @@ def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
 
 
 def find_by_bytes(uuids: Collection[str], gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    """Return the GPUs whose UUIDs the driver gave, as the hexadecimal digits of their bytes."""
+    """Return the GPUs with these UUIDs, which the driver returned as hexadecimal digits of their bytes."""
     return frozenset(gpu for gpu in gpus if gpu.uuid is not None and _digits(gpu.uuid) in uuids)
 
 
@@ -73,7 +74,7 @@ def _read_numbers(variable: str) -> list[int]:
 
 
 def _until(numbers: Sequence[int], known: Collection[int]) -> list[int]:
-    end = next((place for place, number in enumerate(numbers) if number not in known), len(numbers))
+    end = next((index for index, number in enumerate(numbers) if number not in known), len(numbers))
     return list(numbers[:end])
 
 

@@ -80,8 +80,8 @@ def test_request_becomes_placement(
         ("auto:3>20GiB", None, FOUR, "names no devices"),
         ("auto:3>=20", None, FOUR, "'20' should be an amount of memory with its unit"),
         ("cpu:2>=20GiB", None, FOUR, 'only "auto" asks for free memory'),
-        (3, None, FOUR, "could be a count or a number"),
-        ("cpu:2", 3, NONE, "asks for 2 devices, but workers is 3: let one of them go"),
+        (3, None, FOUR, "could be a count or the number of a GPU"),
+        ("cpu:2", 3, NONE, "asks for 2 devices, but workers is 3. Leave one of the two out"),
         ("auto:3", None, machine(gpu(0)), "3 workers need 3 GPUs, but of 1 here 1 can be taken"),
         ("auto", 3, machine(gpu(0)), '"cpu:3"'),
         ([0], None, NONE, "GPU 0, but no NVIDIA driver is installed here"),
@@ -100,7 +100,7 @@ def test_request_becomes_placement(
             ["GPU-0a"],
             None,
             machine(gpu(0), gpu(1, uuid="GPU-0ab1")),
-            "with which GPU-0a.* and GPU-0ab1 begin",
+            "but GPU-0a.* and GPU-0ab1 begin with it",
         ),
         ("auto>=20GiB", None, NONE, "20.0 GiB of free memory, but no NVIDIA driver"),
     ],
@@ -163,7 +163,7 @@ def test_auto_without_a_free_card_lists_them_all_and_does_not_go_to_the_cpu() ->
     assert "GPU 0 (NVIDIA GeForce RTX 3090) is held by alice, pid 123" in lines[1]
     assert "GPU 1 (NVIDIA GeForce RTX 3090) cannot be used: it is lost" in lines[2]
     assert "is hidden by CUDA_VISIBLE_DEVICES" in lines[3]
-    assert lines[4].endswith('or say "cpu:2" to train on the CPU.')
+    assert lines[4].endswith('or use "cpu:2" to train on the CPU.')
 
 
 def test_too_few_free_cards_tell_how_many_there_are() -> None:
@@ -176,22 +176,22 @@ def test_too_few_free_cards_tell_how_many_there_are() -> None:
 @pytest.mark.parametrize(
     ("request_", "inventory", "advice"),
     [
-        ("auto:3", machine(gpu(0), gpu(1)), 'Ask for at most 2, or say "cpu:3" to train on the CPU.'),
-        ("auto", machine(gpu(0, problem="it is lost")), 'Say "cpu:2" to train on the CPU.'),
+        ("auto:3", machine(gpu(0), gpu(1)), 'Ask for at most 2, or use "cpu:3" to train on the CPU.'),
+        ("auto", machine(gpu(0, problem="it is lost")), 'Use "cpu:2" to train on the CPU.'),
         (
             "auto",
             machine(gpu(0, is_visible=False), cuda_visible_devices="GPU-zz"),
-            'Unset CUDA_VISIBLE_DEVICES or name other GPUs in it, or say "cpu:2" to train on the CPU.',
+            'Unset CUDA_VISIBLE_DEVICES or name other GPUs in it, or use "cpu:2" to train on the CPU.',
         ),
         (
             "auto",
             machine(held(0)),
             (
-                "Wait, share one (auto>=10GiB asks for free memory alone), insist with --force (in Python force=True), "
-                'or say "cpu:2" to train on the CPU.'
+                "Wait, share one (auto>=10GiB asks for free memory alone), take busy ones with --force "
+                '(in Python force=True), or use "cpu:2" to train on the CPU.'
             ),
         ),
-        ("auto>=20GiB", machine(held(0)), 'Wait, ask for less memory, or say "cpu:2" to train on the CPU.'),
+        ("auto>=20GiB", machine(held(0)), 'Wait, ask for less memory, or use "cpu:2" to train on the CPU.'),
     ],
 )
 def test_only_what_would_help_is_advised(request_: str, inventory: Inventory, advice: str) -> None:
@@ -248,7 +248,10 @@ def test_who_makes_a_card_busy(card: Any, said: str) -> None:
     ("holder", "said"),
     [
         (replace(ALICE, since=NOW.replace(day=7)), "alice, pid 123, python train.py, since 2026-03-07 14:00"),
-        (replace(ALICE, user=None, command=None, since=None), "pid 123, of which nothing more can be seen from here"),
+        (
+            replace(ALICE, user=None, command=None, since=None),
+            "pid 123, whose user and command cannot be seen from here",
+        ),
         (replace(ALICE, command=None, since=None), "held by alice, pid 123"),
         (replace(ALICE, command="python " + "x" * 80), "python " + "x" * 50 + "..., since"),
     ],
@@ -280,7 +283,7 @@ def test_a_variable_that_shows_nothing_by_mistake_is_not_obeyed() -> None:
 
 def test_a_faulty_driver_does_not_send_auto_to_the_cpu() -> None:
     faulty = machine(problem="the NVIDIA driver was updated: reboot", is_faulty=True)
-    with pytest.raises(DeviceError, match=r"auto looks for GPUs, but the NVIDIA driver .*: reboot[.] Mend that"):
+    with pytest.raises(DeviceError, match=r"auto looks for GPUs, but the NVIDIA driver .*: reboot[.] Repair that"):
         choose_devices("auto", inventory=faulty)
     assert choose_devices("cpu:2", inventory=faulty).reason == "CPU, 2 workers"
 
@@ -322,7 +325,7 @@ def test_unequal_cards_bring_a_hint(other: Any) -> None:
 def test_cards_without_known_memory_are_taken_unless_memory_is_asked_for() -> None:
     bare = machine(gpu(0, uuid=None, cuda_name="0", memory_total_bytes=None, memory_free_bytes=None))
     assert choose_devices("auto", inventory=bare).devices[0].visible == "0"
-    with pytest.raises(DeviceError, match="does not tell its free memory"):
+    with pytest.raises(DeviceError, match="does not report its free memory"):
         choose_devices("auto>=1GiB", inventory=bare)
 
 
