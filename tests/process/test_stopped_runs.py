@@ -174,12 +174,14 @@ def checkpoints(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("*.ckpt"))
 
 
-def test_sigterm_saves_after_the_step_and_says_how_to_go_on(runs: Runs) -> None:
+def test_sigterm_saves_after_the_step_and_prints_how_to_resume(runs: Runs) -> None:
     assert runs.stopped.returncode == 75, runs.stopped.stderr
     said = runs.stopped.stderr
-    assert said.startswith("Asked to stop")  # a step that hangs was a run that answered nothing
-    assert said.count("Stopped as asked, after step 2 of 4 of epoch 2; all is saved in run/step-00000006.ckpt.") == 1
-    assert "Go on with: lockstep train mine.yaml run_dir=run workers=2 save_every=3 keep=9 --resume run" in said
+    assert said.startswith("Stopping after the current step or evaluation.")  # before a step that may hang
+    assert (
+        said.count("Stopped on request after step 2 of 4 of epoch 2. The run is saved in run/step-00000006.ckpt.") == 1
+    )
+    assert "Resume with: lockstep train mine.yaml run_dir=run workers=2 save_every=3 keep=9 --resume run" in said
     assert "Traceback" not in said
     assert checkpoints(runs.folder / "run") == [f"step-0000000{step}.ckpt" for step in (3, 4, 6)]
 
@@ -211,7 +213,10 @@ def test_one_worker_of_torchrun_is_asked_and_all_stop(project: Path, monkeypatch
     command = [str(Path(sysconfig.get_path("scripts")) / "lockstep"), "train", "mine.yaml", "run_dir=run"]
     command.append("loader_workers=1")
     ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, check=False, timeout=55)
-    assert ended.stderr.count("Stopped as asked, after step 2 of 4 of epoch 1; all is saved in run/step-00000002") == 1
+    assert (
+        ended.stderr.count("Stopped on request after step 2 of 4 of epoch 1. The run is saved in run/step-00000002")
+        == 1
+    )
     assert ended.stderr.count("exitcode  : 75") == 2
     manifest = read_manifest(Path("run/step-00000002.ckpt"))
     assert (manifest.epoch, manifest.step) == (0, 2)

@@ -85,22 +85,22 @@ def verify_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return lambda *arguments: CliRunner().invoke(app, ["verify", str(project / "mine.yaml"), *arguments])
 
 
-def test_a_run_that_cannot_be_repeated_is_told_where(verify_here: Callable[..., Result]) -> None:
+def test_the_first_difference_of_a_run_that_is_not_reproducible_is_shown(verify_here: Callable[..., Result]) -> None:
     # One number is run twice.
     finished = verify_here("model=mine:Clock", "--workers", "1", "--steps", "2")
     assert finished.exit_code == 1
     said = " ".join(finished.stdout.split())
     assert "NOT equal: 1 worker, again against 1 worker: the first difference is after step 1, in 0.weight (and" in said
-    assert "cannot be repeated, whatever the number of workers" in said
+    assert "The run is not reproducible with any number of workers" in said
 
 
-def test_a_run_that_depends_on_the_number_of_workers_is_told_so(verify_here: Callable[..., Result]) -> None:
+def test_a_run_that_depends_on_the_number_of_workers_is_reported(verify_here: Callable[..., Result]) -> None:
     finished = verify_here("model=mine:Counting", "--workers", "1,2", "--steps", "1")
     assert finished.exit_code == 1
-    assert "1 worker twice gives the same bits" in finished.stdout
+    assert "Two runs with 1 worker give the same bits" in finished.stdout
 
 
-def test_workers_of_one_run_that_differ_are_told_where(verify_here: Callable[..., Result]) -> None:
+def test_workers_of_one_run_that_differ_are_reported(verify_here: Callable[..., Result]) -> None:
     # In the second step the trainer would see nothing: all have written as often.
     finished = verify_here("optimizer=mine:PerRank", "--workers", "2", "--steps", "1")
     assert finished.exit_code == 1
@@ -109,7 +109,7 @@ def test_workers_of_one_run_that_differ_are_told_where(verify_here: Callable[...
     assert "NOT equal: 2 workers, rank 1, against the first run: the first difference is after step 1, in 0.weight" in (
         said
     )
-    assert "of 2 workers, rank 1 differs from rank 0" in said
+    assert "with 2 workers, rank 1 differs from rank 0" in said
     assert "fingerprint torch" in said
 
 

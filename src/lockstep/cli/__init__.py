@@ -1,5 +1,5 @@
-"""The command `lockstep`: one file per command, which parses, calls and prints, and decides nothing.
+"""The command `lockstep`. Each command has one file, which parses arguments, calls the library and prints the result.
 
-Invariants: bad input is one message on standard error and exit code 2, without a traceback unless `--debug` is given;
-a failure of the user's own code is shown with its traceback and exit code 1; Ctrl-C is exit code 130.
+Invariants: bad input gives one message on standard error and exit code 2, with a traceback only under `--debug`. A
+failure of the user's own code gives its traceback and exit code 1. Ctrl-C gives exit code 130.
 """

@@ -1,4 +1,4 @@
-"""`lockstep checkpoint show|verify|convert`: what is in a file, whether it is what was written, other forms of it."""
+"""`lockstep checkpoint show|verify|convert`: show what a file holds, check it for damage, convert its weights."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ _Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad in
 
 @checkpoint_app.command(name="show")
 def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
-    """Show what is in a checkpoint: where the run stood, its config, its tensors. Of a directory: in the newest.
+    """Show what is in a checkpoint: progress and config of the run, and its tensors. For a directory: in the newest.
 
     The tensors themselves are not read: `lockstep checkpoint verify` compares them with their checksums.
     """
@@ -43,14 +43,14 @@ def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
             typer.echo(json.dumps(_as_document(contents), indent=2))
         else:
             _show(contents)
-            typer.echo(f"The tensors were not read; lockstep checkpoint verify {shlex.quote(str(path))} does.")
+            typer.echo(f"The tensors were not read. To check them: lockstep checkpoint verify {shlex.quote(str(path))}")
 
 
 @checkpoint_app.command(name="verify")
 def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
-    """Compare every byte with the checksums, and the weights with the digest. Of a directory: of all checkpoints.
+    """Compare every byte with the checksums, and the weights with the digest. For a directory: all its checkpoints.
 
-    Exit code 0 if they hold, 1 if anything is damaged, 2 if a file is no checkpoint, or one of a later format.
+    Exit code 0 if all are equal, 1 if anything is damaged, 2 if a file is not a checkpoint or has a later format.
     """
     with failures_shown(debug=debug):
         found: list[VerificationResult] = []
@@ -58,7 +58,7 @@ def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
         for each in _find(path):
             try:
                 found.append(verify_checkpoint(each))
-            except CheckpointError as error:  # the others are looked at all the same
+            except CheckpointError as error:  # the other files are still checked
                 unknown.append(error)
         if as_json and found:
             typer.echo(json.dumps({"checkpoints": [_as_entry(result) for result in found]}, indent=2))
@@ -71,7 +71,7 @@ def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
 
 
 def _find(path: Path) -> Sequence[Path]:
-    """Return a file alone, or the checkpoints of a run, the newest first."""
+    """Return the file itself, or for a run directory its checkpoints, the newest first."""
     if not path.is_dir():
         return [path]
     found = find_checkpoints(path)
@@ -82,7 +82,7 @@ def _find(path: Path) -> Sequence[Path]:
 
 def _as_document(contents: CheckpointContents) -> dict[str, Any]:
     values = asdict(contents.manifest)
-    for key in ("optimizer", "scheduler", "scaler", "model_extra", "checksums"):  # of no use to who reads this
+    for key in ("optimizer", "scheduler", "scaler", "model_extra", "checksums"):  # long, and of no use to a reader
         del values[key]
     groups = [asdict(group) for group in contents.groups]
     return {"path": str(contents.path), "num_bytes": contents.num_bytes, **values, "groups": groups}
@@ -126,7 +126,7 @@ def _facts(contents: CheckpointContents) -> list[tuple[str, str]]:
     fingerprint = manifest.fingerprint or {"shards": manifest.num_shards, "seed": manifest.seed}
     lines = {
         "file": f"{contents.path}, {_describe_size(contents.num_bytes)}, format {manifest.format_version}",
-        "stands": f"{manifest.global_step} updates done; next is epoch {manifest.epoch}, step {manifest.step} "
+        "progress": f"{manifest.global_step} updates done; next is epoch {manifest.epoch}, step {manifest.step} "
         "(counted from 0)",
         "digest": manifest.digest,
         "fingerprint": _listed(fingerprint),
@@ -143,7 +143,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text from a file without what a terminal would obey."""
+    """Return text from a file with control characters escaped, because a terminal would act on them."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""`lockstep checkpoint convert SOURCE TARGET`: weights from whoever wrote them, in a form that others read."""
+"""`lockstep checkpoint convert SOURCE TARGET`: write the weights of any known checkpoint in a common format."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ _MEGABYTE = 1_000_000
 
 
 class Target(StrEnum):
-    """What can be written."""
+    """The formats that can be written."""
 
     pt = "pt"
     safetensors = "safetensors"
@@ -27,20 +27,20 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="What to write: NAME.pt, NAME.safetensors or NAME.dcp (a folder).")
     ],
-    to: Annotated[Target | None, typer.Option("--to", help="What to write, if TARGET's name does not say it.")] = None,
+    to: Annotated[Target | None, typer.Option("--to", help="The format, if TARGET's name does not show it.")] = None,
     key: Annotated[
         str | None,
         typer.Option(
             "--key", help="Which weights to take: a key in the file (ema), or the beginning of names (model)."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over TARGET.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as plain .pt, safetensors or a folder of torch.distributed.checkpoint.
 
-    Nothing in SOURCE is executed. What DataParallel, DistributedDataParallel and torch.compile put before names is
-    dropped.
+    Nothing in SOURCE is executed. Prefixes that DataParallel, DistributedDataParallel and torch.compile add to names
+    are dropped.
     """
     with failures_shown(debug=debug):
         done = convert_weights(source, target, to.value if to else None, key=key, force=force)

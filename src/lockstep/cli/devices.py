@@ -1,4 +1,4 @@
-"""`lockstep devices`: which GPUs there are, who uses them, and which ones a request would get now."""
+"""`lockstep devices`: list the GPUs, the processes that use them, and which ones a request would get now."""
 
 import json
 from collections.abc import Iterable
@@ -29,9 +29,9 @@ def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
-    """Show the GPUs, who holds them, the CPU, and what `auto` would take right now.
+    """Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.
 
-    The exit code is 0, whatever there is.
+    The exit code is 0, also where there is no GPU.
     """
     with failures_shown(debug=debug):
         inventory = take_inventory()
@@ -63,7 +63,7 @@ def _as_document(inventory: Inventory, answers: Iterable[tuple[str, Placement | 
 def _as_text(value: object) -> str:
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
-    raise TypeError(f"{value!r} has no form in JSON.")
+    raise TypeError(f"{value!r} cannot be written as JSON.")
 
 
 def _show(inventory: Inventory, answers: Iterable[tuple[str, Placement | DeviceError]]) -> None:
@@ -105,7 +105,7 @@ def _gpu_table(inventory: Inventory) -> Table:
 def _remarks(gpu: Gpu, inventory: Inventory) -> list[str]:
     remarks = [_describe(holder, inventory) for holder in gpu.holders]
     if unseen := find_unseen_bytes(gpu):
-        remarks.append(f"somebody who cannot be seen from here ({describe_bytes(unseen)})")
+        remarks.append(f"a process that cannot be seen from here ({describe_bytes(unseen)})")
     if not gpu.is_visible:
         remarks.append(f"hidden by CUDA_VISIBLE_DEVICES={inventory.cuda_visible_devices}")
     if gpu.problem:
@@ -114,6 +114,6 @@ def _remarks(gpu: Gpu, inventory: Inventory) -> list[str]:
 
 
 def _describe(holder: Holder, inventory: Inventory) -> str:
-    kind = ", drawing only" if holder.is_graphics else ""
+    kind = ", graphics only" if holder.is_graphics else ""
     memory = "" if holder.memory_bytes is None else f" ({describe_bytes(holder.memory_bytes)}{kind})"
     return describe_holder(holder, inventory) + memory

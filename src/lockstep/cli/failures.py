@@ -24,8 +24,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         debug: Show the traceback of bad input too.
     """
     try:
-        # Until here a Ctrl-C ends the process at once (`lockstep_command`). A background job of a shell script is
-        # started with SIGINT ignored; `kill -INT` should stop it all the same.
+        # Until here Ctrl-C ends the process at once (`lockstep_command`). A shell script starts background jobs with
+        # SIGINT ignored. This line undoes that, so that `kill -INT` stops them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except KeyboardInterrupt as interruption:
@@ -37,7 +37,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         if isinstance(cause, UsageError):
             _show(cause, error.failures[0].traceback if debug else "")
             raise typer.Exit(USAGE_EXIT) from None
-        # An error of ours says what to do, but not where another worker's own exception came from.
+        # Errors of Lockstep say what to do and need no traceback. If any worker raised another exception, the report
+        # of all workers is printed instead, because it contains the traceback of that exception.
         if cause is not None and not debug and all(isinstance(it.error, LockstepError) for it in error.failures):
             _show(cause, "")
             raise typer.Exit(FAILURE_EXIT) from None
@@ -46,7 +47,7 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
     except UsageError as error:
         _show(error, traceback.format_exc() if debug else "")
         raise typer.Exit(USAGE_EXIT) from None
-    except LockstepError as error:  # of this process itself, as one of the workers that another launcher has started
+    except LockstepError as error:  # raised in this process, which another launcher has started as a worker
         _show(error, traceback.format_exc() if debug else "")
         raise typer.Exit(FAILURE_EXIT) from None
 

@@ -19,14 +19,15 @@ class ResumingCommand(TyperCommand):
     """A command with an option `--resume [PATH]` and the arguments CONFIG and KEY=VALUE."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments, after `--resume` was given its value."""
+        """Add the value that `--resume` may lack, then parse the arguments."""
         return super().parse_args(ctx, give_value(args))
 
 
 def give_value(args: Sequence[str]) -> list[str]:
     """Return the arguments with a value after each `--resume`: the path that follows it, or `NEWEST`.
 
-    What follows is no path if it is an option, `key=value`, a YAML file, or the only argument that can be CONFIG.
+    The argument after `--resume` is not its path if it is an option, `key=value`, a YAML file, or the only argument
+    that can be CONFIG.
     """
     given = list(args[: args.index("--")]) if "--" in args else list(args)
     found: list[str] = []
@@ -43,13 +44,13 @@ def _may_be_path(argument: str) -> bool:
 
 
 def _has_config(args: Sequence[str], number: int) -> bool:
-    """Return whether something else than what follows `--resume` can be CONFIG."""
-    return any(place != number + 1 for place in _positions(args))
+    """Return whether an argument other than the one after `--resume` can be CONFIG."""
+    return any(index != number + 1 for index in _positional_indices(args))
 
 
-def _positions(args: Sequence[str]) -> Iterator[int]:
-    """Yield where arguments stand that are neither options, nor their values, nor overrides."""
-    for place, argument in enumerate(args):
-        is_value = place > 0 and args[place - 1] in _WITH_VALUE
+def _positional_indices(args: Sequence[str]) -> Iterator[int]:
+    """Yield the indices of arguments that are neither options, nor values of options, nor overrides."""
+    for index, argument in enumerate(args):
+        is_value = index > 0 and args[index - 1] in _WITH_VALUE
         if not (argument.startswith("-") or is_value or _OVERRIDE.match(argument)):
-            yield place
+            yield index

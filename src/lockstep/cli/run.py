@@ -14,16 +14,16 @@ from lockstep.launch.output import print_message
 from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
 
 CONTEXT = {"allow_interspersed_args": False}
-"""Settings of the command: what follows SCRIPT are the script's arguments."""
+"""Settings of the command: everything after SCRIPT is an argument of the script."""
 _ONE_HOST = frozenset({"1", "1:1"})
 
 
 def _refuse_several_hosts(given: str | None) -> None:
     if given is not None:
         raise typer.BadParameter(
-            "`lockstep run` starts the workers of one host, and picks the port by itself, so there is nothing to say "
-            "about other hosts, addresses, ports or a rendezvous. Leave it out; for several hosts start the script "
-            "with torchrun or Slurm, whose environment Lockstep reads."
+            "`lockstep run` starts workers on one host and picks the port itself. It has no options for other hosts, "
+            "addresses, ports or a rendezvous. Leave this option out. For several hosts, start the script with "
+            "torchrun or Slurm; Lockstep reads their environment variables."
         )
 
 
@@ -51,7 +51,7 @@ def run(  # the options are the interface
             "--workers",
             "--nproc-per-node",
             "--nproc_per_node",
-            help="How many; on as many GPUs if there are any.",
+            help="How many workers; each has its own GPU if there are GPUs.",
         ),
     ] = None,
     devices: Annotated[
@@ -75,7 +75,7 @@ def run(  # the options are the interface
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not put [rank 1] in front of lines.")] = False,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that workers have to end when they are stopped, before SIGKILL.")
+        float, typer.Option(min=0, help="Seconds from the signal that stops the workers to SIGKILL.")
     ] = GRACE_SECONDS,
     pass_local_rank: Annotated[
         bool, typer.Option("--local-rank", help="Pass --local-rank=N to the script, as torch.distributed.launch did.")
@@ -124,10 +124,10 @@ def run(  # the options are the interface
 
 
 def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str, ...]:
-    """Return how to start what the user named.
+    """Return the command that starts SCRIPT, without its arguments.
 
     Raises:
-        UsageError: It is not there, or not what the options say.
+        UsageError: SCRIPT does not exist, or does not fit the options.
     """
     if no_python:
         if is_module:
@@ -135,14 +135,14 @@ def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str
         found = shutil.which(script)
         if found is None:
             raise UsageError(
-                f"{script} is no executable file, nor is one of that name on PATH. Name an executable (chmod +x makes "
-                "a file one), or leave out --no-python to run a Python script."
+                f"{script} is not an executable file, and PATH has no executable of that name. Name an executable "
+                "(`chmod +x FILE` makes a file executable), or leave out --no-python to run a Python script."
             )
         return (found,)
     path = Path(script)
     if not is_module and not (path.is_file() or (path / "__main__.py").is_file()):
-        what = "a directory without a __main__.py" if path.is_dir() else "not there"
+        what = "is a directory without a __main__.py" if path.is_dir() else "does not exist"
         raise UsageError(
-            f"The script {script} is {what}; expected a Python file. For a module say -m, as in -m package.train."
+            f"The script {script} {what}; expected a Python file. For a module use -m, as in -m package.train."
         )
     return python_program(script, is_module=is_module)

@@ -62,7 +62,7 @@ def train(
     with failures_shown(debug=debug):
         config = read_config(config_path, overrides or [])
         if allow and resume is None:
-            raise UsageError("--allow is about a run that goes on: say --resume too, or leave it out.")
+            raise UsageError("--allow applies only to a resumed run. Add --resume, or leave out --allow.")
         check_names(allow or [], Config.model_fields)
         wanted = OpenRequest(
             config=config,
@@ -87,14 +87,14 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker is to do."""
+    """What a worker needs to train."""
 
     config: Config
     """The run."""
     run_dir: Path
     """Its directory."""
     resume: Resume | None
-    """Where it is resumed; None for a new run."""
+    """The checkpoint to resume from; None for a new run."""
     code: Path
     """The folder of the config."""
 
@@ -171,12 +171,12 @@ def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
 
 def _report_request() -> None:
     """Print that a request to stop has arrived, because the current step may take long."""
-    with suppress(OSError):  # not by sys.stderr: this is called in a signal handler, perhaps while that is written
-        os.write(2, b"Asked to stop: done after the step or evaluation under way. A second SIGTERM ends at once.\n")
+    with suppress(OSError):  # not sys.stderr: this signal handler may have interrupted a write to it
+        os.write(2, b"Stopping after the current step or evaluation. A second SIGTERM ends the run at once.\n")
 
 
 def _open(wanted: OpenRequest, held: ExitStack) -> Job:
-    """Open the run, and cut its metrics file where the run is resumed."""
+    """Open the run. If it is resumed, remove the lines of its metrics file that are later than the checkpoint."""
     opened = open_run(wanted, held, lambda text: typer.echo(f"warning: {text}", err=True))
     resume = None
     if opened.origin is not None:
@@ -201,7 +201,7 @@ def _show_origin(opened: OpenedRun) -> None:
     assert opened.origin is not None
     typer.echo(f"resuming from {opened.origin.checkpoint}")
     if opened.origin.manifest.config is None:
-        typer.echo("  it was saved without a config, so that nothing can be said about changes")
+        typer.echo("  it was saved without a config, so changes of the config cannot be listed")
     for change in opened.changes:
         typer.echo(f"  {change}")
 
@@ -213,11 +213,11 @@ def _cleaning_up(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interruption:
         if found := find_checkpoints(run_dir):
-            interruption.add_note(f"To go on from {found[0]}, say --resume {run_dir}.")
+            interruption.add_note(f"To resume from {found[0]}, use --resume {run_dir}.")
         raise
     finally:
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        if not stop.is_made:  # then there may be no time to draw
+        if not stop.is_made:  # a run that is asked to stop may have no time to draw
             _draw(run_dir)
         discard_unused(run_dir)
 
@@ -248,7 +248,7 @@ def _draw(run_dir: Path) -> None:
 
 
 def _show(ended: _Ended, arguments: Sequence[str]) -> None:
-    """Print how the run ended, in the process that is to print it; exit with 75 if the run was stopped."""
+    """Print how the run ended, if this process is the one that prints; exit with 75 if the run was stopped."""
     if isinstance(ended.result, FitResult):
         if ended.is_shown_here:
             _show_result(ended.result, ended.run_dir)
@@ -260,7 +260,8 @@ def _show(ended: _Ended, arguments: Sequence[str]) -> None:
             where = f"after epoch {cursor.epoch}"
         command = shlex.join(["lockstep", "train", *arguments, "--resume", str(ended.run_dir)])
         typer.echo(
-            f"Stopped as asked, {where}; all is saved in {ended.result.checkpoint}. Go on with: {command}", err=True
+            f"Stopped on request {where}. The run is saved in {ended.result.checkpoint}. Resume with: {command}",
+            err=True,
         )
     raise typer.Exit(RESUME_EXIT)
 
@@ -276,7 +277,7 @@ def _show_result(result: FitResult, run_dir: Path) -> None:
     typer.echo(f"run directory {run_dir}")
     if not result.is_saved:
         typer.echo(
-            "warning: what the training came to is not on the disk: its last checkpoint was not written.", err=True
+            "warning: the last checkpoint was not written, so the trained weights are not on the disk.", err=True
         )
     typer.echo(f"fingerprint {result.fingerprint}")
     typer.echo(f"digest {result.digest}")

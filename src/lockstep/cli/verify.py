@@ -27,9 +27,9 @@ def verify(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
     workers: Annotated[
-        str, typer.Option("--workers", help="Numbers of workers to compare; one number is run twice.")
+        str, typer.Option("--workers", help="Numbers of workers to compare; a single number is run twice.")
     ] = "1,2",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train on each.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train with each number.")] = 20,
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
@@ -80,7 +80,7 @@ def _compare(config: Config, placement: Placement, counts: Sequence[int], num_st
         reference_label = next(iter(runs))
         again = next((run for label, run in runs.items() if label.startswith(f"{reference_label}, again")), None)
         if again is None:
-            typer.echo(f"{reference_label}, again, to see whether it can be repeated ...", err=True)
+            typer.echo(f"{reference_label}, again, to see whether it is reproducible ...", err=True)
             again = _run(config, placement.first(counts[0]), num_steps, Path(reference), is_first=False)[0]
     _explain(runs, odd, again)
     return False
@@ -128,9 +128,10 @@ def _explain_odd_rank(label: str, first: ShortRun, rank: int, odd: ShortRun) -> 
         if run.difference is not None:
             typer.echo(f"NOT equal: {label}, {name}, against the first run: {run.difference}.")
     typer.echo(
-        f"The workers of one run have other weights than each other: of {label}, rank {rank} differs from rank 0. All "
-        "take the same gradients to the same parameters, so look for what each does by itself: an optimizer that draws "
-        "random numbers, a forward or a hook that writes to parameters, or code that asks for its rank."
+        f"The workers of one run have different weights: with {label}, rank {rank} differs from rank 0. All "
+        "workers apply the same gradients to the same parameters, so look for code that does something else on each "
+        "worker: an optimizer that draws random numbers, a forward or a hook that writes to parameters, or code that "
+        "depends on the rank."
     )
 
 
@@ -140,17 +141,17 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun) -> None:
     differences = first.fingerprint.differences(other.fingerprint)
     if differences:
         typer.echo(
-            f"{reference} and {odd} were run under other conditions, on which the last bits depend: "
+            f"{reference} and {odd} were run under different conditions, which change the last bits: "
             f"{'; '.join(differences)}."
         )
     typer.echo(f"fingerprint {first.fingerprint}")
     typer.echo(f"NOT equal: {odd} against {reference}: {other.difference}.")
     if again.difference is None:
-        typer.echo(f"{reference} twice gives the same bits: the difference comes with the number of workers.")
+        typer.echo(f"Two runs with {reference} give the same bits: the difference comes from the number of workers.")
         return
     where = "" if again is other else f" as well; {again.difference}"
     typer.echo(
-        f"{reference} twice differs{where}. The run cannot be repeated, whatever the number of workers: look for "
-        "an operator without a deterministic form (deterministic: true refuses those), for random numbers of a "
-        "generator that is not seeded per step, for time, or for threads."
+        f"Two runs with {reference} differ{where}. The run is not reproducible with any number of workers. Look for an "
+        "operator without a deterministic form (deterministic: true refuses those), for random numbers from a "
+        "generator that is not seeded in each step, or for code that depends on time or on threads."
     )
