@@ -232,7 +232,7 @@ def test_a_worker_that_exits_is_a_failure() -> None:
     def leave(run: ls.Run) -> None:
         os._exit(7)
 
-    with pytest.raises(WorkerFailedError, match="ended with exit code 7 and no report"):
+    with pytest.raises(WorkerFailedError, match="ended with exit code 7 without reporting a result or an error"):
         ls.launch(leave, devices="cpu")
 
 
@@ -498,7 +498,7 @@ def test_an_exception_that_is_known_in_the_worker_only_is_reported_as_text(tmp_p
         sys.path.insert(0, folder)
         return __import__("alien_module").AlienError()
 
-    with pytest.raises(WorkerFailedError, match="Worker 0 returned a value that cannot be read here"):
+    with pytest.raises(WorkerFailedError, match="Worker 0 returned a value that the launcher cannot unpickle"):
         ls.launch(return_alien, str(tmp_path), devices="cpu")
 
 

@@ -253,7 +253,7 @@ def test_the_first_failure_is_told_and_the_rest_are_stopped(tmp_path: Path, mark
     assert (logs / "rank-1.stderr.log").read_text().startswith("Traceback")
     [left] = bearing(marker)
     assert left.cmdline()[1] == "-c"
-    # The logs of another launch are not written over.
+    # The logs of another launch are not overwritten.
     again = CliRunner().invoke(app, ["run", "--log-dir", str(logs), str(tmp_path / "script.py")])
     assert again.exit_code == 2
     assert "holds the logs of another launch (rank-0.stderr.log)" in again.stderr
@@ -446,9 +446,9 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_from_ending(tmp_pat
         (["--devices", "99", "plain"], "asks for GPU 99"),
         (["--threads-per-worker", "0", "plain"], "Invalid value for '--threads-per-worker'"),
         (["--log-dir", "plain/logs", "plain"], "The log directory plain/logs cannot be made"),
-        (["--nnodes", "2", "plain"], "starts the workers of one host"),
+        (["--nnodes", "2", "plain"], "starts workers on one host"),
         (["--rdzv-endpoint=node0:29400", "plain"], "It has no options for other hosts"),
-        (["--master-port", "29501", "plain"], "picks the port by itself"),
+        (["--master-port", "29501", "plain"], "picks the port itself"),
     ],
 )
 def test_a_mistake_is_one_message(

@@ -7,7 +7,7 @@ import psutil
 from lockstep.errors import UsageError
 
 _NUM_SPARE = 16
-"""For what does not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
+"""Descriptors that do not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
 
 
 def check_descriptors(num_workers: int, num_per_worker: int) -> None:
@@ -20,6 +20,6 @@ def check_descriptors(num_workers: int, num_per_worker: int) -> None:
     needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UsageError(
-            f"{num_workers} workers need {needed} file descriptors in the process that starts them, but it may have "
-            f"{limit} (`ulimit -n`). Allow it more, as with `ulimit -n {needed}`, or start fewer workers."
+            f"{num_workers} workers need {needed} file descriptors in the process that starts them, but its limit is "
+            f"{limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer workers."
         )

@@ -8,18 +8,18 @@ from lockstep.devices import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunSettings:
-    """What torchrun's variables say of a worker and its launch."""
+    """The values of torchrun's variables for one worker."""
 
     rank: int
     """Number of the worker."""
     world_size: int
     """How many there are, all on this host."""
     port: int
-    """Of the rendezvous, on loopback."""
+    """Port of the rendezvous, on loopback."""
     is_served: bool
-    """Whether the launcher serves it, and not rank 0."""
+    """Whether the launcher serves the rendezvous; if not, rank 0 does."""
     run_id: str
-    """Of this launch, unlike any other."""
+    """A unique name of this launch."""
     own_card_only: bool
     """Whether the worker sees its own GPU alone, as number 0."""
 
@@ -47,10 +47,10 @@ def world_variables(settings: TorchrunSettings) -> dict[str, str]:
 
 
 def device_variables(placement: Placement, rank: int, *, own_card_only: bool) -> Mapping[str, str]:
-    """Return what makes a worker see its devices: all cards of the launch, in rank order, or its own alone."""
+    """Return the variables that show a worker all cards of the launch, in rank order, or only its own."""
     return placement.devices[rank].variables() if own_card_only else placement.variables_of_all()
 
 
 def share_cores(num_cores: int, num_workers: int) -> int:
-    """Return how many threads each worker gets where the user has not said."""
+    """Return how many threads each worker gets by default."""
     return max(num_cores // num_workers, 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import WorkerFailure
 
-UNKNOWN_KILLER = "by somebody or by the kernel because memory ran out"
+UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
 _HEADER = "Traceback (most recent call last):"
 _CONNECTORS = (
@@ -17,7 +17,7 @@ _PLACE = re.compile(r'  File ".*", line \d+')
 
 
 def exit_status(code: int) -> int:
-    """Return the exit code with which a shell would report this end: 128 + N for signal N, which comes in as -N."""
+    """Return the exit code that a shell reports: 128 + N if signal N ended the process, for which `code` is -N."""
     return code if code >= 0 else _SIGNAL_BASE - code
 
 
@@ -31,7 +31,7 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
 
     Args:
         code: Its exit code; -N for signal N.
-        killer: Who sent it SIGKILL, if that is how it ended.
+        killer: Who sent SIGKILL, if that ended it.
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -40,7 +40,7 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
 
 
 def describe_failures(failures: Sequence[WorkerFailure]) -> str:
-    """Return which worker failed first, with its traceback, and which others did after it.
+    """Return which worker failed first, with its traceback, and which others failed after it.
 
     Args:
         failures: At least one, the first in time first.
@@ -61,14 +61,14 @@ def describe_failures(failures: Sequence[WorkerFailure]) -> str:
 
 
 def find_traceback(text: str) -> str:
-    """Return the last traceback in what a process wrote to stderr, with those it was caused by; empty if there is none.
+    """Return the last traceback in a process' stderr, with the chained ones before it; empty if there is none.
 
-    That of a SyntaxError has no header: it begins with the place.
+    The traceback of a SyntaxError has no header. It begins with the line `File "...", line N`.
     """
     lines = text.split("\n")
     starts = [index for index, line in enumerate(lines) if line.endswith(_HEADER)]
     start = starts.pop() if starts else len(lines)
-    # One of an exception group's members has a "|" in front, and belongs to the group's.
+    # A traceback after "|" is of a member of an exception group, and is part of the group's traceback.
     while starts and ("|" in lines[start] or _is_connected(lines[starts[-1] : start])):
         start = starts.pop()
     places = [index for index, line in enumerate(lines) if _PLACE.match(line) and _begins(lines[index - 1 : index])]
@@ -78,11 +78,11 @@ def find_traceback(text: str) -> str:
 
 
 def _begins(before: Sequence[str]) -> bool:
-    """Whether a place after this line is no frame of a traceback: frames follow its header or each other."""
+    """Whether a `File` line after this line begins a traceback. Frames of one follow its header or another frame."""
     return not any(line.startswith(" ") or line.endswith(_HEADER) for line in before)
 
 
 def _is_connected(lines: Sequence[str]) -> bool:
-    """Whether these lines, up to the next header, end by saying that the next exception came of this one."""
-    said = [line for line in lines if line.strip(" |")]
-    return bool(said) and said[-1].strip(" |") in _CONNECTORS
+    """Whether these lines, up to the next header, end with the text that Python puts between chained exceptions."""
+    texts = [line for line in lines if line.strip(" |")]
+    return bool(texts) and texts[-1].strip(" |") in _CONNECTORS

@@ -20,10 +20,10 @@ from lockstep.settings import WorldVariables, read_is_launched
 
 
 def find_launcher() -> WorldVariables | None:
-    """Return what another launcher than Lockstep's says of this worker, if it started this process as one of several.
+    """Return another launcher's variables about this worker, if it started this process as one of several workers.
 
     Raises:
-        GroupError: What launchers say contradicts itself.
+        GroupError: The variables of launchers contradict each other.
     """
     return None if read_is_launched() else launched_world()
 
@@ -37,11 +37,11 @@ def run_here(
     threads: int,
     seed: int,
 ) -> list[Any]:
-    """Join the world and call `call` in this process (collective); return what it returned in each, in rank order.
+    """Join the world and call `call` in this process (collective); return the results of all ranks in rank order.
 
     Raises:
-        DeviceError: Other workers or devices are asked for than the launcher has started.
-        Exception: What the function raised, or a `PeerFailedError` or the like because another worker failed.
+        DeviceError: The number of workers or the devices differ from those that the launcher has started.
+        Exception: The function's exception, or a `PeerFailedError` or the like because another worker failed.
     """
     world = join_started(devices)
     _check_request(workers, devices, world.world_size, launcher.launcher)
@@ -64,7 +64,7 @@ def run_here(
 
 
 def join_started(devices: DeviceRequest | Placement) -> World:
-    """Join the workers that another launcher has started, on the kind of device that is asked for (collective)."""
+    """Join the workers that another launcher has started, on the requested kind of device (collective)."""
     has_gpu = _wants_gpu(devices)
     if not has_gpu:
         keep_freed_memory()
@@ -87,11 +87,11 @@ def _check_request(workers: int | None, devices: DeviceRequest | Placement, worl
     started = f"{launcher} started {world_size} workers already"
     if workers is not None and workers != world_size:
         raise DeviceError(
-            f"workers is {workers}, but {started}. Leave workers out, and say how many there are to be to {launcher}."
+            f"workers is {workers}, but {started}. Leave workers out, and give {launcher} the number of workers."
         )
     request = devices if isinstance(devices, Placement) else parse_request(devices)
     if not isinstance(request, Auto | Cpu) or request.count not in {None, world_size}:
         raise DeviceError(
-            f"devices is {devices!r}, but {started}, and each has the device of its number on its host. Say auto, or "
-            "cpu; which GPUs there are is set by CUDA_VISIBLE_DEVICES."
+            f"devices is {devices!r}, but {started}, and each uses the GPU whose number is its local rank. Use auto or "
+            "cpu. To choose GPUs, set CUDA_VISIBLE_DEVICES."
         )

@@ -1,7 +1,7 @@
-"""The guardian: a process that kills a launch's workers, and whatever they have started, when the launcher has ended.
+"""The guardian: a process that kills a launch's workers, and all that they have started, when the launcher has ended.
 
-It is a script of its own, so it outlives the launcher whatever ends that, `kill -9` included. It reads from a pipe that
-only the launcher holds open:
+It is a separate process, so it outlives the launcher, also after `kill -9`. It reads from a pipe that only the launcher
+holds open:
 
     +123    a worker with process id 123 leads a session and a process group of that id
     -123    the session is over; another process may get its id
@@ -20,7 +20,7 @@ _MAX_PASSES = 100
 
 
 def main() -> None:
-    """Read until the launcher has ended, then kill."""
+    """Read until the launcher has ended, then kill the sessions that are left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     source = int(sys.argv[1])
@@ -34,9 +34,9 @@ def main() -> None:
 
 
 def kill(sessions: set[int]) -> None:
-    """Kill each session's own process group with one call, then the processes that a shell put into other groups."""
+    """Kill each session's first process group with one call, then the processes that a shell put into other groups."""
     for session in sessions:
-        with contextlib.suppress(OSError):  # nothing is left of it
+        with contextlib.suppress(OSError):  # all its processes have ended
             os.killpg(session, signal.SIGKILL)
     # Repeated, because a process may have started another one while this looked.
     for _ in range(_MAX_PASSES):

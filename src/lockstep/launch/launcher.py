@@ -5,8 +5,8 @@ launcher                                            worker r
 1 open the store, on a port that the kernel picks
 2 start the process, send the task           ->     join the group, call the function
 3 wait for reports and exits                 <-     report: result or failure
-4 on the first failure: wait a moment for an earlier one; then terminate, and later kill, the workers that are left
-5 end what workers have started and left behind: each worker leads a session (see sessions.py)
+4 after the first failure: wait a moment for an earlier one, then terminate, and later kill, the other workers
+5 end the processes that workers have started: each worker leads a session (see sessions.py)
 """
 
 import os
@@ -38,7 +38,7 @@ def launch(
     seed: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `function(run, *args, **kwargs)` in every one of several new processes; return what each returned.
+    """Call `function(run, *args, **kwargs)` in each of several new processes; return what each returned.
 
     When the function begins, each worker has joined the default process group, its GPU, if any, is the current device,
     and its global generators are seeded with the same number. A worker sees its own GPU only, as "cuda:0". `run` is a
@@ -54,24 +54,24 @@ def launch(
 
     Args:
         function: What to run.
-        args: Its positional arguments after `run`; anything that pickles.
+        args: Its positional arguments after `run`; anything that can be pickled.
         workers: How many; on as many GPUs if there are any, else on the CPU.
         devices: `"auto"`, `"auto:3"`, `"auto:3>=20GiB"` (of free memory), `"cpu"`, `"cpu:2"`, or GPUs by the numbers
             that nvidia-smi shows or by UUID, such as `[0, 2, 5]` (`[[0, 1], [2, 3]]` for two per worker); None for
-            `"auto"`. Or a placement, which is taken as it is.
-        force: Take GPUs that others hold, too.
+            `"auto"`. Or a placement, which is used as it is.
+        force: Take GPUs that other processes use, too.
         threads_per_worker: CPU threads of torch's operators in each worker. It is not derived from the number of
             workers, because it changes the last bits of results.
-        seed: Of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
+        seed: Seed of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
         kwargs: Keyword arguments of the function.
 
     Returns:
         One result per worker, in rank order.
 
     Raises:
-        DeviceError: No or zero workers, or devices that are not there or not free.
-        WorkerFailedError: A worker raised or was killed; names the first one, with its traceback. The others are
-            stopped.
+        DeviceError: `workers` is not 1 or more, or devices do not exist or are not free.
+        WorkerFailedError: A worker raised or was killed. The message names the first one, with its traceback. The
+            others are stopped.
         TypeError: The function or an argument cannot be pickled.
         UsageError: This process may not open enough descriptors for so many workers.
     """
@@ -96,24 +96,25 @@ class LaunchSettings:
     """The options of `launch`; see there."""
 
     workers: int | None = None
-    """How many."""
+    """How many workers."""
     devices: DeviceRequest | Placement = None
-    """On what."""
+    """Their devices."""
     force: bool = False
-    """Whether to take GPUs that others hold."""
+    """Whether to take GPUs that other processes use."""
     threads_per_worker: int = 1
     """CPU threads of each worker."""
     seed: int = 0
-    """Of the global generators."""
+    """Seed of the global generators."""
     stop: StopRequest | None = None
-    """Forwarded to the workers as a signal; None for functions that do not call `handle_stop_signals`. In workers of
-    those that do, the signals are blocked until then, so that none ends a worker that is still importing."""
+    """The launcher forwards this request to the workers as a signal. Their function must call `handle_stop_signals`;
+    until then the signals are blocked in the workers, so that none ends a worker that is still importing. None for
+    functions that do not handle these signals."""
 
 
 def call_on_workers(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: LaunchSettings
 ) -> list[Any]:
-    """Do what `launch` does where no other launcher has started workers; raise what it raises."""
+    """Do what `launch` does in a process that no other launcher has started as a worker."""
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)

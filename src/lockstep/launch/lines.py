@@ -1,11 +1,11 @@
-"""Cutting what a worker writes into lines, and keeping the last of it. Pure: bytes and times come in."""
+"""Cutting a worker's output into lines, and keeping the end of it. Pure: bytes and times come in."""
 
 from typing import final
 
 MAX_LINE_BYTES = 1 << 20
-"""A line that is longer goes out in parts, so that it does not fill the memory."""
+"""A longer line is printed in parts, so that it does not fill the memory."""
 PROGRESS_SECONDS = 1.0
-"""How often a progress bar, which writes its line again and again, is shown."""
+"""How often a progress bar, which overwrites its line, is printed."""
 TAIL_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
 
@@ -14,11 +14,11 @@ _TRACEBACK = b"Traceback (most recent call last):"
 class LineCutter:
     """Turns chunks of bytes into whole lines with a prefix.
 
-    Text before a carriage return is to be overwritten, as by a progress bar. Of such versions of a line the last one is
-    printed, and before that the current one every `PROGRESS_SECONDS`.
+    A carriage return makes a terminal overwrite the line, as a progress bar does. Of the versions of such a line the
+    last one is printed, and before that the current one every `PROGRESS_SECONDS`.
 
     Args:
-        prefix: In front of each line.
+        prefix: Printed before each line.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -67,10 +67,10 @@ class Tail:
             del self._bytes[:-TAIL_BYTES]
 
     def text(self) -> str:
-        """Return it; bytes that are not UTF-8 are replaced."""
+        """Return the kept end as text; bytes that are not UTF-8 are replaced."""
         return self._bytes.decode(errors="replace")
 
 
 def _last_version(line: bytes) -> bytes:
-    """Return what a terminal would leave of a line with carriage returns, roughly."""
+    """Return about what a terminal shows of a line with carriage returns."""
     return next((version for version in reversed(line.split(b"\r")) if version), b"")

@@ -2,7 +2,7 @@
 
 launcher                                   worker
 --------                                   ------
-search path (JSON line)            ->      the modules that unpickling imports are found there
+search path (JSON line)            ->      sets sys.path, which unpickling the task needs
 WorkerTask (pickle)                ->
                                    <-      Report (pickle)
 """
@@ -31,12 +31,12 @@ class Run:
     local_rank: int
     """Number of this worker on its host."""
     device: torch.device
-    """Where it should train; if it is a GPU, it is the current device already."""
+    """The worker's device; if it is a GPU, it is the current device already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTask:
-    """What a worker is to do."""
+    """What the launcher sends to a worker: the function, and how to set the worker up."""
 
     rank: int
     """Number of the worker."""
@@ -51,7 +51,7 @@ class WorkerTask:
     seed: int
     """Seed of the global generators when the function begins."""
     parent_pid: int
-    """The launcher."""
+    """Process id of the launcher."""
     argv: tuple[str, ...]
     """The launcher's `sys.argv`."""
     call: bytes
@@ -65,7 +65,7 @@ class Report:
     rank: int
     """Number of the worker."""
     time: float
-    """When, on the host's monotonic clock, in seconds."""
+    """When it ended, on the host's monotonic clock, in seconds."""
     result: bytes | None
     """What it returned, pickled; None if it failed."""
     reason: str
@@ -73,7 +73,7 @@ class Report:
     traceback: str
     """The traceback; empty without one."""
     error: bytes | None
-    """The exception, pickled, where it can be."""
+    """The exception, pickled; None if it cannot be pickled."""
 
 
 def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
@@ -87,7 +87,7 @@ def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     except Exception as error:
         found = find_in_call(function, args, kwargs)
         raise TypeError(
-            f"`{name_of(function)}` cannot be sent to the workers. {_say_where(found, error)} "
+            f"`{name_of(function)}` cannot be sent to the workers. {_describe_location(found, error)} "
             "Create it inside the function, or in another module that the function imports."
         ) from error
 
@@ -103,11 +103,11 @@ def pack_result(result: object) -> bytes:
     except Exception as error:
         raise TypeError(
             f"The function returned a {type(result).__name__} that cannot be sent to the launcher. "
-            f"{_say_where(find_in_result(result), error)} Return numbers, text, containers or CPU tensors."
+            f"{_describe_location(find_in_result(result), error)} Return numbers, text, containers or CPU tensors."
         ) from error
 
 
-def _say_where(found: Unpicklable | None, error: Exception) -> str:
+def _describe_location(found: Unpicklable | None, error: Exception) -> str:
     text = f"It cannot be pickled: {error}" if found is None else found.describe()
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 

@@ -1,17 +1,18 @@
-"""Noticing that a script starts workers of its own, although `lockstep run` has started it several times.
+"""Detecting that a script starts its own workers, although `lockstep run` has started the script several times.
 
 Under `lockstep run --workers 2` a script that calls torch.multiprocessing.spawn has two sets of processes. Each set
-wants a rendezvous at an address that the script has chosen. But TORCHELASTIC_USE_AGENT_STORE, which they inherit, says
-that a launcher serves it: so none of them does, and all wait for 30 minutes.
+uses a rendezvous at an address that the script has chosen. They inherit TORCHELASTIC_USE_AGENT_STORE, which makes torch
+expect that a launcher serves this rendezvous. So no process serves it, and all wait for 30 minutes.
 
-The launcher sees that from outside. All of this has to be so for several seconds:
+The launcher detects this from outside. All of these conditions must hold for several seconds:
 
 - no process has connected to the rendezvous of the launch;
-- every worker has processes that multiprocessing has started, none of which has a TCP connection or listens for one;
+- every worker has processes that multiprocessing has started, and none of these has or awaits a TCP connection;
 - all processes of the launch sleep;
 - connections are being refused on this host.
 
-A worker whose data-loading processes wait for work computes itself; one that spawns an unrelated group has connections.
+Other workers with idle child processes fail one of them: a worker whose data-loading processes wait for work computes
+itself, and the processes of an unrelated group have connections.
 """
 
 import contextlib
@@ -26,9 +27,9 @@ import psutil
 LOOK_SECONDS = 2.0
 """How often to look."""
 _NUM_LOOKS = 3
-"""How many times in a row it has to look like that."""
+"""How many times in a row the conditions must hold."""
 _MAX_CPU_SHARE = 0.1
-"""Of one core, for all processes: to try a connection again and again takes less."""
+"""The share of one core that all processes together may use; repeated attempts to connect use less."""
 _WAITING = frozenset({psutil.STATUS_SLEEPING, psutil.STATUS_IDLE})
 
 
@@ -37,29 +38,29 @@ class LaunchActivity:
     """What the processes of a launch do at one moment."""
 
     is_every_worker_waiting: bool
-    """Whether each has processes of multiprocessing without connections, and all sleep."""
+    """Whether each worker has processes of multiprocessing without connections, and all processes sleep."""
     processes: frozenset[int]
-    """Their numbers."""
+    """Their process ids."""
     cpu_seconds: float
-    """What they have computed."""
+    """CPU time that they have used."""
     num_refused: int
     """How many connections were refused on this host."""
 
 
 @final
 class NestingWatch:
-    """Looks again and again whether the workers of a launch wait for a rendezvous that nobody serves."""
+    """Decides from repeated observations whether workers wait for a rendezvous that no process serves."""
 
     def __init__(self) -> None:
         self._last: LaunchActivity | None = None
         self._num_seen = 0
 
     def is_nested(self, activity: LaunchActivity, seconds: float) -> bool:
-        """Take the next activity; return whether it is certain by now.
+        """Take the next observation; return whether the script is certainly nested.
 
         Args:
-            activity: The workers now.
-            seconds: Since the one before.
+            activity: What the workers do now.
+            seconds: Time since the observation before.
         """
         last, self._last = self._last, activity
         has_waited = (
@@ -78,8 +79,8 @@ def look_at(workers: Sequence[int], root: Path = Path("/")) -> LaunchActivity:
     """Return what these processes, and those that they have started, do now.
 
     Args:
-        workers: Their numbers.
-        root: Where the file system begins; for recorded files.
+        workers: Their process ids.
+        root: Root of the file system; another one for recorded files.
     """
     families = _find_families(workers)
     everyone = [process for family in families for process in family]
@@ -92,7 +93,7 @@ def look_at(workers: Sequence[int], root: Path = Path("/")) -> LaunchActivity:
 
 
 def describe_nesting(num_workers: int, script: str) -> str:
-    """Return the error."""
+    """Return the message for the user."""
     return (
         "error: the script starts its own workers, as torch.multiprocessing.spawn does, but lockstep run has started "
         f"it {num_workers} times. The workers of each copy wait for a rendezvous that no process serves, and none has "
@@ -102,7 +103,7 @@ def describe_nesting(num_workers: int, script: str) -> str:
 
 
 def _find_families(workers: Sequence[int]) -> list[list[psutil.Process]]:
-    """Return each worker, if it has not ended, and after it all that it has started: they are in its session."""
+    """Return for each worker the processes of its session: itself, if it has not ended, and all that it has started."""
     families: dict[int, list[psutil.Process]] = {worker: [] for worker in workers}
     for pid in sorted(psutil.pids(), key=lambda pid: pid not in families):
         with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile

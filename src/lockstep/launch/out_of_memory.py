@@ -11,25 +11,25 @@ _COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomKills:
-    """How many processes it has killed; None where that cannot be read."""
+    """How many processes the out-of-memory killer has killed; None where that cannot be read."""
 
     group: int | None
-    """In this process' control group: its memory limit, such as a container's."""
+    """Because this process' control group, such as a container, reached its memory limit."""
     host: int | None
-    """On the host, for whatever reason."""
+    """On the whole host, for any reason."""
 
 
 def read_oom_kills(root: Path = Path("/")) -> OomKills:
     """Read the counters.
 
     Args:
-        root: Where the file system begins; for recorded files.
+        root: Root of the file system; another one for recorded files.
     """
     return OomKills(group=_read_group(root), host=_read_counter(root / "proc/vmstat"))
 
 
 def name_killer(before: OomKills, after: OomKills) -> str:
-    """Return who sent a SIGKILL between two readings, as far as they tell."""
+    """Return who sent a SIGKILL between two readings, as far as the counters show."""
     if None not in (before.group, after.group) and before.group != after.group:
         return (
             "by the kernel's out-of-memory killer: the memory limit of this control group (container, job) is reached"
@@ -37,8 +37,8 @@ def name_killer(before: OomKills, after: OomKills) -> str:
     if None in (before.host, after.host):
         return UNKNOWN_KILLER
     if before.host != after.host:
-        return "probably by the kernel's out-of-memory killer, which was at work on this host meanwhile"
-    return "by somebody: the kernel's out-of-memory killer was not at work meanwhile"
+        return "probably by the kernel's out-of-memory killer, which killed processes on this host meanwhile"
+    return "by another process: the kernel's out-of-memory killer has killed nothing meanwhile"
 
 
 def _read_group(root: Path) -> int | None:
@@ -49,7 +49,7 @@ def _read_group(root: Path) -> int | None:
         return None
     groups = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     mounted = root / "sys/fs/cgroup"
-    # In a container the file system often begins at its own group, while the path is told as the host sees it.
+    # In a container /sys/fs/cgroup is often the container's own group, but the path begins at the host's root.
     for folder, name in (
         (mounted / groups.get("", ""), "memory.events"),
         (mounted, "memory.events"),

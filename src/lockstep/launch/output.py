@@ -1,8 +1,8 @@
 """Forwarding what workers write: from their pipes to the terminal, whole lines at a time, and to log files.
 
-There is a thread per pipe. So a terminal that takes nothing for a while blocks the workers that write, as it would
-without a launcher, but not the launcher, which has to notice signals and failures. No buffer grows: what is not written
-yet stays in the pipe.
+Each pipe has a thread. A blocked terminal blocks the workers that write, as it would without a launcher. It does not
+block the launcher, which must react to signals and failures. No buffer grows: output that cannot be written yet stays
+in the pipe.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from lockstep.launch.readiness import wait_to_read, wait_to_write
 Stream = Literal["stdout", "stderr"]
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
-"""At least what a pipe can hold. If more comes when all workers have ended, another process has written it."""
+"""At least the capacity of a pipe. If more comes after all workers have ended, another process has written it."""
 _TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
@@ -30,8 +30,8 @@ class Relays:
 
     Args:
         has_prefix: Whether lines begin with the worker's rank.
-        cuts_lines: Whether workers share the terminal, so that only whole lines go there.
-        log_dir: Where to write the output too; None for nowhere.
+        cuts_lines: Whether to print only whole lines, because workers share the terminal.
+        log_dir: The directory for log files; None for no log files.
     """
 
     def __init__(self, *, has_prefix: bool, cuts_lines: bool, log_dir: Path | None) -> None:
@@ -41,13 +41,13 @@ class Relays:
         self._terminal = threading.Lock()
         self._threads: list[threading.Thread] = []
         # The writing end is closed when all workers have ended. The relays do not wait for the end of their pipes,
-        # because a process that a worker has left behind may hold them open.
+        # because a process that a worker has started may still hold them open.
         self._over, self._over_writer = os.pipe()
 
     def open(self, rank: int, stream: Stream) -> tuple[int, Tail]:
-        """Return the end of a new pipe for a worker to write to, and what will hold the last of it.
+        """Return the writing end of a new pipe for a worker, and the object that keeps the end of its output.
 
-        The caller closes the former once the worker has it.
+        The caller closes its descriptor when the worker has been started.
 
         Raises:
             UsageError: Another launch has a log file of that name.
@@ -70,13 +70,13 @@ class Relays:
         return written, tail
 
     def finish(self) -> None:
-        """Tell the relays that every worker has ended."""
+        """Let the relays end: every worker has ended."""
         if self._over_writer >= 0:
             os.close(self._over_writer)
             self._over_writer = -1
 
     def join(self, seconds: float) -> bool:
-        """Wait so long for each relay; return whether all output is written."""
+        """Wait up to `seconds` for each relay; return whether all output is written."""
         for thread in self._threads:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
@@ -116,7 +116,7 @@ class _Relay:
                 self._write_log(chunk)
                 self._show(chunk if self._cutter is None else self._cutter.feed(chunk, now))
                 if not self._is_shown and self._log is None:
-                    return  # the terminal is closed: so is the worker's pipe then, as without a launcher
+                    return  # the terminal is closed, so the worker's pipe is closed too, as without a launcher
             if self._cutter is not None:
                 self._show(self._cutter.finish())
         finally:
@@ -129,7 +129,7 @@ class _Relay:
         ready = wait_to_read(self._source, self._over)
         chunk = os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
         if self._over in ready:
-            # A process that a worker has left behind may go on writing.
+            # A process that a worker has started may still write.
             self._num_left_bytes -= len(chunk)
         return chunk if self._num_left_bytes >= 0 else b""
 
@@ -139,7 +139,7 @@ class _Relay:
         try:
             write_all(self._log.fileno(), chunk)
         except OSError as error:  # a full disk is no reason to stop the worker
-            self._show(f"warning: no more is written to {self._log.name}: {error.strerror}.\n".encode())
+            self._show(f"warning: writing to {self._log.name} has failed: {error.strerror}.\n".encode())
             self._log.close()
             self._log = None
 
@@ -154,7 +154,7 @@ class _Relay:
 
 
 def write_all(descriptor: int, text: bytes) -> None:
-    """Write everything, also where somebody has made the descriptor non-blocking."""
+    """Write everything, also if another process has made the descriptor non-blocking."""
     rest = memoryview(text)
     while rest:
         try:
@@ -164,27 +164,27 @@ def write_all(descriptor: int, text: bytes) -> None:
 
 
 def log_path(directory: Path, rank: int, stream: Stream) -> Path:
-    """Return where a worker's output is written."""
+    """Return the path of a worker's log file."""
     return directory / f"rank-{rank}.{stream}.log"
 
 
 def make_log_directory(directory: Path) -> None:
-    """Make the directory for log files; one that is there already is used, if no logs are in it.
+    """Make the directory for log files. It may exist if it has no log files.
 
     Raises:
-        UsageError: It cannot be made, or holds logs.
+        UsageError: It cannot be made, or has log files.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         found = sorted(directory.glob("rank-*.log"))
     except OSError as error:
         raise UsageError(
-            f"The log directory {directory} cannot be made: {error.strerror}. Name another one."
+            f"The log directory {directory} cannot be made: {error.strerror}. Give another one."
         ) from error
     if found:
         raise _logs_of_another(found[0])
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"The log directory {directory} cannot be written to. Name another one.")
+        raise UsageError(f"The log directory {directory} cannot be written to. Give another one.")
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -196,13 +196,13 @@ def _open_log(path: Path) -> BinaryIO:
 
 def _logs_of_another(path: Path) -> UsageError:
     return UsageError(
-        f"The log directory {path.parent} holds the logs of another launch ({path.name}), which are not written over. "
-        "Name another directory, or remove them."
+        f"The log directory {path.parent} holds the logs of another launch ({path.name}), which are not overwritten. "
+        "Give another directory, or remove them."
     )
 
 
 def print_message(message: str) -> None:
-    """Write a message to stderr; nothing if the terminal has been closed."""
+    """Write a message to stderr; do nothing if the terminal has been closed."""
     with contextlib.suppress(OSError):
         write_all(_TARGETS["stderr"], f"{message}\n".encode(errors="replace"))
 

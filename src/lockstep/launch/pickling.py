@@ -1,10 +1,10 @@
-"""Pickling what is sent between the launcher and its workers: cloudpickle, and what it cannot pickle by itself.
+"""Pickling for messages between the launcher and its workers: cloudpickle, and objects that it does not support.
 
 cloudpickle sends functions and classes of a script or a notebook cell by value, with the global variables that they
-use. Among those are often objects that belong to an imported module and cannot be pickled, or only as copies. They are
-sent as a reference, the name of the module and of the attribute, like functions that are imported:
+use. These variables often refer to objects of imported modules that cannot be pickled, or only as copies. Such objects
+are sent by reference, as the names of module and attribute, like imported functions:
 
-    modules that are instances of a subclass of ModuleType         torch.backends.cudnn, torch._dynamo.config
+    modules whose class is a subclass of ModuleType                torch.backends.cudnn, torch._dynamo.config
     modules that cannot be imported under their own name           torch.ops.aten
     operators                                                      torch.ops.aten.add, torch.ops.aten.add.Tensor
     classes that have another name in their module                 torch.nn.attention.SDPBackend
@@ -23,16 +23,16 @@ import cloudpickle
 import torch
 
 _MAIN = frozenset({"__main__", "__mp_main__"})
-"""The started script, which is another one in a worker."""
+"""Modules that are the started script. In a worker they are another script."""
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 _CACHED_FUNCTION = type(functools.cache(len))
 
 
 class Writable(Protocol):
-    """What a pickle is written to."""
+    """A stream that a pickle is written to."""
 
     def write(self, data: bytes, /) -> object:
-        """Take the next bytes."""
+        """Write the next bytes."""
 
 
 def pack(value: object) -> bytes:
@@ -49,7 +49,7 @@ def pack_into(stream: Writable, value: object) -> None:
 
 @final
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which asks this before its own rules."""
+    """cloudpickle's pickler, with our rules before its own."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = _reduce(obj)
@@ -57,7 +57,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Return the function that makes `obj` in the other process, and its arguments; None if cloudpickle knows."""
+    """Return a function and its arguments that make `obj` in the other process; None to leave it to cloudpickle."""
     if isinstance(obj, ModuleType):
         is_ordinary = type(obj) is ModuleType and sys.modules.get(obj.__name__) is obj
         return None if is_ordinary else _refer_to(obj)
@@ -69,14 +69,14 @@ def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         return _resolve, ("torch", "default_generator")
     if isinstance(obj, functools.cached_property):  # it holds a lock before Python 3.12
         return _make_cached_property, (obj.func, obj.attrname)
-    # pickle sends its name alone, which is not found in the worker.
+    # pickle sends only its name, which the worker does not find.
     if isinstance(obj, _CACHED_FUNCTION) and (obj.__module__ in _MAIN or "<locals>" in obj.__qualname__):
         return _make_lru_cache, (obj.__wrapped__, obj.cache_parameters())
     return None
 
 
 def _is_found_by_name(cls: type) -> bool:
-    """Whether a class is in its module under its name, or is one that cloudpickle sends by value."""
+    """Whether a class is an attribute of its module under its name, or cloudpickle sends it by value."""
     module = sys.modules.get(cls.__module__)
     if module is None or cls.__module__ in _MAIN or "<locals>" in cls.__qualname__:
         return True
@@ -87,12 +87,12 @@ def _is_found_by_name(cls: type) -> bool:
 
 
 def _refer_to(obj: object) -> tuple[Callable[..., Any], tuple[str, str]] | None:
-    """Return the module that is `obj`, or that has it as an attribute; None if there is none."""
+    """Return how to find `obj`, a module or an attribute of one, in the other process; None if it is neither."""
     modules = {name: module for name, module in sys.modules.copy().items() if name not in _MAIN}
     for name, module in modules.items():
         if module is obj:
             return _resolve, (name, "")
-    # The module that it names comes first: others may have imported it from there.
+    # Its own module comes first: other modules may have imported it from there.
     own = getattr(obj, "__module__", None) or getattr(obj, "__name__", "").rpartition(".")[0]
     for name in (own, *modules) if own in modules else modules:
         for attribute, value in list(getattr(modules[name], "__dict__", {}).items()):
@@ -102,9 +102,9 @@ def _refer_to(obj: object) -> tuple[Callable[..., Any], tuple[str, str]] | None:
 
 
 def _resolve(module: str, path: str) -> object:
-    """Return a module, or what has this dotted path in it."""
+    """Return a module, or the object with this dotted path in it."""
     importlib.import_module(module)
-    found: Any = sys.modules[module]  # a module may have put another object in its place
+    found: Any = sys.modules[module]  # a module may replace its own entry with another object
     for name in filter(None, path.split(".")):
         found = getattr(found, name)
     return found

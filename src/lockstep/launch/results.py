@@ -1,4 +1,4 @@
-"""What a worker's report means for the caller of `launch`: a result, or an exception."""
+"""Turning a worker's report into what the caller of `launch` gets: a result, or an exception."""
 
 import pickle
 from typing import Any
@@ -8,19 +8,19 @@ from lockstep.launch.exits import describe_failures
 from lockstep.launch.messages import Report
 
 _CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
-"""Errors that workers have because another one failed, if another one has any other error."""
+"""Errors that are probably a consequence of another worker's failure, if another worker has any other error."""
 
 
 def load_result(report: Report) -> Any:
-    """Return what the function returned in a worker.
+    """Return the result of the function in a worker.
 
     Raises:
-        WorkerFailedError: It cannot be unpickled in this process.
+        WorkerFailedError: The result cannot be unpickled in this process.
     """
     try:
         return pickle.loads(report.result or b"")  # noqa: S301 - from our own child
     except Exception as error:
-        reason = f"returned a value that cannot be read here: {type(error).__name__}: {error}"
+        reason = f"returned a value that the launcher cannot unpickle: {type(error).__name__}: {error}"
         failure = WorkerFailure(rank=report.rank, reason=reason, traceback="", error=error)
         raise WorkerFailedError(
             f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors.", (failure,)
@@ -28,10 +28,10 @@ def load_result(report: Report) -> Any:
 
 
 def load_error(report: Report) -> BaseException | None:
-    """Return the worker's exception; None if its class cannot be imported here. The report has its text anyway."""
+    """Return the worker's exception; None if it cannot be unpickled here. The report has its text in any case."""
     try:
         error: BaseException | None = pickle.loads(report.error) if report.error is not None else None  # noqa: S301
-    except Exception:  # noqa: BLE001 - whatever a class from elsewhere does when it is missing here
+    except Exception:  # noqa: BLE001 - unpickling a user's class may raise anything
         return None
     return error
 

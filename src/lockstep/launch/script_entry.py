@@ -1,6 +1,7 @@
-"""A script's worker, before it becomes the script: it makes sure that it ends with the launcher, then calls exec.
+"""A script's worker, before it becomes the script: it arranges that it ends with the launcher, then calls exec.
 
-Run as a script, with the standard library alone. After `execv` the process is as if the user had started it by hand.
+This file is run as a script, and imports only the standard library. After `execv` the process is like one that the user
+has started from a shell.
 
 Arguments: the launcher's process id; the pipe to the guardian; the program, as a path; its arguments.
 """
@@ -17,14 +18,14 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Send the guardian this process id, ask the kernel to end this process with its parent, become the script."""
     launcher, guardian, *command = sys.argv[1:]
-    with contextlib.suppress(OSError):  # it was killed; the kernel is asked as well
+    with contextlib.suppress(OSError):  # the guardian was killed; the kernel still ends this process, see below
         os.write(int(guardian), b"+%d\n" % os.getpid())
     os.close(int(guardian))
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(launcher):
         sys.exit(1)
-    # Python ignores these, and what is ignored stays so: `yes | head` in a shell script would not end as it should.
+    # Python ignores these, and exec keeps ignored signals ignored: `yes | head` in a shell script would not end.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,12 +1,12 @@
-"""`lockstep run`: starts any program once per worker, as torchrun does on one host.
+"""`lockstep run`: start any program once per worker, as torchrun does on one host.
 
 launcher                                           worker r
 --------                                           --------
 1 open the rendezvous, on a port that the kernel picks
 2 start the process in a session of its own   ->   script_entry.py: register with the guardian, become the script
-3 forward what it writes                      <-   stdout, stderr
+3 forward its output                          <-   stdout, stderr
 4 wait for exits and signals
-5 on the first failure: wait a moment for an earlier one; then, or on a signal, stop the workers that are left
+5 after the first failure: wait a moment for an earlier one; then, or after a signal, stop the other workers
 """
 
 import os
@@ -37,15 +37,15 @@ from lockstep.settings import LAUNCHED, read_num_threads, worker_environment
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
 _EARLIER_FAILURE_SECONDS = 0.3
-"""After the first failure that is noticed: how long to wait for one that happened before it."""
+"""After the launcher notices a first failure: how long it waits for one that happened before it."""
 _TRACEBACK_SECONDS = 5.0
-"""If a worker ends later than this after it wrote a traceback, it had caught that exception."""
+"""If a worker ends later than this after its last traceback, it is assumed to have caught that exception."""
 _DRAIN_SECONDS = 1.0
-"""After a signal: how long the terminal may take to print what the workers have written."""
+"""After a signal: how long the terminal may take to print the workers' output."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
 _NUM_DESCRIPTORS = 6
-"""Of the launcher for each worker, at the most: two pipes, two log files, two connections to the store."""
+"""How many the launcher needs for each worker, at most: two pipes, two log files, two connections to the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +53,23 @@ class ScriptJob:
     """What to start, and with which options."""
 
     program: tuple[str, ...]
-    """Path of an executable, and its arguments up to the script itself."""
+    """Path of an executable, and its arguments up to and with the script."""
     arguments: tuple[str, ...]
-    """The script's own."""
+    """The script's arguments."""
     placement: Placement
     """One device per worker, in rank order."""
     num_threads: int | None = None
     """CPU threads of each worker; None for OMP_NUM_THREADS, or, if that is not set, an equal share of the cores."""
     own_card_only: bool = False
-    """Whether each worker sees its own GPU alone, and has local rank 0."""
+    """Whether each worker sees only its own GPU, and has local rank 0."""
     local_rank_option: str = ""
-    """The option with which scripts are told their local rank, if at all: "--local-rank" or "--local_rank"."""
+    """The option that passes the local rank to the script: "--local-rank" or "--local_rank"; empty for none."""
     has_prefix: bool = True
     """Whether the lines of several workers begin with their rank."""
     log_dir: Path | None = None
-    """Where to write what each worker writes."""
+    """The directory for log files of the workers' output; None for no log files."""
     grace_seconds: float = GRACE_SECONDS
-    """How long workers may take to end after the first signal, before SIGKILL."""
+    """How long workers may take to end after the first signal, before they get SIGKILL."""
 
     @property
     def world_size(self) -> int:
@@ -84,7 +84,7 @@ class ScriptJob:
         return read_num_threads() or str(share_cores(count_cores(), self.world_size))
 
     def describe(self) -> str:
-        """Return a line on what will be started."""
+        """Return a line that describes devices and threads."""
         threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
         hint = f"\nhint: {self.placement.hint}" if self.placement.hint else ""
         return f"devices: {self.placement.reason}; {threads} each ({count_cores()} cores){hint}"
@@ -95,14 +95,14 @@ class Ending:
     """How a launch ended."""
 
     exit_code: int
-    """For the command: 0; the exit code of the worker that failed first, or 128 + N if signal N ended it; or 75, if all
-    workers have exited with 75 after a signal to the launcher."""
+    """The exit code of the command: 0 for success; the exit code of the worker that failed first, or 128 + N if signal
+    N ended it; 75 if all workers have exited with 75 after a signal to the launcher."""
     message: str
-    """For the user; empty if all went well."""
+    """The message for the user; empty after success."""
 
 
 def run_script(job: ScriptJob) -> Ending:
-    """Start the workers and wait for them; none is left when this returns. Main thread only.
+    """Start the workers and wait for them; all have ended when this returns. Main thread only.
 
     Raises:
         UsageError: The log directory cannot be used, or this process may not open enough descriptors.
@@ -141,7 +141,7 @@ class _ScriptWorker:
         return self.exit_code not in {None, 0}
 
     def failed_at(self) -> float:
-        """Return when it failed: when it wrote its last traceback, because it may take long to exit after that."""
+        """Return when it wrote its last traceback, because exiting may take long after that; else when it ended."""
         traceback_at = self.stderr.traceback_at if self.stderr is not None else None
         if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
             return self.ended_at
@@ -157,7 +157,7 @@ class _ScriptWorkerPool:
         self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
-        # A single worker uses the terminal directly, as if started by hand: it may read input and show a progress bar.
+        # A single worker uses the terminal directly, as without a launcher: it may read input and show a progress bar.
         self._relays = (
             Relays(has_prefix=job.has_prefix and job.world_size > 1, cuts_lines=job.world_size > 1, log_dir=job.log_dir)
             if job.world_size > 1 or job.log_dir is not None
@@ -165,7 +165,7 @@ class _ScriptWorkerPool:
         )
 
     def start(self, rendezvous: Rendezvous) -> None:
-        """Start all of them."""
+        """Start all workers."""
         run_id = f"lockstep-{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):
             settings = TorchrunSettings(
@@ -197,9 +197,9 @@ class _ScriptWorkerPool:
         self._workers.append(_ScriptWorker(rank, process, tail))
 
     def wait(self, signals: SignalPipe, rendezvous: Rendezvous) -> Signals | None:
-        """Wait until all have ended, or one has failed, or a termination signal has come; return that signal.
+        """Wait until all have ended, one has failed, or a termination signal has come; return that signal.
 
-        If the script starts its own workers, `is_nested` is True afterwards, and some have not ended.
+        If the script starts its own workers, this returns with `is_nested` set, while workers still run.
         """
         deadline: float | None = None
         watch = NestingWatch()
@@ -209,7 +209,7 @@ class _ScriptWorkerPool:
             is_watched = deadline is None and rendezvous.is_served and not rendezvous.was_found.is_set()
             if (stop := signals.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
                 return stop
-            self._look()
+            self._collect_exits()
             now = time.monotonic()
             if is_watched and now - looked_at >= LOOK_SECONDS:
                 seen = look_at([worker.process.pid for worker in self._workers])
@@ -223,13 +223,13 @@ class _ScriptWorkerPool:
                 break
         return None
 
-    def _look(self) -> None:
+    def _collect_exits(self) -> None:
         for worker in self._workers:
             if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
                 worker.exit_code, worker.ended_at = code, time.monotonic()
 
     def end(self, signals: SignalPipe, stop: Signals | None) -> None:
-        """Stop the workers that are left, and whatever workers have started; print the last of their output."""
+        """Stop the workers that still run and all that workers have started; print the end of their output."""
         is_interrupted = stop is Signals.SIGINT
         self._sessions.end(
             Signals.SIGINT if is_interrupted else Signals.SIGTERM,
@@ -245,7 +245,7 @@ class _ScriptWorkerPool:
                 break
 
     def describe_end(self, killer: str) -> Ending:
-        """Return how the launch ended, if no signal stopped it."""
+        """Return how a launch ended that no signal has stopped."""
         failed = sorted((worker for worker in self._workers if worker.has_failed()), key=_ScriptWorker.failed_at)
         if not failed:
             return Ending(0, "")
@@ -257,27 +257,27 @@ class _ScriptWorkerPool:
         return Ending(exit_status(first.exit_code or 0), f"error: {message}")
 
     def describe_stop(self, stop: Signals) -> Ending:
-        """Return how the launch ended that a signal has stopped. Exit code 75 of workers means saved, to be resumed."""
-        self._look()
+        """Return how a launch ended that a signal has stopped. A worker exits with 75 if it can be resumed."""
+        self._collect_exits()
         if all(worker.exit_code == os.EX_TEMPFAIL for worker in self._workers):
             return Ending(os.EX_TEMPFAIL, f"Stopped by {stop.name}; every worker has ended with {os.EX_TEMPFAIL}.")
         how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
         return Ending(exit_status(-stop), f"{how}; every worker has ended.")
 
     def close(self) -> None:
-        """Kill what is left, and close all pipes."""
+        """Kill all processes that are left, and close all pipes."""
         self._sessions.close()
         if self._relays is not None:
             self._relays.finish()
 
 
 def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) -> dict[str, str]:
-    """Return all variables of a worker. The launch's own replace the user's, which replace our defaults."""
+    """Return all variables of a worker: those of the launch, else the user's, else our defaults."""
     devices = device_variables(job.placement, settings.rank, own_card_only=settings.own_card_only)
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
-    # Not a worker of `launch`, though one of those may have started this launcher.
+    # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     return worker_environment(overrides, defaults=defaults)
 
@@ -290,12 +290,12 @@ def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> Worke
 
 
 def _traceback(worker: _ScriptWorker) -> str:
-    """Return the traceback that a worker ended with; empty if it was killed, for it may have caught the exception."""
+    """Return a worker's last traceback; empty if it was killed, because it may have caught that exception."""
     if worker.stderr is None or (worker.exit_code or 0) < 0:
         return ""
     return find_traceback(worker.stderr.text())
 
 
 def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:
-    """Return what starts a Python script, or a module, as by hand."""
+    """Return the command that starts a Python script, or a module, as a user would."""
     return (sys.executable, "-m", script) if is_module else (sys.executable, script)

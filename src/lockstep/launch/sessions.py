@@ -1,16 +1,16 @@
-"""Starting processes so that none of them, nor any process that they start, is left when the launch is over.
+"""Starting processes so that no process of theirs is left when the launch is over.
 
-Each leads a session, and a process group, of its own: its process id is the id of the session, and whatever it starts
-belongs to it. Three things end them:
+Each worker leads a new session and process group. The id of the session is its process id, and all processes that it
+starts belong to the session. Three things end them:
 
-1. `Sessions.end`, however the launch ends in an orderly way;
-2. the guardian, a process that waits for the launcher's end and kills the sessions then (`guardian.py`);
-3. the kernel, which kills the leaders when the launcher ends, should the guardian have been killed with it
+1. `Sessions.end`, at every orderly end of the launch;
+2. the guardian, a process that waits until the launcher ends and then kills the sessions (`guardian.py`);
+3. the kernel, which kills the leaders when the launcher ends, also if the guardian was killed with it
    (`script_entry.py`, and `worker.py` for the workers of `launch`).
 
-[Note: process ids that are used again] The kernel may give a process id to another process when the first one was
-waited for and its group is empty. So no worker is waited for before the end of the launch, and the guardian gets a
-message first.
+[Note: process ids that are used again] After `waitpid`, and when the group is empty, the kernel may give the process id
+to another process. So the launcher calls `waitpid` for workers only at the end of the launch, after it has removed the
+sessions from the guardian.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ import psutil
 from lockstep.launch import guardian, script_entry
 
 _POLL_SECONDS = 0.02
-"""How often to look, while sessions end, whether anything is left of them."""
+"""How often to check, while sessions end, whether they still have processes."""
 _KILLED_SECONDS = 5.0
-"""How long to wait for what was killed: the kernel may have to finish something for it first."""
+"""How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
 _ISOLATED = ("-I", "-S")
-"""Python without site-packages or variables of the environment: it starts in a fraction of the time."""
+"""Options of Python: without site-packages and environment variables it starts much faster."""
 
 
 @final
@@ -62,13 +62,13 @@ class Sessions:
         stdin: int | None,
         outputs: tuple[int | None, int | None],
     ) -> subprocess.Popen[bytes]:
-        """Start a program. Ask `exit_code` how it ended, and wait for it in no other way.
+        """Start a program. Use `exit_code` to see whether it has ended, and never `Popen.wait` or `Popen.poll`.
 
         Args:
             command: A path, and arguments.
             environment: All of its variables.
-            stdin: `subprocess.DEVNULL`, or None for this process' own.
-            outputs: Where stdout and stderr go; None for this process' own.
+            stdin: `subprocess.DEVNULL`, or None for the stdin of this process.
+            outputs: Descriptors for stdout and stderr; None for those of this process.
         """
         process = subprocess.Popen(  # noqa: S603 - what the user asked for
             [sys.executable, *_ISOLATED, script_entry.__file__, str(os.getpid()), str(self._pipe), *command],
@@ -83,19 +83,20 @@ class Sessions:
         return process
 
     def adopt(self, leader: subprocess.Popen[bytes]) -> None:
-        """Take over a process that was started as leader of a session. Until then the caller has to end it."""
-        with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel is asked as well
+        """Take over a process that was started as leader of a session. Until then the caller must end it."""
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel still ends the leader
             os.write(self._pipe, b"+%d\n" % leader.pid)
         self._leaders[leader.pid] = leader
 
     def end(self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool]) -> None:
-        """End everything in the sessions; nothing is left when this returns.
+        """End all processes of the sessions before this returns.
 
         Args:
-            first: The first signal. SIGINT goes to all processes, as from a terminal. Another one goes to the leader,
-                which may need its data-loading processes until it ends, and to the rest when the leader has ended.
+            first: The first signal. SIGINT is sent to all processes, as from a terminal. Any other signal is sent to
+                the leader, which may need its data-loading processes until it ends. When the leader has ended, the
+                rest get SIGTERM.
             patience: How many seconds they have before SIGKILL.
-            is_hurried: Waits so many seconds, and returns whether to kill at once.
+            is_hurried: Waits the given number of seconds, and returns whether to kill at once.
         """
         deadline = time.monotonic() + patience
         for session, leader in self._leaders.items():
@@ -112,7 +113,7 @@ class Sessions:
         self._kill()
 
     def close(self) -> None:
-        """Kill what is left in the sessions, and wait for their leaders and the guardian."""
+        """Kill all processes that are left, and wait for the leaders and the guardian."""
         self._kill()
         for session, leader in self._leaders.items():
             with contextlib.suppress(BrokenPipeError):  # the guardian was killed
@@ -133,7 +134,7 @@ class Sessions:
             time.sleep(_POLL_SECONDS)
 
     def _find_members(self) -> dict[int, int]:
-        """Return the session of each process that is in one of them and has not ended."""
+        """Return the processes of the sessions that have not ended, each with the id of its session."""
         members = {}
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
@@ -145,7 +146,7 @@ class Sessions:
 
 def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
     """Return how a process ended, -N for signal N, without freeing its process id; None while it runs."""
-    if sys.platform == "darwin":  # where Python 3.11 has no waitid
+    if sys.platform == "darwin":  # Python 3.11 has no waitid there
         return leader.poll()
     try:
         found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,8 +1,8 @@
 """Forwarding SIGTERM from a process that has launched workers to the workers.
 
-SIGTERM -> launcher -> every worker:   without a handler         is ended by it, and then the launcher is
-                                       that saves and stops      returns when it is done, and then `launch` does
-a second one, a second later or more:  the launcher ends at once, and the workers with it
+The launcher sends the first SIGTERM on to every worker. A worker without a handler ends by it; then the launcher ends
+by SIGTERM too. A worker with a handler that saves and stops returns from its function; then `launch` returns. A second
+SIGTERM, a second later or more, ends the launcher and all workers at once.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Self, final
 from lockstep.errors import WorkerFailedError
 
 _SAME_SECONDS = 1.0
-"""Signals that come so soon after the first are the same request: `timeout` and Slurm send several."""
+"""Signals within this time after the first are the same request: `timeout` and Slurm send several."""
 
 
 @final
@@ -60,7 +60,7 @@ class SignalForwarding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End this process by SIGTERM too, if it has ended workers."""
+        """End this process by SIGTERM too, if SIGTERM has ended workers."""
         if self._is_handling:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._first is not None and isinstance(error, WorkerFailedError) and self._died_of_signal():

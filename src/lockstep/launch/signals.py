@@ -1,4 +1,4 @@
-"""Waiting for signals, and delaying them: a launcher reacts to a signal at one place only."""
+"""Waiting for signals, and delaying them, so that a launcher reacts to a signal at one place only."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from typing import Self, final
 from lockstep.launch.readiness import wait_to_read
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
+"""Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
 _ROOM_BYTES = 4096
 
 
@@ -30,7 +30,7 @@ class SignalPipe:
         self._undo.callback(os.close, self._written)
 
     def __enter__(self) -> Self:
-        """Collect from here on."""
+        """Collect signals from now on."""
         os.set_blocking(self._source, False)
         os.set_blocking(self._written, False)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._written, warn_on_full_buffer=False))
@@ -46,7 +46,7 @@ class SignalPipe:
         self._undo.close()
 
     def wait(self, seconds: float | None) -> signal.Signals | None:
-        """Wait for a signal, at most so long; return the first termination signal, if one has come."""
+        """Wait up to `seconds` for a signal; return the first termination signal, if one has come."""
         ready = wait_to_read(self._source, seconds=seconds)
         numbers = os.read(self._source, _ROOM_BYTES) if ready else b""
         return next((signal.Signals(number) for number in numbers if number in TERMINATION_SIGNALS), None)
@@ -65,7 +65,7 @@ def sigint_held_back() -> Iterator[None]:
     """
     held: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
-    # Python runs handlers in the main thread, which alone may set them; None stands for one that C code has installed.
+    # Only the main thread runs Python's handlers and may set them. None means a handler that C code has installed.
     has_handler = threading.current_thread() is threading.main_thread() and handler is not None
     if has_handler:
         signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))

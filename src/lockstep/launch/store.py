@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-"""What Gloo is kept on."""
+"""The network interface that Gloo uses."""
 _BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the workers of a launch find their store."""
+    """The address at which the workers of a launch find their store."""
 
     port: int
-    """On loopback."""
+    """Its port on loopback."""
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
     was_found: threading.Event = field(default_factory=threading.Event)
@@ -33,7 +33,7 @@ class Rendezvous:
 
 
 def open_store() -> "TCPStore":
-    """Open the rendezvous: on loopback, on a port that is never free for another to take."""
+    """Open the rendezvous, on a loopback port that the kernel picks and that no other process can take in between."""
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen(_BACKLOG)
@@ -42,15 +42,15 @@ def open_store() -> "TCPStore":
 
 @contextmanager
 def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
-    """Hold the rendezvous of a script's workers.
+    """Keep the rendezvous of a script's workers open within the block.
 
-    The launcher serves it from the first connection on. A launch whose workers never connect need
-    not import torch, which takes a second and 150 MB.
+    The launcher serves it from the first connection on. So a launch whose workers never connect does not import torch,
+    which takes a second and 150 MB.
 
-    A single worker serves its store itself, because a script that goes on to start processes of its own
-    (`torch.multiprocessing.spawn`) makes a rendezvous for them, and TORCHELASTIC_USE_AGENT_STORE would send them all
-    looking for one that is served already. Its port is kept for it by a socket that is bound and does not listen: the
-    kernel gives the port to nobody who asks for any, and to a store, which sets SO_REUSEADDR.
+    A single worker serves its store itself. If its script starts processes of its own (`torch.multiprocessing.spawn`),
+    it makes a rendezvous for them, and with TORCHELASTIC_USE_AGENT_STORE they would expect that a launcher serves it.
+    The launcher reserves the worker's port with a socket that is bound but does not listen. The kernel gives the port
+    to no program that asks for any free port, but to a store, which asks for this one and sets SO_REUSEADDR.
     """
     with socket.socket() as reserved:
         if num_workers == 1:

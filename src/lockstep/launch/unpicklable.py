@@ -1,7 +1,7 @@
-"""Finding the value that keeps something from being sent to another process, for the error message.
+"""Finding the value that cannot be pickled, for the error message.
 
-pickle says what kind of object it does not take, but not where it met it: the user would read "cannot pickle
-'_thread.lock' object" and have to search every global variable that the function and its helpers use.
+pickle names the type of this value, but not where it is. From "cannot pickle '_thread.lock' object" alone the user
+would have to search every global variable that the function and the functions it calls use.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ _Part = tuple["_Location", object]
 
 @dataclass(frozen=True, slots=True)
 class Unpicklable:
-    """A value that cannot be pickled although its parts can, as far as its class tells."""
+    """A value that cannot be pickled although all its known parts can."""
 
     location: str
-    """Where it is: "the global variable `state.lock`, which `helper` uses"."""
+    """Where it is: "the global variable `state.lock` that `load` uses"."""
     value: object
     """The value."""
     error: Exception
@@ -38,7 +38,7 @@ class Unpicklable:
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a value is, in words around an expression."""
+    """Where a value is: an expression, and the words before and after it."""
 
     kind: str
     expression: str = ""
@@ -52,7 +52,7 @@ class _Location:
 
 
 def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Unpicklable | None:
-    """Return what of a call cannot be pickled; None if each of its parts can."""
+    """Return the value in a call that cannot be pickled; None if each can."""
     parts: list[_Part] = [(_Location("the function", name_of(function)), function)]
     parts += [(_Location("the positional argument", f"args[{index}]"), value) for index, value in enumerate(args)]
     parts += [(_Location("the argument", name), value) for name, value in kwargs.items()]
@@ -60,12 +60,12 @@ def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, 
 
 
 def find_in_result(result: object) -> Unpicklable | None:
-    """Return what of a function's result cannot be pickled; None if it can."""
+    """Return the value in a function's result that cannot be pickled; None if each can."""
     return _Search("").first([(_Location("the", "result"), result)])
 
 
 def name_of(value: object) -> str:
-    """Return what to call a function, or the like, in a message."""
+    """Return the name of a function, or the like, for a message."""
     return getattr(value, "__name__", None) or repr(value)
 
 
@@ -74,7 +74,8 @@ class _Search:
     """One search.
 
     Args:
-        module: Where the called function was defined. The variables of a library's function say nothing to a user.
+        module: The module of the called function. Functions of this module and of the script are searched. Those of
+            libraries are not, because their variables mean nothing to a user.
     """
 
     def __init__(self, module: str) -> None:
@@ -82,7 +83,7 @@ class _Search:
         self._seen: set[int] = set()
 
     def first(self, parts: Iterable[_Part]) -> Unpicklable | None:
-        """Return the first of these, or the first part of one, that cannot be pickled."""
+        """Return the first of these values, or of their parts, that cannot be pickled."""
         return next((found for location, value in parts if (found := self._find(location, value)) is not None), None)
 
     def _find(self, location: _Location, value: object) -> Unpicklable | None:
@@ -93,13 +94,13 @@ class _Search:
             pack_into(_Nowhere(), value)
         except Exception as error:  # noqa: BLE001 - a class may raise anything when it is pickled
             parts: list[_Part] = []
-            with contextlib.suppress(Exception):  # and when it is asked for its state
+            with contextlib.suppress(Exception):  # and when pickle asks it for its state
                 parts += self._parts(location, value)
             return self.first(parts) or Unpicklable(str(location), value, error)
         return None
 
     def _parts(self, location: _Location, value: Any) -> Iterable[_Part]:
-        """Return what is pickled with a value."""
+        """Return the values that are pickled with a value."""
         match value:
             case types.FunctionType():
                 return _function_parts(value) if value.__globals__.get("__name__") in self._modules else ()
@@ -125,7 +126,7 @@ class _Search:
 
 
 class _Nowhere:
-    """A stream that keeps nothing."""
+    """A stream that discards everything."""
 
     def write(self, data: bytes, /) -> object:
         return len(data)
@@ -167,7 +168,7 @@ def _global_names(code: types.CodeType) -> dict[str, None]:
 
 
 def _state_parts(location: _Location, value: Any) -> Iterator[_Part]:
-    """Yield what an object gives to pickle: attributes, arguments of its class, items."""
+    """Yield what pickle stores of an object: attributes, arguments of its class, items."""
     reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return

@@ -1,4 +1,4 @@
-"""A worker of `launch`: receives its task, joins the group, calls the function, reports."""
+"""A worker of `launch`: it receives its task, joins the group, calls the function and reports."""
 
 import contextlib
 import datetime
@@ -22,24 +22,24 @@ from lockstep.processes.reproducibility import seed_generators
 
 _RENDEZVOUS_SECONDS = 300
 _LAST_CALLS_SECONDS = 2.0
-"""How long to wait for the other workers' last collectives after the function has returned here."""
+"""After the function has returned: how long this worker waits for the others before it sends an exit notice."""
 
 
 def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int) -> None:
     """Run one worker from start to end.
 
     Args:
-        task_pipe: Where the task comes from, after the search path, which was read already.
-        report_descriptor: Where the report goes.
-        launcher_pipe: A pipe that the launcher holds open as long as it lives.
+        task_pipe: The pipe with the task; the search path, which comes first, was read already.
+        report_descriptor: The pipe for the report.
+        launcher_pipe: A pipe that the launcher keeps open until it ends.
     """
     try:
         task: WorkerTask = pickle.loads(task_pipe.read())  # noqa: S301 - from our parent, over a pipe only we hold
     except (EOFError, pickle.UnpicklingError):  # the launcher was interrupted while it sent it
         sys.exit(1)
     task_pipe.close()
-    # Ctrl-C reaches every process of the terminal. It is ignored here, from the first line of `_BOOTSTRAP` on: the
-    # launcher alone reacts to it.
+    # Ctrl-C reaches every process of the terminal. Workers ignore it, from the first line of `_BOOTSTRAP` on. Only the
+    # launcher reacts to it.
     _keep_from_children(report_descriptor, launcher_pipe)
     die_with_parent(task.parent_pid)
     may_exit = threading.Event()
@@ -52,15 +52,18 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int) -> Non
     with os.fdopen(report_descriptor, "wb") as report_pipe:
         send_report(report_pipe, report)
     if report.result is not None:
-        # Tear down together: to a worker that still communicates, one that has torn down looks like a lost one.
+        # All workers destroy their groups together: to a worker that still communicates, a worker without its group
+        # looks lost.
         if not may_exit.wait(_LAST_CALLS_SECONDS):
-            send_exit_notices()  # or who still calls for this one, as in an evaluation on rank 0 alone, would wait
+            # Another worker may still call a collective, as in an evaluation on rank 0 alone. Without this notice it
+            # would wait until its timeout.
+            send_exit_notices()
             may_exit.wait()
         destroy_process_group()
 
 
 def _keep_from_children(*descriptors: int) -> None:
-    """Let no process that the function starts hold the launcher's pipes open."""
+    """Close the launcher's pipes in every process that the function starts."""
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
 
@@ -73,9 +76,9 @@ def _keep_from_children(*descriptors: int) -> None:
 
 
 def _watch_launcher(launcher_pipe: int, may_exit: threading.Event) -> None:
-    """Wait for the launcher's leave to end, a byte; or end at once when it is gone, which closes the pipe.
+    """Set `may_exit` when the launcher sends a byte. End this process at once when the pipe closes: the launcher ended.
 
-    The second is for systems without a kernel that does it by itself (`die_with_parent`).
+    On Linux the kernel does the second (`die_with_parent`); this is for other systems.
     """
     if os.read(launcher_pipe, 1):
         may_exit.set()
@@ -90,7 +93,7 @@ def _run(task: WorkerTask) -> Report:
         result = function(run, *args, **kwargs)
         packed = pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
-        failed_at = time.monotonic()  # first of all, for it says who was the cause
+        failed_at = time.monotonic()  # before anything else: the earliest failure is reported as the cause
         report = _failure(task.rank, error, failed_at)
         report_failure(error)
         return report
@@ -119,9 +122,9 @@ def _failure(rank: int, error: BaseException, failed_at: float) -> Report:
     try:
         packed = pack(error)
         pickle.loads(packed)  # noqa: S301 - our own
-    except Exception:  # noqa: BLE001 - whatever a user's exception does when pickled, its text is still sent
+    except Exception:  # noqa: BLE001 - pickling a user's exception may raise anything; its text is still sent
         packed = None
-    # The first frame is this module's; a reader wants their own.
+    # The first frame is of this module. The user needs only frames of their code.
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return Report(
         rank=rank,

@@ -22,21 +22,21 @@ from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.settings import LAUNCHED, worker_environment
 
 NUM_DESCRIPTORS_PER_WORKER = 4
-"""At the most: two pipes, two connections to the store."""
+"""How many the launcher needs for each worker, at most: two pipes, two connections to the store."""
 EARLIER_FAILURE_SECONDS = 0.5
-"""After the first failure that is reported: how long to wait for the report of one that happened before it."""
+"""After the first report of a failure: how long to wait for a report of one that happened before it."""
 _ROOT_CAUSE_SECONDS = 5.0
-"""The same, while every failure says that another worker caused it."""
+"""The same, while every reported failure is a consequence of another worker's failure."""
 _TERMINATE_SECONDS = 2.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
 _TEARDOWN_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
 _POLL_SECONDS = 0.1
-"""How often to look for workers that ended without their pipe closing: a process they started may hold it open."""
+"""How often to check for workers that ended while their pipe is open: a process they started may hold it open."""
 _EXIT_POLL_SECONDS = 0.01
-"""How often to look whether a worker that is about to end has ended."""
+"""How often to check whether a worker that is about to end has ended."""
 _CLOSED = -1
-"""Stands for a descriptor that is closed."""
+"""The value of a descriptor that is closed."""
 _BOOTSTRAP = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,9 +67,9 @@ class StartedWorker:
         self._ended_at: float | None = None
 
     def receive(self, *, has_ended: bool) -> bool:
-        """Read what the worker has written; return whether nothing more will come, because it has reported or ended.
+        """Read what the worker has written; return True if it is complete, because the worker has reported or ended.
 
-        The end of the pipe is not waited for: a process that the worker started may hold it open.
+        This does not wait for the end of the pipe: a process that the worker started may hold it open.
         """
         is_over = has_ended
         with contextlib.suppress(BlockingIOError):
@@ -86,23 +86,23 @@ class StartedWorker:
         return self._ended_at is not None or (self.report is not None and self.report.result is None)
 
     def is_consequence(self) -> bool:
-        """Return whether the worker failed because another one did, by its own account."""
+        """Return whether the worker reported an error that says that another worker failed."""
         return self.report is not None and is_consequence(self.report)
 
     def describe_failure(self) -> tuple[float, WorkerFailure]:
         """Return when the worker failed, and how.
 
-        The launcher notices a worker that ended without a report when the kernel closes its pipe. That is about when
-        the other workers lose their connections to it, so it counts as a little earlier.
+        The launcher notices a worker that ended without a report when the kernel closes its pipe. About then the other
+        workers lose their connections to it and fail too. So its time is set a little earlier, before theirs.
         """
         report = self.report
         if report is None:
             assert self._ended_at is not None
             code = wait_for_exit(self.process, time.monotonic() + _TERMINATE_SECONDS)
             if code is None:
-                reason = "closed its pipe to the launcher and runs on"
+                reason = "closed its pipe to the launcher and still runs"
             else:
-                reason = describe_exit(code) + (" and no report" if code >= 0 else "")
+                reason = describe_exit(code) + (" without reporting a result or an error" if code >= 0 else "")
             failure = WorkerFailure(rank=self.rank, reason=reason, traceback="", error=None)
             return self._ended_at - EARLIER_FAILURE_SECONDS, failure
         return report.time, WorkerFailure(
@@ -116,12 +116,12 @@ class WorkerPool:
 
     Args:
         launcher_pipe: The writing end of a pipe that every worker reads from. Only the launcher holds it, so the pipe
-            ends when the launcher does; a byte for each worker says that it may exit.
-        can_stop: Whether the workers take SIGTERM and SIGUSR1 as requests to save and stop.
+            ends when the launcher does. The launcher writes a byte for each worker when the workers may exit.
+        can_stop: Whether the workers handle SIGTERM and SIGUSR1 as requests to save and stop.
     """
 
     def __init__(self, launcher_pipe: int, *, can_stop: bool) -> None:
-        self._lifeline = launcher_pipe
+        self._launcher_pipe = launcher_pipe
         self._can_stop = can_stop
         self._sessions = Sessions()
         self._workers: list[StartedWorker] = []
@@ -155,7 +155,7 @@ class WorkerPool:
             self._workers.append(StartedWorker(task, process, down_write, up_read))
 
     def send_tasks(self) -> None:
-        """Send each worker its task. All have been started before, so that they import at the same time."""
+        """Send each worker its task. All workers are started before this, so that they import at the same time."""
         for worker in self._workers:
             task_pipe, worker.task_pipe = worker.task_pipe, _CLOSED
             # A broken pipe: the worker has ended already, and `wait` reports its exit code.
@@ -163,7 +163,7 @@ class WorkerPool:
                 send_task(stream, sys.path, worker.task)
 
     def ask_to_stop(self) -> None:
-        """Send every worker the signal that asks it to save and stop."""
+        """Send every worker the signal that requests it to save and stop."""
         self._signal(FORWARDED_SIGNAL)
 
     def terminate(self) -> None:
@@ -171,7 +171,7 @@ class WorkerPool:
         self._signal(signal.SIGTERM)
 
     def was_terminated(self) -> bool:
-        """Return whether workers have failed, and all of them because of SIGTERM."""
+        """Return whether SIGTERM is the cause of all failures, of which there is at least one."""
         failed = [worker for worker in self._workers if worker.has_failed() and not worker.is_consequence()]
         return bool(failed) and all(
             worker.report is None and exit_code(worker.process) == -signal.SIGTERM for worker in failed
@@ -212,18 +212,18 @@ class WorkerPool:
             failures.sort(key=lambda failure: failure[:2])
             raise failed_error(tuple(failure for *_, failure in failures))
         with contextlib.suppress(BrokenPipeError):  # all were killed after their reports
-            os.write(self._lifeline, b"." * len(self._workers))
+            os.write(self._launcher_pipe, b"." * len(self._workers))
         self._may_exit = True
         return [worker.report for worker in self._workers if worker.report is not None]
 
     def stop(self) -> None:
-        """End every worker and whatever workers have started; none is left when this returns."""
+        """End every worker and all processes that workers have started, before this returns."""
         try:
             if self._may_exit:
                 deadline = time.monotonic() + _TEARDOWN_SECONDS
                 for worker in self._workers:
                     wait_for_exit(worker.process, deadline)
-            # Workers that take SIGTERM as a request would not end.
+            # Workers that handle SIGTERM as a request would not end by it.
             first = signal.SIGKILL if self._can_stop else signal.SIGTERM
             self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep)
         finally:  # also when a second Ctrl-C comes while this waits
@@ -232,11 +232,11 @@ class WorkerPool:
                 os.close(worker.report_pipe)
                 if worker.task_pipe != _CLOSED:
                     os.close(worker.task_pipe)
-            os.close(self._lifeline)
+            os.close(self._launcher_pipe)
 
 
 def _variables(task: WorkerTask) -> dict[str, str]:
-    """Return the variables that torchrun sets, for code that reads them; Gloo is kept on loopback."""
+    """Return the variables that torchrun sets, for code that reads them, and keep Gloo on loopback."""
     threads = str(task.threads)
     return {
         LAUNCHED: str(task.store_port),
@@ -260,6 +260,6 @@ def wait_for_exit(process: subprocess.Popen[bytes], deadline: float) -> int | No
 
 
 def _sleep(seconds: float) -> bool:
-    """Wait, and report that nobody is in a hurry: a second Ctrl-C is raised as KeyboardInterrupt instead."""
+    """Wait, and return False, never to kill at once: a second Ctrl-C raises KeyboardInterrupt here instead."""
     time.sleep(seconds)
     return False

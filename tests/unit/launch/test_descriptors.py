@@ -16,7 +16,9 @@ def test_too_many_workers_for_the_limit_are_refused_before_they_start() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 40, hard))
     try:
         check_descriptors(2, 4)
-        with pytest.raises(UsageError, match=r"16 workers need \d+ file descriptors .* as with `ulimit -n \d+`"):
+        with pytest.raises(
+            UsageError, match=r"16 workers need \d+ file descriptors .* Raise the limit with `ulimit -n \d+`"
+        ):
             launch(print, devices="cpu:16")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

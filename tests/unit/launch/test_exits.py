@@ -32,7 +32,7 @@ def test_no_traceback_is_found_where_there_is_none() -> None:
 def test_an_end_is_told_with_code_or_signal() -> None:
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-11) == "killed by SIGSEGV"
-    assert describe_exit(-9) == "killed by SIGKILL, by somebody or by the kernel because memory ran out"
+    assert describe_exit(-9) == "killed by SIGKILL, by another process or by the kernel because memory ran out"
     assert describe_exit(-9, killer="by the kernel") == "killed by SIGKILL, by the kernel"
     assert describe_exit(-40) == "killed by signal 40"
     assert [exit_status(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]

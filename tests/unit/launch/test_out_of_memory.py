@@ -45,10 +45,10 @@ def test_a_system_without_counters_tells_nothing(tmp_path: Path) -> None:
     ("before", "after", "told"),
     [
         ((2, 7), (3, 8), "by the kernel's out-of-memory killer: the memory limit of this control group"),
-        ((2, 7), (2, 8), "probably by the kernel's out-of-memory killer, which was at work on this host"),
+        ((2, 7), (2, 8), "probably by the kernel's out-of-memory killer, which killed processes on this host"),
         ((None, 7), (None, 8), "probably by the kernel's"),
-        ((2, 7), (2, 7), "by somebody: the kernel's out-of-memory killer was not at work meanwhile"),
-        ((2, None), (2, None), "by somebody or by the kernel because memory ran out"),
+        ((2, 7), (2, 7), "by another process: the kernel's out-of-memory killer has killed nothing meanwhile"),
+        ((2, None), (2, None), "by another process or by the kernel because memory ran out"),
     ],
 )
 def test_the_killer_is_named(
