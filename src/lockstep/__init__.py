@@ -1,8 +1,8 @@
 """Lockstep: data-parallel training for PyTorch.
 
-Two ways in, on one engine. The drop-in layer has the names and signatures of torch's `DistributedDataParallel` and
-what belongs to it; the trainer layer (`Trainer`, `ShardedLoader`, `launch`) adds what those signatures cannot say:
-the same model on any number of workers.
+It has two layers over one core. The drop-in layer has the names and signatures of torch's `DistributedDataParallel` and
+related classes. The trainer layer (`Trainer`, `ShardedLoader`, `launch`) adds what these signatures do not allow: the
+same model on any number of workers.
 """
 
 from importlib.metadata import version

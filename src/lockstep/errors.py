@@ -5,24 +5,24 @@ The tree:
     LockstepError                    RuntimeError
     +-- UsageError                   the command line prints the message alone and exits with 2
     |   +-- ConfigError              a config file or one of its values
-    |   +-- DataFileError            a data file that is missing, truncated or not what it should be
-    |   +-- DeviceError              devices that are not there, not free, or not as many as asked for
+    |   +-- DataFileError            a data file that is missing, truncated or has other content than expected
+    |   +-- DeviceError              devices that do not exist, are not free, or are too few
     |   +-- RunDirectoryError        a run directory that exists, or cannot be made
     |   +-- CheckpointError          a checkpoint that cannot be written or read
-    |       +-- LaterFormatError     one that a later Lockstep has written
+    |       +-- LaterFormatError     a checkpoint that a later version of Lockstep has written
     +-- GroupError                   process groups: set-up, tear-down, use before set-up
     |   +-- CollectiveMismatchError  ranks make different calls
     |   +-- CollectiveTimeoutError   a call is not complete in time, and no rank was lost
-    |   +-- PeerLostError            a rank was killed, failed, or left while others need it
+    |   +-- PeerLostError            a rank was killed, failed, or exited while others need it
     +-- ParameterMismatchError       ranks wrap different models
     +-- ReductionError               gradients arrived in a way that cannot be reduced correctly
     +-- LossError                    a loss that is not a finite scalar, or a weight that is not positive
-    +-- UnusableStateError           an update failed in the middle, so a trainer cannot go on without a checkpoint
+    +-- UnusableStateError           an update failed in the middle, so a trainer needs a checkpoint to continue
     +-- PeerFailedError              another worker raised an error in a collective operation
-    +-- WorkerFailedError            a worker raised, was killed, or returned what cannot be sent
+    +-- WorkerFailedError            a worker raised, was killed, or returned a value that cannot be sent
 
-An exception may be sent from a data-loading process or a worker to its parent, which makes it again from its message:
-so every class here can be made from one string.
+A data-loading process or a worker sends its exception to its parent, which makes it again from its message. So each
+class here can be made from one string.
 """
 
 from dataclasses import dataclass
@@ -41,11 +41,11 @@ class ConfigError(UsageError):
 
 
 class DataFileError(UsageError):
-    """A data file is missing, truncated or not what it should be."""
+    """A data file is missing, truncated or has other content than expected."""
 
 
 class DeviceError(UsageError):
-    """The devices asked for are not there, or not free."""
+    """The requested devices do not exist, or are not free."""
 
 
 class RunDirectoryError(UsageError):
@@ -69,11 +69,11 @@ class CollectiveMismatchError(GroupError):
 
 
 class CollectiveTimeoutError(GroupError):
-    """A collective or a message is not complete in time, though no rank was lost."""
+    """A collective or a message is not complete in time, although no rank was lost."""
 
 
 class PeerLostError(GroupError):
-    """A rank was killed, failed with an exception, or left the group while others need it.
+    """A rank was killed, failed with an exception, or exited while others need it.
 
     Attributes:
         rank: Number of that rank in the default group, also in errors of a subgroup; -1 when it is not known.
@@ -101,7 +101,7 @@ class LossError(LockstepError):
 
 
 class UnusableStateError(LockstepError):
-    """An update has failed in the middle: parameters and optimizer belong to no step, so a state must be loaded."""
+    """An update failed in the middle. Parameters and optimizer are inconsistent, so a state must be loaded."""
 
 
 class PeerFailedError(LockstepError):
@@ -115,15 +115,15 @@ class WorkerFailure:
     rank: int
     """Rank of the worker."""
     reason: str
-    """One line: the exception, or the signal, or the exit code."""
+    """One line: the exception, the signal or the exit code."""
     traceback: str
-    """The worker's traceback, or empty when it died without one."""
+    """The worker's traceback; empty if it ended without one."""
     error: BaseException | None
-    """The exception itself, where it could be sent."""
+    """The exception; None if there was none or it could not be pickled."""
 
 
 class WorkerFailedError(LockstepError):
-    """A worker raised, was killed, or returned what cannot be sent.
+    """A worker raised, was killed, or returned a value that cannot be sent.
 
     Attributes:
         failures: Every failure seen, the first in time (the cause) first.

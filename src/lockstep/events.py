@@ -27,13 +27,13 @@ class RunStarted:
     num_test_samples: int
     """Samples of the test set; 0 without one."""
     first_epoch: int
-    """Epoch that comes first, counted from 0."""
+    """Epoch in which this training begins, counted from 0."""
     num_epochs: int
-    """Epoch before which the run ends."""
+    """Number of epochs of the whole run."""
     num_steps: int
     """Steps of one epoch."""
     first_step: int = 0
-    """Step within the epoch that comes first; not 0 where a run is resumed in the middle of one."""
+    """First step within the first epoch; greater than 0 if a run is resumed in the middle of an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class StepFinished:
     loss: float
     """Weighted mean loss of the global batch."""
     weight: float = 1.0
-    """Its weight in the mean of the epoch; 0 for a step that was skipped."""
+    """Weight of this step in the mean of the epoch; 0 for a step that was skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class EpochFinished:
     samples_per_second: float
     """Training samples of all workers per second of training time."""
     learning_rate: float
-    """Of the first parameter group, in the epoch's last step."""
+    """Learning rate of the first parameter group, in the epoch's last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The one file that reads and writes the environment of this process.
 
-Everything else gets frozen values from here. So this file shows every variable that changes what Lockstep does, and a
-test can pass a mapping of its own.
+All other code gets frozen values from here. So this file shows every variable that changes what Lockstep does, and a
+test can pass a mapping instead of the environment.
 """
 
 import os
@@ -16,8 +16,8 @@ CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
-"""Set in the workers of `ls.launch`, which have torchrun's variables too, to MASTER_PORT: another launcher that one of
-them starts sets that anew."""
+"""A variable that is equal to MASTER_PORT in the workers of `ls.launch`. These have torchrun's variables too. If a
+worker starts another launcher, that launcher changes MASTER_PORT, so the two differ in its workers."""
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -40,12 +40,12 @@ _RECORDED = frozenset(
         "NVIDIA_VISIBLE_DEVICES",
     }
 )
-"""Variables that are recorded with a run; `_RECORDED_PREFIXES` are the beginnings of other names."""
+"""Variables that are recorded with a run, besides those whose names begin with one of `_RECORDED_PREFIXES`."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
-"""In the name of a variable that may hold a secret and is not recorded."""
+"""A variable whose name has one of these may hold a secret and is not recorded."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _NUM_HASH_SEEDS = 2**32
-"""PYTHONHASHSEED is below that."""
+"""PYTHONHASHSEED is less than this."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 
@@ -71,11 +71,11 @@ class WorldVariables:
     launcher: str
     """Name of the launcher, for messages: `"Slurm"`."""
     remedy: str
-    """What to do if something of the above is missing."""
+    """What the user can do if one of the variables is missing."""
 
 
 def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables by which launchers tell a worker its rank, by name; empty ones are left out.
+    """Return the variables that launchers set for a worker, by name, without empty ones.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -101,11 +101,11 @@ class VisibleDevices:
     devices: str | None
     """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
     order: str | None
-    """CUDA_DEVICE_ORDER: how CUDA counts them; None for the fastest first."""
+    """CUDA_DEVICE_ORDER: how CUDA numbers them; None for the fastest first."""
 
 
 def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDevices:
-    """Read what hides GPUs from this process.
+    """Read the variables that hide GPUs from this process.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -121,16 +121,16 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool:
         environ: Mapping to read instead of this process' environment.
 
     Raises:
-        UsageError: It is neither a yes nor a no.
+        UsageError: The value is not one of those for yes or no.
     """
     text = (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "")
-    word = text.strip().lower()
-    if word not in _YES | _NO:
+    value = text.strip().lower()
+    if value not in _YES | _NO:
         raise UsageError(
-            f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to have the calls of all ranks compared, or 0, "
-            "false, no, off or nothing."
+            f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to compare the calls of all ranks, or 0, false, "
+            "no, off or nothing."
         )
-    return word in _YES
+    return value in _YES
 
 
 def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
@@ -147,12 +147,12 @@ def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
         return max(float(text), 0.0)
     except ValueError as error:
         raise UsageError(
-            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 to say nothing."
+            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports."
         ) from error
 
 
 def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what torch's DistributedDataParallel logs of the environment, by its names; "N/A" where nothing is set.
+    """Return the environment variables that torch's DistributedDataParallel logs; "N/A" for those that are not set.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -170,7 +170,7 @@ def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
-    """Return the interface that the user wants Gloo to use, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it.
+    """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -186,7 +186,7 @@ def set_gloo_interface(name: str) -> None:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that change how a run computes or communicates, or who started it; no others.
+    """Return only the variables that change how a run computes or communicates, and those of its launcher.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -212,25 +212,25 @@ def worker_environment(
     defaults: Mapping[str, str] = MappingProxyType({}),
     seed: int | None = None,
 ) -> dict[str, str]:
-    """Return the environment for a child process: this one's, with `overrides` on top and `defaults` underneath.
+    """Return the environment for a child process: this process' variables, with `overrides` and `defaults`.
 
-    Python hashes text with a key, so that a vocabulary that is built from a set has another order in every process. The
-    key follows from `seed`, unless the user has set PYTHONHASHSEED.
+    Python's hash of a str depends on PYTHONHASHSEED, which is random by default. Then a vocabulary that is built from a
+    set has another order in every process. Here it is derived from `seed`, unless the user has set it.
 
     Args:
-        overrides: Variables that replace others.
-        environ: Mapping to take instead of this process's environment.
-        defaults: Variables that others replace.
-        seed: Of a worker's global generators; None to leave the key as it is.
+        overrides: Variables that replace those of this process.
+        environ: Mapping to use instead of this process' environment.
+        defaults: Variables for which this process' values have precedence.
+        seed: Seed of the worker's global generators; None to not set PYTHONHASHSEED.
     """
     key = {} if seed is None else {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS)}
     return {**defaults, **key, **(os.environ if environ is None else environ), **overrides}
 
 
 def set_determinism_variables(deterministic: bool) -> None:
-    """Tell cuBLAS and torch's compiler, which read the environment when they are first used, what is wanted.
+    """Set the variables that cuBLAS and torch's compiler read when they are first used.
 
-    A user's own choice of cuBLAS workspace stays.
+    A cuBLAS workspace that the user has set is not changed.
     """
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     if deterministic:

@@ -1,10 +1,10 @@
 """The first lines of the command `lockstep`.
 
-Importing Lockstep imports torch, which takes a second or two. A Ctrl-C meanwhile would show a traceback, or be lost. So
-the command begins here, outside the package, and until everything is imported a Ctrl-C ends this process at once.
+Importing Lockstep imports torch, which takes a second or two. A Ctrl-C during the import would show a traceback, or be
+lost. So the command begins here, outside the package, and Ctrl-C ends this process at once until all is imported.
 
-`lockstep run` imports no torch, unless its workers ask for a rendezvous. So the scripts, which import it themselves,
-start at once.
+`lockstep run` does not import torch before a worker connects to the rendezvous. So the scripts, which import torch
+themselves, start at once.
 """
 
 import importlib.util
@@ -16,10 +16,10 @@ INTERRUPTED_EXIT = 130
 
 
 def main() -> None:
-    """Import the command line and run it; a Ctrl-C meanwhile ends the process at once."""
+    """Import the command line and run it; Ctrl-C during the import ends the process at once."""
     signal.signal(signal.SIGINT, _end)
     _open_closed_streams()
-    # Not at the top: that is the point of this module.
+    # Not at the top of the file: the signal handler must be set before these imports.
     if sys.argv[1:2] == ["run"]:
         _skip_package_init()
         from lockstep.cli.run import main as run
@@ -31,13 +31,13 @@ def main() -> None:
 def _open_closed_streams() -> None:
     """Open the null device where a standard stream is closed, as by `>&-`, here and for what this process starts.
 
-    Otherwise the next pipe or socket would get its number, and what is written to the stream.
+    Otherwise the next pipe or socket would get its number, and would receive what is written to the stream.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest number that is free is the one that is given.
+            # The kernel gives the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 

@@ -30,11 +30,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def terminate_only_for(owner_pid: int) -> None:
-    """Ignore SIGTERM unless the process `owner_pid` has sent it, and SIGUSR1 from anybody (main thread; Linux).
+    """Ignore SIGTERM unless the process `owner_pid` has sent it, and SIGUSR1 from every process (main thread; Linux).
 
     Slurm and systemd send a signal to every process of a job. A worker that handles it as a request to save and stop
-    still needs its data-loading processes then. (Several pending SIGTERM are delivered as one. If the owner's is lost
-    in that way, this process ends with the owner, see `die_with_parent`.)
+    still needs its data-loading processes then. (The kernel delivers several pending SIGTERM as one. If the owner's
+    signal is lost in this way, this process ends with the owner, see `die_with_parent`.)
     """
     if not sys.platform.startswith("linux"):
         return
@@ -45,15 +45,15 @@ def terminate_only_for(owner_pid: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in the thread too: it inherits that
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread inherits this mask
     threading.Thread(target=wait, daemon=True).start()
 
 
 def keep_freed_memory() -> None:
     """Let malloc keep blocks of up to 1 GiB when they are freed (glibc; elsewhere does nothing).
 
-    By default it gives large ones back to the system, and each step gets them anew, page by page: a quarter of a
-    microsecond and more for every 4 KiB of activations and gradients. See mallopt(3).
+    By default malloc returns large blocks to the system, and each step gets them again, page by page. That costs a
+    quarter of a microsecond or more for every 4 KiB of activations and gradients. See mallopt(3).
     """
     if not sys.platform.startswith("linux"):
         return

@@ -26,10 +26,10 @@ def seed_generators(seed: int) -> None:
 
 
 def reseed_generators(seed: int) -> None:
-    """Do what `seed_generators` does, in a process whose devices are in use already (local).
+    """Do what `seed_generators` does, faster, in a process whose devices are initialized already (local).
 
-    `torch.manual_seed` also notes, with a traceback each, what to seed should a device be used one day: half a
-    millisecond, for every shard of every step.
+    For each device that is not initialized, `torch.manual_seed` records a traceback and a call to seed it later. That
+    takes half a millisecond, for every shard of every step.
     """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -46,16 +46,16 @@ def reseed_generators(seed: int) -> None:
 def set_deterministic(deterministic: bool) -> None:
     """Set torch's switches for the whole process (local).
 
-    True makes operators deterministic, or raise where they have no deterministic form, and cuDNN and cuBLAS
-    repeatable; call it before CUDA is first used, for cuBLAS reads its setting once. False lets cuDNN pick the
-    fastest kernel by trying.
+    With True, operators are deterministic, or raise if they have no deterministic form, and cuDNN and cuBLAS are
+    reproducible. Call it before CUDA is first used, because cuBLAS reads its setting once. With False, cuDNN measures
+    which kernel is the fastest.
     See https://docs.pytorch.org/docs/stable/notes/randomness.html.
     """
     set_determinism_variables(deterministic)
     set_inductor_deterministic(deterministic)
-    # What torch.use_deterministic_algorithms does, but that imports the compiler, which takes a second.
+    # The same as torch.use_deterministic_algorithms, which also imports the compiler; that takes a second.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # Without this every torch.empty would be filled with NaN, a cost that only finds reads of unset memory.
+    # The default is to fill every torch.empty with NaN. That takes time and only finds reads of unset memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic

@@ -17,23 +17,23 @@ from contextlib import contextmanager
 from typing import final
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that are requests."""
+"""The signals that are requests to stop."""
 FORWARDED_SIGNAL = signal.SIGUSR1
-"""What a launcher sends its workers to forward a request. It never ends a process, however often it comes."""
+"""The signal with which a launcher forwards a request to its workers. Repeated signals do not end a worker."""
 
 _SAME_SECONDS = 1.0
 
 
 @final
 class StopRequest:
-    """Whether this process was asked to stop, and the functions to call then."""
+    """Whether this process was requested to stop, and the functions to call when it is."""
 
     def __init__(self) -> None:
         self.is_made = False
         self._listeners: list[Callable[[], None]] = []
 
     def make(self) -> None:
-        """Make the request; again it has no effect."""
+        """Make the request; a second call has no effect."""
         if not self.is_made:
             self.is_made = True
             for listener in self._listeners:
@@ -57,7 +57,7 @@ def stop_signals_handled(request: StopRequest) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals until the process ends, because it has stopped already.
+    """Ignore stop signals until the process ends, because its training has stopped already.
 
     torchrun sends SIGTERM to the other workers when the first has exited. While the interpreter shuts down it removes
     its handlers, but a signal that is ignored stays ignored, so a slower worker still exits with its own exit code.
@@ -69,12 +69,12 @@ def ignore_stop_signals() -> None:
 def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
-    A signal that was ignored before stays ignored. Outside the main thread, which alone may set handlers, this does
-    nothing.
+    A signal that was ignored before stays ignored. This does nothing outside the main thread, because only the main
+    thread may set handlers.
 
     Args:
         request: The request to make.
-        clock: Tells seconds. [Note: one request, several signals].
+        clock: Returns the time in seconds. [Note: one request, several signals].
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
