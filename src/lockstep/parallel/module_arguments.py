@@ -18,8 +18,8 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a module lies."""
+class ModuleDevices:
+    """The devices of a module."""
 
     devices: tuple[torch.device, ...]
     """Devices of its parameters, in the order in which they first come."""
@@ -55,7 +55,7 @@ def find_placement(
     parameters: Sequence[nn.Parameter],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-) -> Placement:
+) -> ModuleDevices:
     """Return where a module lies.
 
     Raises:
@@ -66,7 +66,7 @@ def find_placement(
     devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
     if device_ids and devices[0].type != "cpu" and len(devices) == 1:
         only = _index(device_ids[0])
-        return Placement(
+        return ModuleDevices(
             devices=devices,
             device_ids=[only],
             output_device=only if output_device is None else _index(output_device),
@@ -78,7 +78,7 @@ def find_placement(
             f"{output_device}, and module parameters {set(devices)}. Leave both out for a module on the CPU or on "
             "several devices."
         )
-    return Placement(devices=devices, device_ids=None, output_device=None)
+    return ModuleDevices(devices=devices, device_ids=None, output_device=None)
 
 
 def require_group(world: World) -> ProcessGroup:

@@ -83,7 +83,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
+class _HandshakeResult:
     outcome: Outcome
     message: str = ""
     """What to raise, after a failure."""
@@ -200,12 +200,12 @@ class _Handshake:
             raise GroupError(decision.message)
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
-    def decision(self) -> _Decision | None:
+    def decision(self) -> _HandshakeResult | None:
         """Return the decision, or None as long as there is none."""
         if not self._store.check(["decision"]):
             return None
         found = json.loads(self._store.get("decision"))
-        return _Decision(**{**found, "outcome": Outcome(found["outcome"])})
+        return _HandshakeResult(**{**found, "outcome": Outcome(found["outcome"])})
 
     def wait_for_rank_holder(self) -> Announcement | None:
         """Return who has the place of this worker's rank; give it a moment to come."""
@@ -222,7 +222,7 @@ class _Handshake:
         is_complete = decision is not None and decision.outcome is Outcome.COMPLETE
         return self._claim("first") if is_complete and not self._is_member() else None
 
-    def join(self, timeout: timedelta, problem: str) -> _Decision:
+    def join(self, timeout: timedelta, problem: str) -> _HandshakeResult:
         """Take this worker's place and wait for the decision."""
         first = self._claim("first")
         mistake = _find_mistake(first, self._me)
@@ -258,21 +258,21 @@ class _Handshake:
             )
         return self._wait(["wake"], seconds - self._warning_seconds)
 
-    def report_mistake(self, other: Announcement, mistake: str) -> _Decision:
+    def report_mistake(self, other: Announcement, mistake: str) -> _HandshakeResult:
         """Tell all of a mistake that involves `other`, if that is alive (see [Note: proof of life])."""
         self._wake_all("a mistake")
         if not self._wait([f"alive/{other.rank}"], self._response_seconds):
             return self._decide(Outcome.ABANDONED)
         return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
-    def leave(self, decision: _Decision) -> None:
+    def leave(self, decision: _HandshakeResult) -> None:
         """Return when the others have read the decision, or had time to (see [Note: leave together])."""
         with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left, and its store with it
             if self._store.add("num_read", 1) < decision.num_readers:
                 self._wait(["closed"], self._response_seconds)
             self._store.set("closed", "yes")
 
-    def _show_alive(self, problem: str) -> _Decision:
+    def _show_alive(self, problem: str) -> _HandshakeResult:
         self._store.set(f"alive/{self._me.rank}", "yes")
         if self._store.get("wake") == b"all are here":
             if problem:
@@ -283,7 +283,7 @@ class _Handshake:
         self._wait(["decision"], 2 * self._response_seconds)
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
-    def _decide_at_timeout(self, problem: str) -> _Decision:
+    def _decide_at_timeout(self, problem: str) -> _HandshakeResult:
         """Settle a generation that did not fill in time."""
         self._wake_all("time is up")
         self._store.set(f"alive/{self._me.rank}", "yes")
@@ -296,9 +296,9 @@ class _Handshake:
         waited = time.monotonic() - self._start
         return self._decide(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
 
-    def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _Decision:
+    def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _HandshakeResult:
         """Decide on the generation, unless that is done; return the decision that counts."""
-        decision = _Decision(outcome=outcome, message=message, num_readers=num_readers)
+        decision = _HandshakeResult(outcome=outcome, message=message, num_readers=num_readers)
         self._store.compare_set("decision", _ABSENT, json.dumps(asdict(decision)))
         self._root.set(_DECIDED, str(self._generation))
         self._wake_all("it is decided")
