@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -156,6 +156,26 @@ def test_only_settings_touches_the_environment() -> None:
 
 def test_no_module_is_named_for_nothing() -> None:
     assert not {part for module in MODULES for part in module.split(".")} & EMPTY_NAMES
+
+
+def shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that several classes have, with their modules; `_Foo` and `Foo` are one name."""
+    modules: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name.lstrip("_"), []).append(module)
+    return {name: found for name, found in modules.items() if len(found) > 1}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = shared_class_names({module: path.read_text("utf-8") for module, path in MODULES.items()})
+    assert not found, f"several classes have one name; rename all but one: {found}"
+
+
+def test_a_shared_class_name_is_found() -> None:
+    sources = {"a": "class Foo: ...", "b": "if True:\n    class _Foo: ...", "c": "class Bar:\n    class Foos: ..."}
+    assert shared_class_names(sources) == {"Foo": ["a", "b"]}
 
 
 def test_every_room_explains_itself() -> None:
