@@ -1,4 +1,4 @@
-"""`lockstep devices` before, while and after another process computes on the card: is it told, and not taken?"""
+"""`lockstep devices` before, while and after another process uses the card: is it shown as held, and not taken?"""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
-"""What a checkpoint of a model on the GPU costs, and a run that goes on on the CPU and back on the GPU (--resume).
+"""Time that saving a model on the GPU takes, and a run that is resumed on the CPU and again on the GPU (--resume).
 
 The pause: a model of 1 GB with Adam, so 3 GB of state, saved in turn by Lockstep in the background and at once, by
-`torch.save` and by torch's distributed checkpoint. Files go where TMPDIR says.
+`torch.save` and by torch's distributed checkpoint. Files are written to the directory TMPDIR.
 
     --resume      on the GPU  4 steps ------------------------------> digests
                               2 steps, file A ->  2 steps ----------> must have the digests of the first line
@@ -73,7 +73,7 @@ def measure_side(side: str, training: OnDevice, contenders: Contenders, times: S
 
 
 def measure_pauses(megabytes: int, rounds: int) -> None:
-    """Print how long training stands still for a save, by side."""
+    """Print how long a save pauses the training, by side."""
     titles = ("state", "side", "first pause, ms", "pause, ms", "until done, ms", "quiet step, ms")
     print_row(*titles, "step during a save / quiet")
     print_row(*["---"] * (1 + len(titles)))
@@ -90,7 +90,7 @@ def measure_pauses(megabytes: int, rounds: int) -> None:
         print_side(megabytes, side, times)
 
 
-# -- A run that goes on elsewhere --------------------------------------------------------------------------------------
+# -- A run that is resumed on another device ---------------------------------------------------------------------------
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -98,7 +98,7 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train_part(start: str, steps: int, end: str) -> dict[str, Any]:
-    """Go on from the file `start`, if there is one, for so many steps, save `end`, if it is named."""
+    """Load the file `start`, if it is given, train so many steps, and save the file `end`, if it is given."""
     torch.manual_seed(0)
     model = LanguageModel(64, 16, 32, 2, 2).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -120,7 +120,7 @@ def train_part(start: str, steps: int, end: str) -> dict[str, Any]:
 
 
 def run_part(start: Path | None, steps: int, end: Path | None, *, on_cpu: bool = False) -> dict[str, Any]:
-    """Do `train_part` in a process of its own; on the CPU it sees no GPU."""
+    """Call `train_part` in a new process; on the CPU that process sees no GPU."""
     command = [sys.executable, __file__, "--part", str(start or ""), str(steps), str(end or "")]
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -132,7 +132,7 @@ def run_part(start: Path | None, steps: int, end: Path | None, *, on_cpu: bool =
 
 
 def resume() -> None:
-    """Go on from files on either device; exit with what is not equal."""
+    """Resume from files on either device; exit with the list of what is not equal."""
     with tempfile.TemporaryDirectory(prefix="gpu-resume-") as folder:
         one, other = Path(folder) / "a.ckpt", Path(folder) / "b.ckpt"
         whole = run_part(None, EPOCH_STEPS, None)
@@ -160,7 +160,7 @@ def resume() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side after the first; default 2")
-    parser.add_argument("--resume", action="store_true", help="go on on the CPU and back")
+    parser.add_argument("--resume", action="store_true", help="resume on the CPU and on the GPU again")
     parser.add_argument("--small", action="store_true", help="a dry run: a small state")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,15 +1,15 @@
-"""One of two workers on the card fails in the middle of a step: does each end, in time, with the cause?
+"""One of two workers on the card fails in the middle of a step: does each end in time, with an error naming the cause?
 
     exception     it raises an error in a layer of its own
-    oom           it asks for more memory than it may have, when all that it may have is in use
-    assert        a kernel asserts on the device; the host hears of it later, whatever it does then
+    oom           it allocates more memory than its limit
+    assert        a kernel asserts on the device; the host gets the error from a later CUDA call
     kill          it kills itself with SIGKILL; after that the card's memory must be free again
 
 Each in forward and in backward, under our DistributedDataParallel and our Trainer, over Gloo (--backend nccl where NCCL
 takes several ranks on one card). No launcher ends the other worker here. With --launch, the same under `ls.launch`,
 which must name the worker that failed first. Several runs are under way at the same time.
 
-Exit code 3: all ended in time, but not all errors name the cause. 1: something hangs, or goes on.
+Exit code 3: all ended in time, but not all errors name the cause. 1: a worker hangs, or continues to train.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     start(__file__, arguments, world_size=2)  -> is_worker(): join("gloo"), train, hand_in(result)
     wait(limit)                               <- Outcome: exit code, seconds, output, result
 
-No launcher stands between: what a worker ends with is its own doing, and nobody ends it because another one failed.
+There is no launcher that ends a worker because another one failed: each worker's exit code is its own.
 """
 
 import datetime
