@@ -172,6 +172,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 Fault = Callable[[Run], Callable[[], object]]
 
 
+def fail(*_: Any) -> None:
+    """Fail, wherever it is called."""
+    raise InjectedError("something has failed")
+
+
 def nothing() -> None:
     """Disarm nothing."""
 

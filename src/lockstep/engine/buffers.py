@@ -72,8 +72,10 @@ class ShardZeroBuffers:
         self._device = device
         self._is_sent = world.group is not None and world.world_size > 1
         self._before = _Snapshot(self._parts)
+        self._before.record()  # a step that fails before `begin` takes part in the message too
         self._shard_0 = _Snapshot(self._parts)
         self._message = _Message()
+        self._is_recorded = False
         self._has_several = False
         self._has_copy_of_shard_0 = False
         self._send_error: Exception | None = None
@@ -81,9 +83,10 @@ class ShardZeroBuffers:
 
     def begin(self) -> None:
         """Record the buffers at the beginning of a step (local)."""
-        self._has_several = self._has_copy_of_shard_0 = False
+        self._is_recorded = self._has_several = self._has_copy_of_shard_0 = False
         self._send_error = self._new = None
         self._before.record()
+        self._is_recorded = True
 
     def expect(self, num_shards: int) -> None:
         """Expect so many shards of this worker; with one, its buffers need not be put back after it (local)."""
@@ -167,6 +170,7 @@ class ShardZeroBuffers:
 
     def commit(self) -> None:
         """Let the model's buffers be those of shard 0 (local)."""
+        self._is_recorded = False
         if self._world.rank == 0:
             if self._has_copy_of_shard_0:
                 self._shard_0.put_back()
@@ -184,7 +188,10 @@ class ShardZeroBuffers:
 
     def undo(self) -> None:
         """Let the model's buffers be what they were when the step began (local)."""
-        self._before.put_back()
+        self._send_error = None  # its traceback holds the step
+        if self._is_recorded:  # else the record is that of an earlier step
+            self._is_recorded = False
+            self._before.put_back()
 
 
 @final

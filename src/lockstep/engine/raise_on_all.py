@@ -29,10 +29,13 @@ def gather_results(world: World, compute: Callable[[], Result], purpose: str) ->
     except Exception as error:  # noqa: BLE001 - raised again below, once the others know of it
         failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    with calls_for(purpose):
-        found: list[tuple[Result, str | None]] = world.gather_objects((result, said))
-    if failure is not None:
-        raise failure
+    try:
+        with calls_for(purpose):
+            found: list[tuple[Result, str | None]] = world.gather_objects((result, said))
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # its traceback refers to this frame: a cycle that would keep all that the callers hold
     for rank, (_, other) in enumerate(found):
         if other is not None:
             raise PeerFailedError(f"Rank {rank} has failed in {purpose}: {other}")

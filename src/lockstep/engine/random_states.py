@@ -32,27 +32,33 @@ class RandomStates:
     def save(self) -> None:
         """Record the states (local)."""
         cpu = torch.default_generator
-        self._restore_calls = [
+        calls: list[Callable[[], object]] = [
             partial(random.setstate, random.getstate()),
             partial(cpu.set_state, cpu.get_state()),
         ]
         if "numpy" in sys.modules:
             if self._numpy is None:
                 self._numpy = _NumpyGenerator()
-            self._restore_calls.append(self._numpy.save())
+            calls.append(self._numpy.save())
         for device in _ACCELERATORS:
             if device.is_initialized():
-                for generator in device.default_generators:
-                    self._restore_calls.append(partial(generator.set_state, generator.get_state()))
+                generators = device.default_generators
+                calls.extend(partial(each.set_state, each.get_state()) for each in generators)
         if torch.mtia.is_initialized():
-            self._restore_calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
+            calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
         if torch.backends.mps.is_available():
-            self._restore_calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+            calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+        self._restore_calls = calls
 
     def restore(self) -> None:
         """Put the recorded states back (local)."""
         for restore in self._restore_calls:
             restore()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the recorded states, so that `restore` does nothing until the next `save` (local)."""
+        self._restore_calls = []
 
     def seed(self, seed: int) -> None:
         """Seed all generators for what is drawn from here until the next step begins (local)."""

@@ -73,7 +73,8 @@ class RunState:
         self.data = DataHistory()
         self.scheduler_watch = SchedulerWatch(scheduler)
         self._unsaved = UnsavedBuffers(model)
-        self._is_usable = True
+        self._unusable_because = ""
+        self._failed_step = ""
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that the optimizer updates, group by group."""
@@ -85,10 +86,30 @@ class RunState:
         self.global_step += 1
         self.data.note(batch)
         self.scheduler_watch.note()
+        self._failed_step = ""
 
-    def mark_unusable(self) -> None:
-        """Note that an update has failed in the middle, so that parameters and optimizer belong to no step."""
-        self._is_usable = False
+    @property
+    def is_usable(self) -> bool:
+        """Whether parameters, optimizer and scheduler belong to one step."""
+        return not self._unusable_because
+
+    @property
+    def failed_step(self) -> str:
+        """How the last step has failed here, if other workers may have finished it, in words; else empty."""
+        return self._failed_step or self._unusable_because
+
+    def mark_unusable(self, reason: str) -> None:
+        """Note that parameters, optimizer and scheduler belong to no step.
+
+        Args:
+            reason: What was written, as a sentence.
+        """
+        self._unusable_because = self._unusable_because or reason
+
+    def note_failed_step(self, place: str, error: BaseException) -> None:
+        """Note that a step has failed when other workers may have finished it."""
+        left = self._unusable_because or "Nothing was changed by it there."
+        self._failed_step = f"{place} failed with {type(error).__name__}: {str(error).removesuffix('.')}. {left}"
 
     def check_usable(self) -> None:
         """Refuse to go on from an update that has failed in the middle.
@@ -96,11 +117,10 @@ class RunState:
         Raises:
             UnusableStateError: One has, and no state was loaded since.
         """
-        if not self._is_usable:
+        if self._unusable_because:
             raise UnusableStateError(
-                f"The update of epoch {self.cursor.epoch}, step {self.cursor.step} (counted from 0) failed when it had "
-                "changed a part of the parameters or of the optimizer's state, so this trainer cannot go on. Load a "
-                "checkpoint on every rank: trainer.load(path)."
+                f"{self._failed_step or self._unusable_because} This trainer cannot go on. Load a checkpoint on every "
+                "rank: trainer.load(path)."
             )
 
     def digest(self) -> str:
@@ -160,7 +180,7 @@ class RunState:
         self.cursor, self.global_step = cursor, global_step
         self.scheduler_watch.note()
         self.data.restore(state.get("loader"))
-        self._is_usable = True
+        self._unusable_because = self._failed_step = ""
 
     def _collect(self) -> dict[str, Any]:
         return {

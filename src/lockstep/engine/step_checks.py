@@ -8,7 +8,40 @@ from lockstep.comm import World, calls_for
 from lockstep.data import ShardedBatch
 from lockstep.engine.batches import place_of
 from lockstep.engine.step_table import Failure, StepSums
-from lockstep.errors import LossError, ReductionError
+from lockstep.errors import LossError, ReductionError, UnusableStateError
+
+
+def check_progress(sums: StepSums, world: World, failed_step: str) -> None:
+    """Check that all workers have taken the same steps (collective where they have not, which all workers see).
+
+    An update that fails on one worker fails when the others may have made theirs, so it is found in the next step.
+
+    Args:
+        sums: The table.
+        world: The workers.
+        failed_step: How this worker's last step has failed, if others may have finished it, in words; else empty.
+
+    Raises:
+        UnusableStateError: They have not, or an update has failed in the middle; the same text on every worker.
+    """
+    counts = [status.num_steps for status in sums.statuses]
+    if len(set(counts)) == 1 and all(status.failure is not Failure.UNUSABLE for status in sums.statuses):
+        return
+    with calls_for("comparing the steps that the workers have taken"):
+        found = world.gather_objects(failed_step)
+    texts = [f"On rank {rank}, {text}" for rank, text in enumerate(found) if text]
+    if not texts:
+        odd = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
+        raise UnusableStateError(
+            f"Rank {odd} has taken {counts[odd]} steps of this run and rank 0 {counts[0]}. Load the same checkpoint on "
+            "every rank: trainer.load(path). This step has changed nothing."
+        )
+    done = [str(rank) for rank, count in enumerate(counts) if count == max(counts) and count > min(counts)]
+    finished = f" It was finished on rank {', '.join(done)}." if done else ""
+    raise UnusableStateError(
+        f"{' '.join(texts)}{finished} No further step can be taken. Load a checkpoint on every rank: "
+        "trainer.load(path)."
+    )
 
 
 def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None:

@@ -37,11 +37,18 @@ from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss, ShardRuns
 from lockstep.engine.side_effects import ParameterWatch
-from lockstep.engine.step_checks import OrderWatch, check_places, check_written, find_bad_loss, raise_failure
+from lockstep.engine.step_checks import (
+    OrderWatch,
+    check_places,
+    check_progress,
+    check_written,
+    find_bad_loss,
+    raise_failure,
+)
 from lockstep.engine.step_phase import ALLOWED_TRANSITIONS, StepPhase
 from lockstep.engine.step_table import Failure, StepSums, StepTable, WorkerNumbers, WorkerStatus
 from lockstep.engine.update import Update
-from lockstep.errors import GroupError, LossError, ReductionError
+from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
 from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private import foreach_div_
@@ -159,7 +166,7 @@ class StepEngine:
             self._enter(StepPhase.COMMIT)
             self._commit(batch, decision)
         except BaseException as error:
-            self._undo(error, table)
+            self._undo(error, batch, table)
             raise
         self._enter(StepPhase.IDLE)
         is_end = self._state.cursor.step == 0 and batch.num_steps > 1
@@ -222,6 +229,7 @@ class StepEngine:
             table.fill_in(batch, self._take_status(batch), self._take_numbers())
             self._enter(StepPhase.AGREE)
             sums = table.exchange()
+            check_progress(sums, self.world, self._state.failed_step)
             raise_failure(sums, self.world, None)
             check_places(sums)
             if self._balancer is not None:
@@ -263,40 +271,59 @@ class StepEngine:
             else:
                 self._buffers.commit()
             state.advance(batch)
+            self._random.discard()
             self._comparison.trust_values()
         except BaseException:  # a Ctrl-C: nothing of ours fails here
-            state.mark_unusable()
+            state.mark_unusable("The optimizer had updated the parameters.")
             raise
 
     # -- A step that fails ---------------------------------------------------------------------------------------------
 
-    def _undo(self, error: BaseException, table: StepTable) -> None:
+    def _undo(self, error: BaseException, batch: ShardedBatch, table: StepTable) -> None:
         """Put back what was recorded, and let the step fail on all workers (collective where others wait).
 
         Raises:
+            BaseException: Something could not be put back.
             ReductionError: What another worker has raised, where `error` is only a consequence of it.
+            UnusableStateError: An earlier step has failed on some workers alone.
         """
         failed_in = self.phase
         self._enter(StepPhase.IDLE)
-        self._buffers.undo()
-        self._random.restore()
-        # An error in the last two phases may be one of this worker alone, and others have finished the step.
-        self._comparison.distrust_values()
-        if failed_in in {StepPhase.AGREE, StepPhase.COMMIT} or not isinstance(error, Exception):
-            return
-        if not isinstance(error, GroupError):  # else every worker has one, or there is nobody left to tell
-            self._report_failure(
-                error, table, has_reduced=failed_in is not StepPhase.PREPARE and self._gradients.has_reduced
-            )
+        try:
+            self._buffers.undo()
+            self._random.restore()
+        except BaseException:
+            self._state.mark_unusable("Buffers or random generators could not be put back.")
+            raise
+        finally:
+            # An error in the last two phases may be one of this worker alone, and others have finished the step.
+            self._comparison.distrust_values()
+            if isinstance(error, UnusableStateError) and failed_in is StepPhase.AGREE:
+                pass  # of an earlier step, which is noted already
+            elif failed_in in {StepPhase.AGREE, StepPhase.COMMIT}:
+                self._state.note_failed_step(place_of(batch.cursor), error)
+            elif isinstance(error, Exception) and not isinstance(error, GroupError):
+                # After a GroupError every worker has one, or has exited.
+                has_reduced = failed_in is not StepPhase.PREPARE and self._gradients.has_reduced
+                self._report_failure(error, table, has_reduced=has_reduced)
 
     def _report_failure(self, error: Exception, table: StepTable, *, has_reduced: bool) -> None:
-        """Make the calls in which the other workers wait for this one, and tell them of its error (collective)."""
-        is_consequence = has_reduced and isinstance(error, ReductionError)
+        """Make the calls in which the other workers wait for this one, and send them the error (collective)."""
+        failure = Failure.OWN
+        if isinstance(error, UnusableStateError):
+            failure = Failure.UNUSABLE
+        elif has_reduced and isinstance(error, ReductionError):
+            failure = Failure.REDUCTION
+        is_consequence = failure is Failure.REDUCTION
         try:
             if not has_reduced:
                 self._gradients.fail()
-            table.fill_in_failure(Failure.REDUCTION if is_consequence else Failure.OWN)
-            raise_failure(table.exchange(), self.world, None if is_consequence else error)
+            table.fill_in_failure(failure, self._state.global_step)
+            sums = table.exchange()
+            check_progress(sums, self.world, self._state.failed_step)
+            raise_failure(sums, self.world, None if is_consequence else error)
+        except UnusableStateError as found:
+            raise found from error
         except ReductionError as found:
             if is_consequence:
                 raise found from error
@@ -307,6 +334,7 @@ class StepEngine:
 
     def _take_status(self, batch: ShardedBatch) -> WorkerStatus:
         return WorkerStatus(
+            num_steps=self._state.global_step,
             seconds=self.stopwatch.seconds_per_shard(),
             asked=batch.assignment.asked,
             ran_inner=self._gradients.ran_inner,

@@ -38,6 +38,8 @@ class Failure(IntEnum):
     """It has raised an error of its own."""
     REDUCTION = 2
     """The reduction has raised an error, as on all other workers."""
+    UNUSABLE = 3
+    """An earlier update has failed in the middle, and no checkpoint was loaded since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class WorkerStatus:
 
     failure: Failure = Failure.NONE
     """Whether it can finish the step."""
+    num_steps: int = 0
+    """How many steps it has taken."""
     seconds: float = 0.0
     """How long a shard took; 0 where it was not measured."""
     asked: Cursor = _BEGINNING
@@ -60,7 +64,7 @@ class WorkerStatus:
     """Whether it was asked to stop."""
 
 
-_STATUS_COLUMNS: Final = 8
+_STATUS_COLUMNS: Final = 9
 _NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
 
 
@@ -147,10 +151,10 @@ class StepTable:
         self._place = (batch.cursor.epoch, batch.cursor.step, source)
         self._status, self._numbers = status, numbers
 
-    def fill_in_failure(self, failure: Failure) -> None:
+    def fill_in_failure(self, failure: Failure, num_steps: int) -> None:
         """Fill in the row of a worker that cannot finish the step."""
         self._losses.clear()
-        self._status, self._numbers = WorkerStatus(failure=failure), WorkerNumbers()
+        self._status, self._numbers = WorkerStatus(failure=failure, num_steps=num_steps), WorkerNumbers()
 
     def exchange(self) -> StepSums:
         """Return what all workers have filled in (collective). [Note: the commit point]."""
@@ -190,13 +194,14 @@ class StepTable:
 def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
     asked = status.asked
     flags = status.ran_inner, status.written, status.has_new_layout, status.wants_stop
-    return float(status.failure), status.seconds, asked.epoch, asked.step, *flags
+    return float(status.failure), status.num_steps, status.seconds, asked.epoch, asked.step, *flags
 
 
 def _to_status(numbers: Sequence[float]) -> WorkerStatus:
-    failure, seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
+    failure, num_steps, seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
     return WorkerStatus(
         failure=Failure(int(failure)),
+        num_steps=int(num_steps),
         seconds=seconds,
         asked=Cursor(int(epoch), int(step)),
         ran_inner=bool(ran_inner),

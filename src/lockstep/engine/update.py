@@ -23,6 +23,10 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.torch_private import forget_scaling, version_of
 
+_WRITTEN_BY_OPTIMIZER = "It had changed a part of the parameters or of the optimizer's state."
+_WRITTEN_BEFORE_SCHEDULER = "The optimizer had updated the parameters when the scheduler failed."
+_WRITTEN_BY_SCHEDULER = "The scheduler's state could not be put back."
+
 
 @final
 class Update:
@@ -62,7 +66,7 @@ class Update:
             self._step_optimizer(norm)
         except BaseException:
             if self._has_updated_scaler or self._counts_are_enough is False or before.has_changed():
-                self._state.mark_unusable()
+                self._state.mark_unusable(_WRITTEN_BY_OPTIMIZER)
             else:
                 before.put_back_options()
                 self._forget_scaling()
@@ -70,7 +74,7 @@ class Update:
         if self._counts_are_enough is None and before.has_changed():
             self._counts_are_enough = before.counts_show_all()
         if self._state.scheduler is not None:
-            with self._unusable_on_error():
+            with self._unusable_on_error(_WRITTEN_BEFORE_SCHEDULER):
                 self._state.scheduler.step()
 
     def _step_scheduler_alone(self) -> None:
@@ -81,17 +85,17 @@ class Update:
         try:
             scheduler.step()
         except BaseException:
-            with self._unusable_on_error():
+            with self._unusable_on_error(_WRITTEN_BY_SCHEDULER):
                 scheduler.load_state_dict(saved)
             before.put_back_options()
             raise
 
     @contextmanager
-    def _unusable_on_error(self) -> Iterator[None]:
+    def _unusable_on_error(self, reason: str) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._state.mark_unusable()
+            self._state.mark_unusable(reason)
             raise
 
     def _forget_scaling(self) -> None:

@@ -189,7 +189,7 @@ def test_an_update_that_fails_in_the_middle_makes_the_trainer_unusable(what: str
         with pytest.raises(faults.InjectedError):
             run.trainer.step(batch)
         for call in (lambda: run.trainer.step(batch), lambda: run.trainer.save(tmp_path), run.trainer.state_dict):
-            with pytest.raises(ls.LockstepError, match=r"failed when it had changed a part .*trainer\.load\(path\)"):
+            with pytest.raises(ls.LockstepError, match=r"(had changed a part|had updated) .*trainer\.load\(path\)"):
                 call()
         if what != "data":
             run.trainer.load(tmp_path / "good.ckpt")
@@ -198,45 +198,108 @@ def test_an_update_that_fails_in_the_middle_makes_the_trainer_unusable(what: str
     run_ranks(1, program)
 
 
-def test_a_worker_whose_trainer_is_unusable_is_an_error_on_all() -> None:
-    def program(world: World) -> list[str]:
+def take_steps(run: Run, number: int) -> list[str]:
+    """Take steps with the batches of the epoch, whatever they raise; return what that is."""
+    said = []
+    for batch in list(run.loader.epoch(0))[:number]:
+        try:
+            run.trainer.step(batch)
+        except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("")
+    return said
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        ("before", "has failed before its update. Nothing was changed by it there."),
+        ("after", "has failed after its update. It had changed a part of the parameters or of the optimizer's state."),
+        ("scheduler", "the scheduler has failed. The optimizer had updated the parameters when the scheduler failed."),
+    ],
+)
+def test_an_update_that_fails_on_one_worker_alone_is_named_on_all_in_the_next_step(
+    what: str, left: str, rank: int, workers: int, tmp_path: Any
+) -> None:
+    def program(world: World) -> tuple[list[str], str]:
         run = Run(world)
-        said = []
-        if world.rank == 1:
-            run.optimizer.fault = "after"
-        for call in (*[lambda batch=batch: run.trainer.step(batch) for batch in run.loader.epoch(0)][:2], run.save):
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - what it is, is what is asked
-                said.append(f"{type(error).__name__}: {error}")
-            else:
-                said.append("")
-        return said
+        run.trainer.save(tmp_path / "good.ckpt")
+        if world.rank == rank and what == "scheduler":
+            run.optimizer.scheduler_fails = True
+        elif world.rank == rank:
+            run.optimizer.fault = what
+        said = take_steps(run, 3)
+        run.trainer.load(tmp_path / "good.ckpt")
+        return said, run.finish()
 
-    first, second = run_ranks(2, program)
-    assert first[0] == ""
-    assert second[0].startswith("InjectedError")
-    for number in (1, 2):
-        assert second[number].startswith("UnusableStateError")
-        assert "Rank 1" in first[number]
-        assert "Load a checkpoint" in first[number]
+    answers = run_ranks(workers, program)
+    others = ", ".join(str(other) for other in range(workers) if other != rank)
+    for number, (said, digest) in enumerate(answers):
+        assert said[0].startswith("InjectedError" if number == rank else "")
+        for again in said[1:]:
+            assert again.startswith(
+                f"UnusableStateError: On rank {rank}, epoch 0, step 0 (counted from 0) failed with InjectedError: "
+            )
+            assert left in again
+            assert f"It was finished on rank {others}. No further step can be taken. Load a checkpoint" in again
+        assert said[1:] == answers[0][0][1:]
+        assert digest == undisturbed()
 
 
-def test_an_update_that_fails_on_one_worker_alone_is_found_in_the_next_step() -> None:
-    # It has changed nothing there, but the others have finished the step.
+def test_a_save_names_the_error_of_a_worker_whose_update_has_failed_in_the_middle() -> None:
     def program(world: World) -> str:
         run = Run(world)
-        batches = list(run.loader.epoch(0))
         if world.rank == 1:
-            run.optimizer.fault = "before"
-            with pytest.raises(faults.InjectedError):
-                run.trainer.step(batches[0])
-        else:
-            run.trainer.step(batches[0])
-        with pytest.raises(ls.ParameterMismatchError) as caught:
-            run.trainer.step(batches[1])
+            run.optimizer.fault = "after"
+        take_steps(run, 1)
+        with pytest.raises(ls.LockstepError) as caught:
+            run.save()
         return str(caught.value)
 
     for said in run_ranks(2, program):
-        assert "has other values on rank 1 than on rank 0" in said
-        assert "or an update has failed there" in said
+        assert "failed with InjectedError: the optimizer has failed after its update" in said
+        assert "Load a checkpoint" in said
+
+
+def test_workers_that_have_loaded_different_checkpoints_are_refused() -> None:
+    def program(world: World) -> str:
+        run = Run(world)
+        take_steps(run, 1)
+        state = run.trainer.state_dict()
+        if world.rank == 1:
+            state["global_step"] = 5
+            run.trainer.load_state_dict(state)
+        return take_steps(run, 2)[1]
+
+    for said in run_ranks(2, program):
+        assert said.startswith("UnusableStateError: Rank 1 has taken 5 steps of this run and rank 0 1. Load the same")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_step_that_fails_before_it_has_recorded_anything_changes_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What an earlier step has recorded was put back: buffers went back by a step.
+    def program(world: World) -> tuple[str, list[str], str]:
+        run = Run(world)
+        batches = list(run.loader.epoch(0))
+        for batch in batches[:number]:
+            run.trainer.step(batch)
+        run.draw()
+        before = run.everything()
+        fails = world.rank == world.world_size - 1
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(run.trainer.engine._random, "save", faults.fail)
+            with pytest.raises((faults.InjectedError, ls.ReductionError)) as caught:
+                run.trainer.step(batches[number])
+        return str(caught.value), differences(before, run.everything()), run.finish()
+
+    for workers in (1, 2):
+        for said, changed, digest in run_ranks(workers, program):
+            assert "something has failed" in said
+            assert changed == []
+            assert digest == undisturbed()
