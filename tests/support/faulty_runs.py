@@ -241,11 +241,11 @@ def with_another_learning_rate(run: Run) -> Callable[[], object]:
 
 
 def with_a_parameter_that_is_written(run: Run) -> Callable[[], object]:
-    """Write a parameter in the forward, with the value that it has."""
+    """Write a parameter in the loss function."""
 
     def write(loss: Tensor) -> Tensor:
         with torch.no_grad():
-            run.model.last.bias.mul_(1.0)
+            run.model.last.bias.add_(1.0)
         return loss
 
     run.spoil = write

@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm import World, broadcast_tensors, calls_for
 from lockstep.torch_private import version_of
 
 _NUM_READ = 3
@@ -33,6 +34,7 @@ class ParameterWatch:
         self._parameters = list(named.values())
         self._num_reads = _NUM_READ
         self._before: tuple[list[int], list[int], list[int]] = [], [], []
+        self._written: list[int] = []
 
     def begin(self) -> None:
         """Look at the parameters."""
@@ -42,13 +44,36 @@ class ParameterWatch:
         """Return the number of the first parameter that was written since, counted from 1; 0 if none was."""
         pairs = zip(self._before, self._look(), strict=True)
         self._num_reads = max(0, self._num_reads - 1)
-        written = (
+        written = {
             number
             for before, now in pairs
             for number, (old, new) in enumerate(zip(before, now, strict=True), start=1)
             if old != new
-        )
+        }
+        self._written = sorted(written)
         return min(written, default=0)
+
+    def put_back(self, world: World) -> list[str]:
+        """Give written parameters the values of a worker that has not written them (collective).
+
+        Returns:
+            The names of those that every worker has written, or replaced by one of another shape; the same on all.
+        """
+        if world.group is None:
+            return [self.names[number - 1] for number in self._written]
+        shapes = {number: tuple(self._parameters[number - 1].shape) for number in self._written}
+        with calls_for("putting back parameters that a forward has written"):
+            found: list[dict[int, tuple[int, ...]]] = world.gather_objects(shapes)
+        lost = []
+        for number in sorted(set().union(*found)):
+            parameter, name = self._parameters[number - 1], self.names[number - 1]
+            source = next((rank for rank, each in enumerate(found) if number not in each), None)
+            if source is None or len({each[number] for each in found if number in each}) > 1:
+                lost.append(name)
+                continue
+            with calls_for(f"putting back parameter {name}"):
+                broadcast_tensors([parameter.data], world.group, source)
+        return lost
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         contents = list(map(_read, self._parameters)) if self._num_reads else []

@@ -97,12 +97,13 @@ def check_places(sums: StepSums) -> None:
     )
 
 
-def check_written(sums: StepSums, names: Sequence[str], batch: ShardedBatch) -> None:
+def check_written(sums: StepSums, names: Sequence[str], lost: Sequence[str], batch: ShardedBatch) -> None:
     """Check that no worker's shards have written parameters.
 
     Args:
         sums: The table.
         names: Of the parameters that are watched.
+        lost: Names of those that could not be put back, for every worker has written them.
         batch: The step's.
 
     Raises:
@@ -110,12 +111,17 @@ def check_written(sums: StepSums, names: Sequence[str], batch: ShardedBatch) -> 
     """
     rank, number = next(((rank, each.written) for rank, each in enumerate(sums.statuses) if each.written), (0, 0))
     if number:
+        left = "It was put back on every rank. No parameter was changed."
+        if lost:
+            left = (
+                f"Every rank has written {', '.join(lost[:3])}, which cannot be put back: load a checkpoint on every "
+                "rank, trainer.load(path), or start again."
+            )
         raise LossError(
             f"Parameter {names[number - 1]} was written on rank {rank} while the shards of "
             f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
             "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
-            "buffers, or update it between two steps; do without max_norm in an embedding. The optimizer has "
-            "changed nothing in this step."
+            f"buffers, or update it between two steps; do without max_norm in an embedding. {left}"
         )
 
 

@@ -231,17 +231,27 @@ class StepEngine:
             sums = table.exchange()
             check_progress(sums, self.world, self._state.failed_step)
             raise_failure(sums, self.world, None)
+            lost = self._put_back_parameters(sums)
             check_places(sums)
             if self._balancer is not None:
                 seconds, asked = zip(*((each.seconds, each.asked) for each in sums.statuses), strict=True)
                 self._balancer.note(batch, seconds, max(asked))
         if sums.statuses[0].has_new_layout:
             self._buffers.exchange_new_layout()
-        check_written(sums, self._parameters.names, batch)
+        check_written(sums, self._parameters.names, lost, batch)
         self._order.check(sums, batch)
         self._comparison.check_options(sums.options, place_of(batch.cursor))
         self._comparison.check_values(sums.values, place_of(batch.cursor))
         return self._decide(batch, sums)
+
+    def _put_back_parameters(self, sums: StepSums) -> list[str]:
+        """Put back parameters that shards have written (collective where some have); return which cannot be."""
+        if not any(status.written for status in sums.statuses):
+            return []
+        lost = self._parameters.put_back(self.world)
+        if lost:
+            self._state.mark_unusable(f"A forward or the loss function had written to {', '.join(lost[:3])}.")
+        return lost
 
     def _decide(self, batch: ShardedBatch, sums: StepSums) -> _Decision:
         norm: Tensor | None = None

@@ -154,8 +154,12 @@ class Trainer:
         Python, NumPy and torch are seeded anew for each shard, and once more before the update, alike on every worker.
 
         An error on one worker is an error on all. Parameters, buffers, optimizer, scheduler, scaler, generators and the
-        place in the data are as they were before the step then, and it may be taken again. One case is different: the
-        optimizer or the scheduler raises when it has written something. Then a checkpoint must be loaded.
+        place in the data are as they were before the step then, and it may be taken again. Three cases are different; a
+        checkpoint must be loaded on every rank then:
+
+        - The optimizer or the scheduler raises when it has written something.
+        - It raises on some workers alone: the others have finished the step. The next step raises on all.
+        - The loss function writes a parameter on every worker: none has its value any more.
 
         Raises:
             LossError: The loss is not a scalar, it or its gradient is not finite or depends on no parameter, or the
@@ -164,7 +168,7 @@ class Trainer:
             ParameterMismatchError: Parameters have other values than on another worker.
             ReductionError: Another worker has raised an error in this step.
             TypeError: The batch is not one of a ShardedLoader.
-            UnusableStateError: An update has failed in the middle, here, and no checkpoint was loaded since.
+            UnusableStateError: An earlier step has failed in one of the ways above, and no checkpoint was loaded since.
             ValueError: The batch was cut into another number of shards, is of another loader or another step than the
                 other workers', or is not the next one of a restored run; the model was changed between steps; the
                 optimizer's options are not the other workers'; or the trainer was closed.

@@ -79,8 +79,8 @@ def test_a_fault_on_one_worker_changes_nothing_on_any(name: str, rank: int) -> N
 @pytest.mark.parametrize("name", [*ON_ONE, *ON_ALL])
 def test_a_fault_on_all_workers_changes_nothing(name: str, workers: int, max_grad_norm: float | None) -> None:
     fault, message = (ON_ONE | ON_ALL)[name]
-    if name == "agree: another learning rate":
-        pytest.skip("no error where all set it")
+    if name in {"agree: another learning rate", "agree: a written parameter"}:
+        pytest.skip("no error where all set it; no rank has what all have written")
 
     def program(world: World) -> tuple[str, list[str], str]:
         run = Run(world, max_grad_norm=max_grad_norm)
@@ -303,3 +303,25 @@ def test_a_step_that_fails_before_it_has_recorded_anything_changes_nothing(
             assert "something has failed" in said
             assert changed == []
             assert digest == undisturbed()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_parameter_that_every_worker_has_written_needs_a_checkpoint(workers: int, tmp_path: Any) -> None:
+    def program(world: World) -> tuple[str, list[str], str]:
+        run = Run(world)
+        batches = list(run.loader.epoch(0))
+        run.trainer.step(batches[0])
+        run.trainer.save(tmp_path / "good.ckpt")
+        disarm = faults.with_a_parameter_that_is_written(run)
+        with pytest.raises(ls.LossError) as caught:
+            run.trainer.step(batches[1])
+        disarm()
+        with pytest.raises(ls.LockstepError) as again:
+            run.trainer.step(batches[1])
+        run.trainer.load(tmp_path / "good.ckpt")
+        return str(caught.value), [str(again.value)], run.finish()
+
+    for said, (again,), digest in run_ranks(workers, program):
+        assert "Every rank has written last.bias, which cannot be put back: load a checkpoint on every rank" in said
+        assert "had written to last.bias. " in again
+        assert digest == undisturbed()
