@@ -315,9 +315,11 @@ class StepEngine:
             elif isinstance(error, Exception) and not isinstance(error, GroupError):
                 # After a GroupError every worker has one, or has exited.
                 has_reduced = failed_in is not StepPhase.PREPARE and self._gradients.has_reduced
-                self._report_failure(error, table, has_reduced=has_reduced)
+                self._report_failure(error, table, getattr(batch, "ranges", ()), has_reduced=has_reduced)
 
-    def _report_failure(self, error: Exception, table: StepTable, *, has_reduced: bool) -> None:
+    def _report_failure(
+        self, error: Exception, table: StepTable, ranges: Sequence[range], *, has_reduced: bool
+    ) -> None:
         """Make the calls in which the other workers wait for this one, and send them the error (collective)."""
         failure = Failure.OWN
         if isinstance(error, UnusableStateError):
@@ -327,7 +329,7 @@ class StepEngine:
         is_consequence = failure is Failure.REDUCTION
         try:
             if not has_reduced:
-                self._gradients.fail()
+                self._gradients.fail(ranges)
             table.fill_in_failure(failure, self._state.global_step)
             sums = table.exchange()
             check_progress(sums, self.world, self._state.failed_step)

@@ -27,7 +27,7 @@ from lockstep.reduce.partials import Partials
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.reduce.tree_reduction import TreeReduction
-from lockstep.shards import ShardTask, partial_nodes_by_size, plan_shard_tasks
+from lockstep.shards import ShardTask, even_ranges, partial_nodes_by_size, plan_shard_tasks
 from lockstep.torch_private import post_accumulate_grad_hooks
 
 _PURPOSE = "a training step"
@@ -59,6 +59,7 @@ class ShardReducer:
         if world.group is not None and world.world_size > 1:
             options = ReducerOptions(purpose=_PURPOSE, limits=limits, as_view=False, holds_partials=True)
             self._tree = TreeReduction(world, num_shards)
+            self._expect(self._tree, even_ranges(world.world_size, num_shards))
             self._reducer = Reducer(model, world, options, self._tree, LeaveLocalGradients(world))
             # Only in the last task of a step: a backward between two steps is the user's own.
             self._reducer.watch.synchronizes = False
@@ -108,7 +109,7 @@ class ShardReducer:
         if self._reducer is not None and self._tree is not None:
             self._reducer.watch.synchronizes = False
             self._num_reductions = self._reducer.num_reductions
-            self._tree.expect(self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges])
+            self._expect(self._tree, ranges)
         return tasks
 
     def mark(self, loss: Tensor, task: ShardTask) -> None:
@@ -155,11 +156,19 @@ class ShardReducer:
         segments = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
         return sum_for_finite_check((parts[self._world.rank] for parts in segments), device)
 
-    def fail(self) -> None:
-        """Let all workers have an error for this step, which this one cannot complete (collective)."""
+    def fail(self, ranges: Sequence[range]) -> None:
+        """Let all workers have an error for this step, which this one cannot complete (collective).
+
+        Args:
+            ranges: As for `begin`, which this worker may not have come to. Without effect if they cannot be those of
+                these workers, as in a batch of another loader: the ranges of the step before are used then.
+        """
         self._partials.clear()
         self._in_place.begin_step()
-        if self._reducer is not None:
+        if self._reducer is not None and self._tree is not None:
+            shards = [shard for each in ranges for shard in each]
+            if len(ranges) == self._world.world_size and shards == list(range(self._num_shards)):
+                self._expect(self._tree, ranges)
             self._reducer.fail()
 
     def close(self) -> None:
@@ -167,6 +176,9 @@ class ShardReducer:
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._tree = None
+
+    def _expect(self, tree: TreeReduction, ranges: Sequence[range]) -> None:
+        tree.expect(self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges])
 
     def _look_at_hooks(self) -> None:
         """See which gradients others look at after accumulation; they are to have done so before one is taken."""

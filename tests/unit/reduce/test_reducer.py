@@ -1,6 +1,6 @@
 """The three parts together, on threads as ranks: the mean, and failures, on a CPU and on an asynchronous device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -223,6 +223,14 @@ def test_a_model_that_changes_on_one_rank_is_an_error_of_the_same_backward_on_al
         assert "Rank 1 has 4 trainable parameters but rank 0 has 6" in said
 
 
+def run_shards(shards: ShardReducer, model: nn.Module, step: int, ranges: Sequence[range]) -> None:
+    for task in shards.begin(ranges):
+        loss = model(inputs(task.shard, step)).square().mean()
+        shards.mark(loss, task)
+        loss.backward()
+        shards.end(task)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_shards_have_one_sum_on_any_number_of_ranks(num_ranks: int) -> None:
     num_shards = 5
@@ -234,11 +242,7 @@ def test_shards_have_one_sum_on_any_number_of_ranks(num_ranks: int) -> None:
         found = []
         for step in range(3):
             model.zero_grad()
-            for task in shards.begin(ranges):
-                loss = model(inputs(task.shard, step)).square().mean()
-                shards.mark(loss, task)
-                loss.backward()
-                shards.end(task)
+            run_shards(shards, model, step, ranges)
             found.append(gradients(model))
         return found
 
@@ -246,6 +250,36 @@ def test_shards_have_one_sum_on_any_number_of_ranks(num_ranks: int) -> None:
     for found in run_ranks(num_ranks, program, poisons=True):
         for mine, theirs in zip(found, expected, strict=True):
             assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_step", [0, 1])
+def test_a_worker_that_fails_before_it_begins_knows_the_shards_of_the_others(
+    failing_step: int, failing_rank: int
+) -> None:
+    # It took part with the shards of the step before, so the others got an error of the call in place of its failure.
+    all_ranges = [[range(1), range(1, 5)], [range(3), range(3, 5)], [range(3), range(3, 5)]]
+
+    def program(world: World) -> list[str]:
+        model = net()
+        shards = ShardReducer(TrainedModel(model), world, 5, SMALL)
+        found = []
+        for step, ranges in enumerate(all_ranges):
+            model.zero_grad()
+            try:
+                if (world.rank, step) == (failing_rank, failing_step):
+                    shards.fail(ranges)
+                else:
+                    run_shards(shards, model, step, ranges)
+                found.append("whole")
+            except ReductionError as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    for rank, found in enumerate(run_ranks(2, program, poisons=True)):
+        failed = "" if rank == failing_rank else "ReductionError: The backward of 1 of 2 ranks ended in an exception"
+        assert [said == "whole" for said in found] == [step != failing_step or not failed for step in range(3)]
+        assert found[failing_step].startswith(failed)
 
 
 def test_messages_of_a_trainer_say_so() -> None:
