@@ -13,6 +13,7 @@ ranks get an error for that backward, and are in step if they all go on; none wa
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -43,6 +44,8 @@ class BucketSchedule:
         num_buckets_sent: How many buckets of the last backward were sent.
         times: When the parts of the last step began and ended.
         waits: What this rank waits for.
+        failure: The error that this rank had when it made a message of this backward ready. It sent zeros instead, and
+            the status says that its backward failed.
         on_end_of_backward: Called when the last gradient has arrived.
         send_besides: Starts what is to travel beside the gradients, just before the last message, and returns what
             waits for it and takes it.
@@ -61,6 +64,7 @@ class BucketSchedule:
         self.num_buckets_sent = 0
         self.times = StepTimes()
         self.waits = Waits()
+        self.failure: Exception | None = None
         self.on_end_of_backward: Callable[[], None] = _do_nothing
         self.send_besides: Callable[[], Finish] = _send_nothing
         self._world = world
@@ -118,10 +122,13 @@ class BucketSchedule:
         num_buckets, extra_message = len(self._bucket_set.buckets), self._bucket_set.extra_message
         while len(self._finishes) < num_buckets - (extra_message is None):
             self._send(len(self._finishes))
+        if extra_message is None:
+            self._prepare(num_buckets - 1)  # before the status, which says whether that has failed
+        status = replace(status, has_failed=status.has_failed or self.failure is not None)
         # At this place on every rank, however many buckets it sent earlier: some groups have one order for all calls.
         self._status.post(write_status(status, self._world.rank, self._world.world_size))
         if extra_message is None:
-            self._send(num_buckets - 1, is_last_message=True)
+            self._send_prepared(num_buckets - 1, is_last_message=True)
         else:
             self._finish_previous()
             self._start(partial(start_all_reduce, extra_message, self._group), is_last_message=True)
@@ -143,21 +150,35 @@ class BucketSchedule:
 
     def reset(self) -> None:
         """Forget a backward."""
+        self.failure = None
         self._finishes.clear()
         self._finish_besides = _do_nothing
         self.waits.end()
         for bucket in self._bucket_set.buckets:
             bucket.reset()
 
-    def _send(self, index: int, *, is_last_message: bool = False) -> None:
+    def _send(self, index: int) -> None:
         bucket = self._bucket_set.buckets[index]
         if self._skips_unused and not any(slot.has_arrived or slot.is_unsynced for slot in bucket.slots):
             bucket.used_counts.zero_()
             self._finishes.append(_do_nothing)
             return
+        self._prepare(index)
+        self._send_prepared(index)
+
+    def _prepare(self, index: int) -> None:
+        """Make a message ready. [Note: a whole backward]: a gradient that does not fit must not stop the messages."""
         self.times.begin_messages()
+        bucket = self._bucket_set.buckets[index]
+        try:
+            bucket.prepare(self.reduction.scale)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this message
+            bucket.prepare_nothing()
+            self.failure = self.failure or error
+
+    def _send_prepared(self, index: int, *, is_last_message: bool = False) -> None:
+        bucket = self._bucket_set.buckets[index]
         self.num_buckets_sent += 1
-        bucket.prepare(self.reduction.scale)
         self._finish_previous()
         is_last = index == len(self._bucket_set.buckets) - 1
         start = partial(self.reduction.all_reduce, bucket, index=index, is_last=is_last)

@@ -130,6 +130,14 @@ class DenseBucket:
         elif unscaled:
             foreach_mul_(unscaled, scale)
 
+    def prepare_nothing(self) -> None:
+        """Make a message of zeros ready, where `prepare` has failed; `.grad` keeps the values that it has."""
+        for slot in self.slots:
+            slot.keep_held()
+        with torch.no_grad():
+            self._gradients.zero_()
+            self.used_counts.zero_()
+
     def add(self, partials: Partials) -> list[Tensor]:
         """Add to the message what its gradients are to be added to; return other messages with what stays apart.
 

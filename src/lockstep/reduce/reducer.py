@@ -257,10 +257,12 @@ class Reducer:
         own = RankStatus(has_changed=self._plan.has_changed, batch_size=self.watch.num_samples)
         try:
             status = self.schedule.complete(own)
-            for bucket in self.buckets:
-                bucket.write_back()
             self.num_reductions += 1
+            for bucket in self.buckets if self.schedule.failure is None else ():
+                bucket.write_back()
             self._plan.learn_order()
+            if self.schedule.failure is not None:
+                raise self.schedule.failure  # no local name for it: its traceback holds this frame
         except PeerLostError as error:
             error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
             raise

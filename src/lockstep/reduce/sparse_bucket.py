@@ -82,6 +82,11 @@ class SparseBucket:
         slot.is_unsynced = slot.is_unsynced and gradient is not None
         self.used_counts.fill_(int(slot.has_arrived or slot.is_unsynced))
 
+    def prepare_nothing(self) -> None:
+        """Make an empty message ready, where `prepare` has failed."""
+        self._message = _nothing(self.slots[0].parameter)
+        self.used_counts.zero_()
+
     def add(self, _partials: Partials) -> list[Tensor]:
         """Add nothing: where ranks run several shards each, gradients are dense."""
         return []

@@ -1,6 +1,9 @@
 """The three parts together, on threads as ranks: the mean, and failures, on a CPU and on an asynchronous device."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -125,6 +128,70 @@ def test_a_failure_is_an_error_of_the_same_backward_on_every_rank(
         expected = "in backward" if number == rank else f"1 of 3 ranks ended in an exception (rank {rank})"
         assert [expected in each for each in said] == [other == step for other in range(3)]
         assert [each == "whole" for each in said] == [other != step for other in range(3)]
+
+
+class Table(nn.Module):
+    """A dense parameter whose gradient may be sparse all the same, which its bucket does not take."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(3))
+        self.rows = nn.Parameter(torch.ones(num_rows, 3))
+        self.is_sparse = False
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.before * nn.functional.embedding(indices, self.rows, sparse=self.is_sparse)
+
+
+@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "num_rows", [4, 8000]
+)  # a small gradient is copied when its bucket is sent, a large one at once
+def test_a_gradient_that_does_not_fit_on_one_rank_is_an_error_of_its_backward_on_all(
+    num_rows: int, step: int, is_asynchronous: Callable[..., bool]
+) -> None:
+    # The rank raised and sent nothing, then and when it went on, and the others waited until their timeout.
+    def program(world: World) -> tuple[list[str], list[float]]:
+        model = Table(num_rows)
+        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        said = []
+        for number in range(3):
+            reducer.finish_interrupted()
+            model.zero_grad()
+            model.is_sparse = (world.rank, number) == (1, step)
+            try:
+                backward(reducer, model, torch.tensor([world.rank]))
+                said.append("whole")
+            except ReductionError as error:
+                said.append(str(error))
+        assert model.rows.grad is not None
+        return said, model.rows.grad[:3, 0].tolist()
+
+    for rank, (said, found) in enumerate(run_ranks(2, program, poisons=True)):
+        expected = "1 of 2 ranks ended in an exception (rank 1)" if rank == 0 else "rows has a sparse gradient"
+        assert [each == "whole" for each in said] == [number != step for number in range(3)]
+        assert expected in said[step]
+        assert found == pytest.approx([1 / 3, 1 / 3, 0])
+
+
+def test_reference_counts_alone_free_a_reducer_after_a_gradient_that_does_not_fit() -> None:
+    def program(world: World) -> bool:
+        model = Table(4)
+        model.is_sparse = True
+        reducer = reducer_of(model, world)
+        alive = weakref.ref(reducer)
+        gc.disable()
+        try:
+            with suppress(ReductionError):
+                backward(reducer, model, torch.tensor([world.rank]))
+            model.zero_grad()
+            del reducer
+            return alive() is None
+        finally:
+            gc.enable()
+
+    assert run_ranks(1, program) == [True]
 
 
 def test_on_an_asynchronous_device_the_host_does_not_wait_for_it() -> None:
