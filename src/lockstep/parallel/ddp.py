@@ -7,41 +7,41 @@ hook's signature, `scatter` and `gather`.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn import parallel as torch_parallel
 
-from lockstep.comm import broadcast_tensors, calls_for, current_world, start_broadcast
+from lockstep.comm import current_world
 from lockstep.devices.transfer import to_device
 from lockstep.errors import GroupError
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
-from lockstep.parallel.joining import WrapperJoinHook, highest_rank, tell_what_comes
+from lockstep.parallel.joining import JoinCalls, WrapperJoinHook
 from lockstep.parallel.module_arguments import (
     check_parameters,
     find_buffer_syncs,
     find_limits,
     find_placement,
     find_world,
+    localize_submesh,
+    reduce_dtype,
+    refuse_sync_batch_norm_on_cpu,
     require_group,
 )
+from lockstep.parallel.module_buffers import broadcast_model, send_no_buffers, start_buffers
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
-from lockstep.parallel.module_sync import BUFFERS_AFTER_BACKWARD, BUFFERS_BEFORE_FORWARD, ModuleSync
-from lockstep.parallel.statistics import Statistics, describe_wrapper
-from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+from lockstep.parallel.module_sync import ModuleSync
+from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
+from lockstep.parallel.statistics import Statistics, describe_wrapper, list_options
+from lockstep.parallel.torch_names import TorchNames
 from lockstep.parallel.warned import UnevenBatchWarning, warn_of_ignored
 from lockstep.reduce import (
-    CommHook,
     HookReduction,
     KeepLocalGradients,
     MeanReduction,
@@ -50,25 +50,13 @@ from lockstep.reduce import (
     TrainedModel,
     check_same_model,
 )
-from lockstep.torch_private import check_comm_hook, disable_compiler, ignored_names, localize_tensor_parallel, root_mesh
+from lockstep.torch_private import disable_compiler, ignored_names
 
 _BROADCAST_BYTES = 250 << 20
 _PURPOSE = "a wrapped model's backward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredHook:
-    """A communication hook, as it was registered."""
-
-    function: Callable[..., Any]
-    """`function(state, bucket)`."""
-    state: object
-    """Its first argument."""
-    name: str
-    """What logging data call it."""
-
-
-class DistributedDataParallel(torch_parallel.DistributedDataParallel):
+class DistributedDataParallel(TorchNames):
     """Wrap `module` so that every backward averages its gradients over `process_group`.
 
     Same names and meaning as `torch.nn.parallel.DistributedDataParallel` of torch 2.13. Differences that a user can
@@ -143,7 +131,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self.process_group = require_group(self._workers)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            _localize_tensor_parallel(module, device_mesh)
+            localize_submesh(module, device_mesh)
         self.parameters_to_ignore = {
             *ignored_names(module),
             *(name for name, _ in delayed),
@@ -155,7 +143,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         placement = find_placement(
             self._module_parameters or [parameter for _, parameter in delayed], device_ids, output_device
         )
-        _refuse_sync_batch_norm_on_cpu(module, placement.device)
+        refuse_sync_batch_norm_on_cpu(module, placement.device)
         warn_of_ignored(
             check_reduction=check_reduction,
             mixed_precision=mixed_precision,
@@ -187,7 +175,6 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
         self._uneven_batches = UnevenBatchWarning(self._workers.rank)
-        self._buffer_source = 0
         self._lazy_init_ran = False
         self._hook: RegisteredHook | None = None
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
@@ -195,8 +182,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
             check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
-            buffers = {id(buffer) for _, buffer in model.buffers()} if not sync_at_start else set()
-            broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group)
+            broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
             self._delayed = DelayedParameters(module, dict(delayed), param_to_hook_all_reduce, self._workers)
@@ -212,7 +198,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             purpose=_PURPOSE,
             limits=self._limits,
             as_view=self.gradient_as_bucket_view,
-            dtype=_reduce_dtype(self.mixed_precision),
+            dtype=reduce_dtype(self.mixed_precision),
             follows_arrival=self.static_graph or not self.find_unused_parameters,
             compares_buffers=self.forward_sync_buffers,
             skips_unused=self.skip_all_reduce_unused_params,
@@ -224,8 +210,9 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             self.reducer.on_status = self._uneven_batches.look_at
         sync = self._sync = ModuleSync(model, self._workers, self.reducer, syncs_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
-            start, otherwise = weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
-            self.reducer.schedule.send_besides = partial(_start_buffers, start, otherwise)
+            self.reducer.schedule.send_besides = partial(
+                start_buffers, weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
+            )
         before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
         # On the inner module, so that a forward through `.module` is seen as well.
         sync.handles += [
@@ -253,11 +240,6 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
                 output = call_in_precision(self.module, dtype, self.parameters_to_ignore, inputs, kwargs)
             return self._post_forward(output)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the module in training mode, or in evaluation mode."""
-        nn.Module.train(self, mode)
-        return self
-
     @disable_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
@@ -268,23 +250,15 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         device = torch.device(self.device_type, self.device_ids[0])
         return to_device(inputs, device), to_device(kwargs, device)
 
-    def _post_forward(self, output: Any) -> Any:
-        return output
-
     def _before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self.reducer is not None:
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
         self._uneven_batches.is_expected = self._join_config.enable
-        if self._join_config.enable:
-            self._tell_joined(buffers=sends_buffers)
-            if sends_buffers:
-                self._buffer_source = highest_rank(self.process_group, self.device, is_candidate=True)
-        else:
-            self._buffer_source = 0
+        source = self._sync.buffers.source = self._join_forward(sends_buffers) if self._join_config.enable else 0
         if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
-            self._sync_buffers_from(self._buffer_source)
+            self._sync_module_buffers(source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
             self.reducer.times.begin_forward()
@@ -292,21 +266,12 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
-            self._sync_buffers_from(0)
+            self._sync_module_buffers(0)
         self._sync.after_forward(module, inputs, kwargs, output)
         if self._delayed is not None:
             self._delayed.prepare()
 
     # -- Buffers -------------------------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Torch's older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether there are buffers that are overwritten with rank 0's before a training forward."""
@@ -316,14 +281,14 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         hook = getattr(self, "buffer_hook", None)
         return when == "PRE_FORWARD" if hook is None else hook.buffer_comm_hook_location.name == when
 
-    def _sync_buffers_from(self, source: int) -> None:
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Overwrite the buffers with those of a rank, or call the user's hook for that (collective)."""
         # Anew: a forward may put another tensor in a buffer's place.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
-            waiting = nullcontext() if self.reducer is None else self.reducer.waiting_for("buffers before a forward")
-            with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
-                broadcast_tensors(self.modules_buffers, self.process_group, source)
+            self._sync.buffers.source = authoritative_rank
+            self._sync.buffers.broadcast(self.modules_buffers)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
@@ -335,35 +300,11 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
         For every reduction, whether or not its forward was one in training: ranks must not differ in that.
         """
         if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
-            return _do_nothing
+            return send_no_buffers
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        with calls_for(BUFFERS_AFTER_BACKWARD):
-            return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
+        return self._sync.buffers.start(self.modules_buffers)
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether gradients are averaged; False within `no_sync`."""
-        return self.reducer is None or self.reducer.watch.synchronizes
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        if self.reducer is not None:
-            self.reducer.watch.synchronizes = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: those of forwards in here, and of backwards in here (local).
-
-        The first backward with its forward outside averages what was accumulated too.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, as in torch (each rank calls, with the same hook).
@@ -373,7 +314,7 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             TypeError: It cannot be called.
             ValueError: Its signature is not a hook's.
         """
-        self._check_comm_hook(hook)
+        check_hook(self, hook)
         self._register_hook(RegisteredHook(function=hook, state=state, name=hook.__qualname__))
 
     def _register_hook(self, hook: RegisteredHook) -> None:
@@ -384,146 +325,57 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
 
     def _use_hook(self) -> None:
         if self.reducer is not None and self._hook is not None:
-            hook = CommHook(function=self._hook.function, state=self._hook.state)
-            self.reducer.use_reduction(HookReduction(hook, self._workers), only_gradients=True)
-
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        if getattr(hook, "__name__", "").startswith("bf16_compress"):
-            return  # torch refuses these without NCCL; Gloo and shared memory add bfloat16 as well
-        try:
-            check_comm_hook(self, hook)
-        except KeyError as error:
-            raise ValueError(
-                "Communication hook: its second parameter must be called `bucket`: `def hook(state, bucket)`."
-            ) from error
+            self.reducer.use_reduction(HookReduction(self._hook.comm_hook(), self._workers), only_gradients=True)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        hook: Callable[..., Any] = hooks[comm_hook_type]
-        self._register_hook(RegisteredHook(function=hook, state=self.process_group, name=str(comm_hook_type)))
+        self._register_hook(built_in_hook(comm_hook_type, self.process_group))
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Return torch's context manager for ranks with uneven numbers of inputs (collective to leave).
-
-        Args:
-            divide_by_initial_world_size: Divide by the number of ranks there are; else of those that still have inputs.
-            enable: Whether it does anything.
-            throw_on_early_termination: Raise on every rank when the first one has run out of inputs.
-        """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return WrapperJoinHook(self)
+        reduce_nothing = None if self.reducer is None else self.reducer.reduce_nothing
+        return WrapperJoinHook(
+            JoinCalls(self.process_group, self.device),
+            self._sync_module_buffers,
+            reduce_nothing,
+            self._sync_final_model,
+        )
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device for `Join`'s own messages."""
-        device: torch.device = self.device
-        return device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """The group of `Join`'s own messages."""
-        return self.process_group
-
-    def _tell_joined(self, *, buffers: bool) -> None:
+    def _join_forward(self, sends_buffers: bool) -> int:
+        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
             self._mean.divide_by(int(num_ranks.item()))
-        tell_what_comes(self.process_group, self.device, buffers=buffers, reduction=self._reduces_after_this_forward())
+        calls = JoinCalls(self.process_group, self.device)
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync and self.reducer is not None
+        calls.exchange_forward(buffers=sends_buffers, reduction=reduces)
+        return calls.highest_rank(is_candidate=True) if sends_buffers else self._sync.buffers.source
 
-    def _reduces_after_this_forward(self) -> bool:
-        return torch.is_grad_enabled() and self.require_backward_grad_sync and self.reducer is not None
-
-    def shadow_forward(self) -> bool:
-        """Take part in what the others do before a forward; return whether a reduction follows (collective)."""
-        buffers, reduction = tell_what_comes(self.process_group, self.device, buffers=False, reduction=False)
-        if buffers:
-            self._buffer_source = highest_rank(self.process_group, self.device, is_candidate=False)
-            self._sync_buffers_from(self._buffer_source)
-        return reduction
-
-    def shadow_backward(self) -> None:
-        """Take part in the others' reduction (collective)."""
-        if self.reducer is not None:
-            self.reducer.reduce_nothing()
-
-    def take_final_model(self, *, is_last_joiner: bool) -> None:
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that joined last (collective)."""
-        source = self._authoritative_rank = highest_rank(self.process_group, self.device, is_candidate=is_last_joiner)
+        calls = JoinCalls(self.process_group, self.device)
+        source = self._authoritative_rank = calls.highest_rank(is_candidate=is_last_joiner)
         model = TrainedModel(self.module, self.parameters_to_ignore)
-        buffers = {id(buffer) for _, buffer in model.buffers()} if not self.forward_sync_buffers else set()
-        broadcast_tensors(
-            [tensor for tensor in model.tensors() if id(tensor) not in buffers], self.process_group, source
-        )
+        broadcast_model(model, self.process_group, source, with_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
             self._mean.divide_by(self._workers.world_size)
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 
-    def _set_static_graph(self) -> None:
-        if self.reducer is not None and self.reducer.num_reductions > 0 and not self.static_graph:
-            self._log_and_throw(  # type: ignore[no-untyped-call]
-                RuntimeError, "Static graph: _set_static_graph should be called before training loop starts."
-            )
-        warn_of_ignored(is_static_again=self.static_graph, finds_unused=self.find_unused_parameters)
-        self.static_graph = True
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        options = {
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": self.forward_sync_buffers,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "is_multi_device_module": self.is_multi_device_module,
-        }
-        if self.static_graph:
-            options["static_graph"] = True
+        options = list_options(self)
         if self._hook is not None:
             options["comm_hook"] = self._hook.name
         return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-        self.logger.sample_rate = sample_rate
-
-    def _remove_autograd_hooks(self) -> None:
-        if self.reducer is not None:
-            self.reducer.close()
-
-    def _check_reducer_finalized(self) -> None:
-        if self.reducer is not None and not self.reducer.is_idle:
-            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
         self._workers = current_world(new_process_group)
         self._reconnect()
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs are not cloned."""
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Do nothing: sparse gradients need none."""
 
     def _reconnect(self) -> None:
         self._sync.close()
@@ -554,38 +406,3 @@ class DistributedDataParallel(torch_parallel.DistributedDataParallel):
             names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there
             self._delayed = DelayedParameters.of_names(self.module, names, trigger_name, self._workers)
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
-
-
-def _start_buffers(
-    method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
-    otherwise: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
-) -> Callable[[], None]:
-    """Call the wrapper's method, or when it is gone that of what survives it."""
-    start = method() or otherwise()
-    return _do_nothing if start is None else start()
-
-
-def _do_nothing() -> None:
-    """Stand for buffers that are not sent."""
-
-
-def _reduce_dtype(mixed_precision: Any) -> torch.dtype | None:
-    if mixed_precision is None:
-        return None
-    dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
-    return dtype
-
-
-def _localize_tensor_parallel(module: nn.Module, device_mesh: Any) -> None:
-    """Make a tensor-parallel module's parameters local, if the mesh is a slice of a larger one; as torch does."""
-    if root_mesh(device_mesh) != device_mesh:
-        localize_tensor_parallel(module)
-
-
-def _refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
-    torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
-    if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
-        raise ValueError(
-            "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
-            "convert_sync_batchnorm(module), which works on the CPU as well."
-        )

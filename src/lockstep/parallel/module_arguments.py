@@ -12,7 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from lockstep.comm import World, current_world
 from lockstep.errors import GroupError
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.reduce import BucketLimits
+from lockstep.torch_private import localize_tensor_parallel, root_mesh
 
 _MIB = 1 << 20
 
@@ -130,6 +132,34 @@ def find_buffer_syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool
         return True, forward_sync_buffers
     both = broadcast_buffers is not False
     return both, both
+
+
+def reduce_dtype(mixed_precision: Any) -> torch.dtype | None:
+    """Return the dtype in which gradients are reduced, by torch's `_MixedPrecision`; None for that of the gradients."""
+    if mixed_precision is None:
+        return None
+    dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+    return dtype
+
+
+def localize_submesh(module: nn.Module, device_mesh: Any) -> None:
+    """Make a tensor-parallel module's parameters local, if the mesh is a part of a larger one; as torch does."""
+    if root_mesh(device_mesh) != device_mesh:
+        localize_tensor_parallel(module)
+
+
+def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
+    """Refuse torch's SyncBatchNorm in a module on the CPU.
+
+    Raises:
+        ValueError: There is one.
+    """
+    torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
+    if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
+        raise ValueError(
+            "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
+            "convert_sync_batchnorm(module), which works on the CPU as well."
+        )
 
 
 def _deprecation(*, is_ignored: bool) -> str:

@@ -1,10 +1,10 @@
-"""What goes on synchronising a module when nobody holds its wrapper any more.
+"""What synchronises a module after its wrapper was deleted.
 
     model = DistributedDataParallel(model)
     return model.module                        # a recipe that many copy
 
-With torch's wrapper gone, each rank trains alone, without a word. So what the module's hooks need outlives the wrapper,
-as long as the module does; until the group is destroyed, or the module is wrapped anew.
+When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as long
+as the module, until the group is destroyed or the module is wrapped again.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
+from lockstep.comm import World
+from lockstep.parallel.module_buffers import BufferBroadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import Reducer, TrainedModel
 from lockstep.torch_private import find_tensors
-
-BUFFERS_BEFORE_FORWARD = (
-    "the buffers of a wrapped model before a forward in training (on one rank alone, call eval() or use no_grad())"
-)
-"""What a call is for, as the ranks tell each other."""
-BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
-"""Likewise."""
 
 
 @final
@@ -39,10 +33,12 @@ class ModuleSync:
 
     Attributes:
         handles: Of the hooks on the module.
+        buffers: Broadcasts the buffers.
     """
 
     def __init__(self, model: TrainedModel, world: World, reducer: Reducer | None, *, syncs_buffers: bool) -> None:
         self.handles: list[RemovableHandle] = []
+        self.buffers = BufferBroadcast(world, reducer)
         self._model = model
         self._world = world
         self._reducer = reducer
@@ -62,16 +58,15 @@ class ModuleSync:
         if module.training and torch.is_grad_enabled():
             buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
             if buffers and self._reducer.watch.synchronizes:
-                with self._reducer.waiting_for("buffers before a forward"), calls_for(BUFFERS_BEFORE_FORWARD):
-                    broadcast_tensors(buffers, self._world.group)
+                self.buffers.source = 0  # the wrapper may have left that of a `join`
+                self.buffers.broadcast(buffers)
             self._reducer.times.begin_forward()
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
         buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
-        assert self._world.group is not None
-        with calls_for(BUFFERS_AFTER_BACKWARD):
-            return start_broadcast(buffers, self._world.group)
+        self.buffers.source = 0
+        return self.buffers.start(buffers)
 
     def after_forward(self, _module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the outputs."""

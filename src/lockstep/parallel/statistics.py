@@ -81,6 +81,19 @@ class Statistics:
         return {**self._sampled, **joins, **error}
 
 
+def list_options(wrapper: Any) -> dict[str, Any]:
+    """Return the arguments of a wrapper that torch's logging data have."""
+    names = ("find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
+    return {
+        "device_ids": ", ".join(map(str, wrapper.device_ids or ())),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": wrapper.forward_sync_buffers,
+        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+        **{name: getattr(wrapper, name) for name in names},
+        **({"static_graph": True} if wrapper.static_graph else {}),
+    }
+
+
 def describe_wrapper(
     module: nn.Module, world: World, reducer: Reducer | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
