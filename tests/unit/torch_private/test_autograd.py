@@ -3,16 +3,20 @@
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import autograd as distributed_autograd
+from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.torch_private import (
     NO_GRAPH_TASK,
     current_graph_task_id,
+    is_in_distributed_autograd,
     post_accumulate_grad_hooks,
     queue_callback,
 )
@@ -20,6 +24,9 @@ from lockstep.torch_private import (
 END = "the reducer: the end of a backward would be missed, or come too early"
 TASKS = "the reducer: gradients of another backward would count as those of this one"
 INNER = "the trainer's partials: a backward inside another would not be seen, and gradients added in another order"
+
+
+RPC = "DistributedDataParallel: gradients in a context of torch.distributed.autograd would silently not be averaged"
 
 
 class RunsAnother(torch.autograd.Function):
@@ -192,3 +199,27 @@ def test_hooks_are_listed_in_the_order_in_which_they_run() -> None:
     assert ran == ["before", "first", "second"], "the reducer: it would not run after the hooks of others"
     first.remove()
     assert len(post_accumulate_grad_hooks(parameter) or ()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:You are using a Backend")  # RPC's own group
+def test_a_context_of_distributed_autograd_is_seen_in_its_thread_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert not is_in_distributed_autograd(), RPC
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert not is_in_distributed_autograd(), "training beside RPC would be refused"
+        with distributed_autograd.context():
+            assert is_in_distributed_autograd(), RPC
+            found: list[bool] = []
+            other = threading.Thread(target=lambda: found.append(is_in_distributed_autograd()))
+            other.start()
+            other.join()
+            assert found == [False], "a forward in another thread would be refused"
+        assert not is_in_distributed_autograd(), "a forward after the context would be refused"
+    finally:
+        rpc.shutdown()
+    assert not is_in_distributed_autograd(), RPC
