@@ -245,7 +245,7 @@ def test_a_layer_replaced_on_one_rank_is_an_error_on_all(answers: list[ScenarioA
 
 def test_the_remedy_for_a_model_that_is_wrapped_speaks_of_the_change(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
-        assert "change it alike on every rank" in found["frozen on one rank"]
+        assert "make the same change on every rank" in found["frozen on one rank"]
         assert "before wrapping it" not in found["frozen on one rank"]
 
 

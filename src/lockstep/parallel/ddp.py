@@ -1,9 +1,8 @@
 """`DistributedDataParallel`: a module whose gradients are averaged over the ranks of a group.
 
 It is a subclass of torch's for the sake of `isinstance`: accelerate, Lightning, `torch.distributed.checkpoint` and the
-compiler ask for it. What does the work is not torch's: the reduction is `lockstep.reduce`, and all that torch's does
-with its C++ reducer is here anew. What is inherited says nothing of gradients: the list of buffers, the checks of a
-hook's signature, `scatter` and `gather`.
+compiler ask for it. The reduction is `lockstep.reduce`; torch's C++ reducer is not used. Inherited is what has nothing
+to do with gradients: the list of buffers, the checks of a hook's signature, `scatter` and `gather`.
 """
 
 import weakref

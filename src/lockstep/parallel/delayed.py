@@ -1,7 +1,7 @@
-"""Parameters whose gradients are reduced by themselves, when a hook on one of them says so.
+"""Parameters whose gradients are kept out of the buckets and reduced in one message, `delay_all_reduce_named_params`.
 
-Embedding tables that are trained by another system are kept out of the buckets like this: their gradients lie in one
-buffer of their own, which is reduced when the gradient of the parameter that the caller names arrives.
+This is for embedding tables whose gradients are not complete before a certain point of the backward: they lie in one
+buffer, which is reduced when the gradient of the parameter that the caller names arrives.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ class DelayedParameters:
     Args:
         module: The module.
         named: The parameters by name, on one device and of one dtype.
-        trigger: Whose gradient says that all of theirs are there; as a rule the parameter that is used first.
+        trigger: When its gradient arrives, all of theirs have arrived; as a rule the parameter that is used first.
         world: The workers.
     """
 
@@ -63,12 +63,12 @@ class DelayedParameters:
         """Return what a copy of the module needs to delay the same parameters.
 
         Raises:
-            RuntimeError: They wait for a tensor that is not the module's.
+            RuntimeError: The trigger is not a parameter of the module.
         """
         if not self._trigger_name:
             raise RuntimeError(
                 "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
-                "so a copy would not know for what its delayed parameters wait. Copy the module, and wrap the copy."
+                "so a copy would not have it. Copy the module, and wrap the copy."
             )
         return self._names, self._trigger_name
 

@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` was given, looked through once: torch's rules, texts included, and what we add."""
+"""Checks of the arguments of `DistributedDataParallel`: torch's, with its messages, and those that we add."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """A wrapper's hook on the module that it wraps.
 
 People copy the inner module: `copy.deepcopy(model.module)` for an average of weights, `torch.save(model.module)` as a
-checkpoint. An ordinary hook would drag the wrapper, its buckets and its process group into the copy. This one stays
-behind.
+checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its process group. This one is not
+copied.
 """
 
 import weakref
@@ -17,14 +17,14 @@ from lockstep.torch_private import disable_compiler, forward_pre_hooks
 
 @final
 class ModuleHook:
-    """Calls its wrapper's method with what the hook gets, or the module sync's when the wrapper is gone.
+    """Calls its wrapper's method with the hook's arguments, or the module sync's when the wrapper was deleted.
 
     A copy of it calls nothing.
 
     Args:
         method: Of the wrapper.
         otherwise: Of the module sync.
-        module_sync: What outlives the wrapper.
+        module_sync: Synchronises the module when the wrapper was deleted.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class ModuleHook:
 
     @disable_compiler
     def __call__(self, *arguments: Any) -> None:
-        """Hand the hook's arguments on."""
+        """Call the method."""
         (self._method() or self._otherwise)(*arguments)
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the wrapper is gone."""
+        """Whether the wrapper was deleted."""
         return self._method() is None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
@@ -56,14 +56,14 @@ class ModuleHook:
 
 
 def close_orphans(module: nn.Module) -> None:
-    """End what goes on for wrappers of this module that are gone: it is about to be wrapped anew (local)."""
+    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
     for hook in list(forward_pre_hooks(module).values()):
         if isinstance(hook, ModuleHook) and hook.is_orphaned:
             hook.module_sync.close()
 
 
 def _nothing(*_arguments: Any) -> None:
-    """Stand for a hook of a wrapper that is not there."""
+    """Do nothing: the hook of a copy."""
 
 
 def _the_hook_without_effect() -> Callable[..., None]:

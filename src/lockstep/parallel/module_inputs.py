@@ -15,7 +15,7 @@ _SCALAR = -1
 
 
 def puts_time_first(module: nn.Module) -> bool:
-    """Return whether a layer of `module` expects sequences whose first dimension is time, as torch's do unless told."""
+    """Return whether a layer of `module` expects sequences whose first dimension is time, as torch's do by default."""
     layers = (each for each in module.modules() if isinstance(each, nn.RNNBase | nn.MultiheadAttention))
     return any(not layer.batch_first for layer in layers)
 

@@ -1,4 +1,4 @@
-"""What `_get_ddp_logging_data` returns: torch's names, for programs that read them."""
+"""The values of `_get_ddp_logging_data`, under torch's names, for programs that read them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final
@@ -75,7 +75,7 @@ class Statistics:
         self._error = text
 
     def values(self) -> dict[str, Any]:
-        """Return what is known so far."""
+        """Return the times of sampled steps, and the last error."""
         error = {"has_error": 1, "error": self._error} if self._error else {}
         joins = {"join_uneven_inputs": 1} if self.joins_uneven_inputs else {}
         return {**self._sampled, **joins, **error}
@@ -103,7 +103,7 @@ def describe_wrapper(
         module: The module that is wrapped.
         world: Its workers.
         reducer: Its reducer.
-        options: What only the wrapper knows, by torch's names.
+        options: The wrapper's arguments, by torch's names.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     buckets = [bucket.slots for bucket in (reducer.buckets if reducer else ())]

@@ -8,9 +8,9 @@ written. What travels, per layer and step:
 
 [Note: every rank's backward] A collective needs all ranks. torch leaves out that of backward where the local input
 needs no gradient, and hangs if another rank's does. Ours takes place wherever backward runs, whatever needs a gradient
-there. A rank whose forward autograd did not record has no backward at all; so ranks tell each other in forward whether
-they are recorded, and a backward that would wait for such a rank raises. On the CPU, that is: a GPU would have to be
-waited for to read what was told, and there it is left to the group's timeout.
+there. A rank whose forward autograd did not record has no backward at all; so ranks exchange in forward whether
+autograd records them, and a backward that would wait for such a rank raises. That is so on the CPU only: on a GPU,
+reading the answer would wait for the device, and there the group's timeout ends the wait.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` warns of."""
+"""Warnings of `DistributedDataParallel`."""
 
 import logging
 import sys
@@ -68,21 +68,21 @@ class UnevenBatchWarning:
 
 
 def warn_of_uneven_batches(batch_sizes: Sequence[int]) -> None:
-    """Warn that ranks trained on batches of different sizes, each of which counts the same; at the user's line."""
+    """Warn, at the user's line, that ranks trained on batches of different sizes, which count the same."""
     most, least = max(batch_sizes), min(size for size in batch_sizes if size > 0)
     warnings.warn(
         f"In one step rank {batch_sizes.index(most)} trained on {most} samples and rank {batch_sizes.index(least)} on "
         f"{least}, by the first dimension of the inputs. DistributedDataParallel averages the ranks' gradients, so a "
-        "sample of the smaller batch counts for more. Give each rank as many samples (DistributedSampler with "
-        "drop_last, a DataLoader with drop_last=True), or train with ls.Trainer, which weighs by samples. If that "
-        "dimension is not the batch, or the loss is weighted already, this can be ignored: "
-        'warnings.filterwarnings("ignore", message="In one step rank"). This is said once.',
+        "sample of the smaller batch counts for more. Give every rank the same number (DistributedSampler with "
+        "drop_last, a DataLoader with drop_last=True), or train with ls.Trainer, which weights by samples. If that "
+        "dimension is not the batch, or the loss is weighted already, ignore this warning: "
+        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once.',
         stacklevel=_stacklevel_of_user(),
     )
 
 
 def _stacklevel_of_user() -> int:
-    """Return the level, for a warning of our caller's, of the innermost frame that is neither torch's nor ours."""
+    """Return the level, for a warning of our caller's, of the innermost frame of the user's code."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python's name for it
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -9,7 +9,7 @@ through the wrapper, through the module itself, or twice before the first backwa
     2 gradient accumulated      ->  `arrive`                    the gradient goes to its bucket
     3 inner graph task          ->  `waits_for_end`             nothing is sent any more before 4
     4 end of the graph task     ->  `_on_end`               ->  `complete`: all gradients are reduced, then `end`
-    - or an exception           ->  `finish_interrupted`    ->  `complete_failed`, when this rank next comes by
+    - or an exception           ->  `finish_interrupted`    ->  `complete_failed`, before the next forward
 
 [Note: the end of a backward] The autograd engine runs a queued callback at the end of *the graph task in which it was
 queued*. A reentrant checkpoint runs a graph task inside another, so a callback queued by a gradient of the inner one
@@ -22,8 +22,8 @@ one that had nothing special about it, those that follow in the same graph task 
 (`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task.
 
 [Note: who holds whom] The listener holds its watch, and the watch does not hold its listener: reference counts alone
-must free both. So each call says who listens. A graph holds the listener, for it may outlive a wrapper that nobody
-kept, and its backward must synchronise all the same.
+must free both. So each call says who listens. A graph holds the listener: it may live longer than its wrapper, and
+its backward must synchronise all the same.
 """
 
 import threading
@@ -294,4 +294,4 @@ class _Forward:
 
 
 def _no_callback() -> None:
-    """Stand for the callback of a backward that has not begun."""
+    """Return no callback: no backward has begun."""

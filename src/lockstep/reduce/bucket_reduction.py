@@ -204,4 +204,4 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 
 
 def _do_nothing() -> None:
-    """Stand for a wait that is over."""
+    """Do nothing: the call has ended."""

@@ -6,9 +6,10 @@ Buckets are sent in the order of the plan, whatever the order in which gradients
     the backward ends       `complete`     the rest; the status of this rank; what the owner sends besides
                                            then wait for all, and read the status of all ranks
 
-[Note: a whole backward] The last message leaves at the end of a backward and says whether it came there. A rank whose
-backward ended in an exception sends what the others wait for when it next comes by, with a status that says so. So all
-ranks get an error for that backward, and are in step if they all go on; none waits without end.
+[Note: a whole backward] The last message is sent at the end of a backward, and its status says whether the backward was
+completed. A rank whose backward ended in an exception sends the messages that the others wait for before its next
+forward, with a status that says so. Where a gradient does not fit its bucket, a rank sends zeros and that status at
+once. So all ranks raise an error for that backward, and may continue with the next one.
 """
 
 import threading
@@ -213,9 +214,9 @@ class BucketSchedule:
 
 
 def _do_nothing() -> None:
-    """Stand for a message that was not sent."""
+    """Do nothing: no message was sent."""
 
 
 def _send_nothing() -> Finish:
-    """Stand for an owner that has nothing to send besides."""
+    """Send nothing beside the gradients."""
     return _do_nothing

@@ -229,7 +229,7 @@ class CurrentPlan:
         for slot in self.slots:
             slot.is_unsynced = id(slot.parameter) in unsynced
             if id(slot.parameter) in ours:
-                slot.adopt()  # lest it is taken for one that somebody put elsewhere
+                slot.adopt()  # else it would be taken for a gradient that the user put in other memory
 
     def _make(self) -> ReductionPlan:
         dtype = self._options.dtype

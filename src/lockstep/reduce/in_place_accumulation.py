@@ -3,7 +3,7 @@
 [Note: accumulating in place] in `lockstep.reduce.partials` says what for.
 
 [Note: what may be added to in place] A partial may be what `.grad` holds during a backward if that gives the sums of
-the tree, and if nobody sees it who expects the gradient of one shard. `may_accumulate_in_place` asks for both:
+the tree, and if no hook sees it that expects the gradient of one shard. `may_accumulate_in_place` asks for both:
 
 - A backward runs another one inside, as a reentrant checkpoint does: parameters may get their gradients in several
   additions. In the first step nothing is added in place; whether any worker had such backwards in any step decides for

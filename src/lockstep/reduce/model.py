@@ -1,8 +1,9 @@
 """The model as a reducer sees it: which parameters it trains, and whether that has changed since.
 
-People add parameters, freeze and unfreeze, cast and move a model after wrapping it. torch's DistributedDataParallel
-goes on with what it saw at first, without a word. So before each forward the model is compared with what was seen; a
-walk over its modules would be too slow for that, a look at the dictionaries in which they keep their parts is not.
+Users add parameters, freeze and unfreeze, cast and move a model after wrapping it. torch's DistributedDataParallel
+silently continues with the parameters that it found at construction. So in each backward the model is compared with
+what was found before; a walk over its modules would be too slow for that, comparing the dictionaries in which they keep
+parameters and submodules is not.
 """
 
 import weakref

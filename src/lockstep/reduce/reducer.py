@@ -329,10 +329,10 @@ def _watch_for_stalls(reducer: Reducer, model: TrainedModel, world: World) -> Ca
     if world.world_size == 1 or seconds == 0 or store is None:
         return _do_nothing
     names = "".join(str(each.spec) for each in model.trained)
-    mine = dist.PrefixStore(f"stall/{hashlib.sha256(names.encode()).hexdigest()}", store)
+    own_store = dist.PrefixStore(f"stall/{hashlib.sha256(names.encode()).hexdigest()}", store)
     me = weakref.ref(reducer)
     describe = partial(_describe_progress, me, threading.get_ident())
-    watch = StallWatch(mine, world.rank, world.world_size, seconds, partial(_seconds_waited, me), describe)
+    watch = StallWatch(own_store, world.rank, world.world_size, seconds, partial(_seconds_waited, me), describe)
     # At exit too: a thread that is in the store while the interpreter ends aborts the process.
     return weakref.finalize(reducer, watch.close)
 
@@ -362,8 +362,8 @@ def _first_of(future: "torch.futures.Future[list[Tensor]]") -> Tensor:
 
 
 def _ignore_status(_status: GroupStatus) -> None:
-    """Stand for an owner that does not want to know."""
+    """Do nothing with the status."""
 
 
 def _do_nothing() -> None:
-    """Stand for the end of a watch that there is not."""
+    """Do nothing: waits are not watched."""

@@ -1,4 +1,4 @@
-"""Do all ranks wrap the same model? Compared at construction, because later it shows only as wrong numbers."""
+"""Check that all ranks wrap the same model, at construction: later a difference shows only as wrong numbers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 
 _BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it."
-_AFTER_WRAPPING = "It was changed after wrapping: change it alike on every rank, before the same step."
+_AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step."
 
 
 def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False, with_buffers: bool = True) -> None:
@@ -34,7 +34,7 @@ def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = Fa
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
     if len(set(world.gather_objects(fingerprint))) == 1:
         return
-    # Only now, when something differs, are the descriptions themselves worth sending.
+    # The descriptions are long, so they are sent only when the hashes differ.
     expected, *others = world.gather_objects(described)
     for rank, found in enumerate(others, start=1):
         for kind in expected:
@@ -44,11 +44,11 @@ def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = Fa
 
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
-    """Compare the values of parameters that came after construction, when rank 0's were sent to all (collective).
+    """Compare the values of parameters that were added after rank 0's were broadcast at construction (collective).
 
     Args:
-        parameters: Those that this rank has anew; the ranks' models are the same by now, but one may have put another
-            parameter in the place of one like it, and the others not.
+        parameters: Those that are new on this rank. The ranks' models have the same names and shapes, but one rank may
+            have replaced a parameter by another of the same shape.
         world: The workers; each must call.
 
     Raises:
@@ -62,13 +62,13 @@ def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> N
                 changed, same = (rank, 0) if name in found else (0, rank)
                 raise ParameterMismatchError(
                     f"Parameter {name} was replaced, unfrozen or changed after wrapping on rank {changed}, and not on "
-                    f"rank {same}. Change it alike on every rank, before the same step."
+                    f"rank {same}. Make the same change on every rank, before the same step."
                 )
             if found[name] != expected[name]:
                 raise ParameterMismatchError(
                     f"Parameter {name} was added, unfrozen or changed after wrapping, and its values on rank {rank} "
-                    "are not those on rank 0. Seed every rank alike before making it (torch.manual_seed), or make it "
-                    "before wrapping."
+                    "are not those on rank 0. Call torch.manual_seed with the same seed on every rank before "
+                    "making it, or make it before wrapping."
                 )
 
 

@@ -197,4 +197,4 @@ class ShardReducer:
 
 
 def _do_nothing() -> None:
-    """Stand for somebody who does not want to know."""
+    """Do nothing when the last gradient has arrived."""

@@ -148,7 +148,7 @@ class Slot:
         return gradient.to_dense()
 
     def fill_absent(self) -> None:
-        """Contribute what `.grad` holds from before, or zeros, and remember it in case nobody has more."""
+        """Contribute what `.grad` holds from before, or zeros, and remember it in case no rank has a new gradient."""
         if not self.fits or self.parameter.grad is None:
             if self.parameter.grad is self.place:
                 self._move_out()  # of a frozen parameter, say: it is to stay as it is

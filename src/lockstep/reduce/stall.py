@@ -1,4 +1,4 @@
-"""No hang without a word: when a rank waits long for a reduction, every rank says where it stands.
+"""A warning for hangs: when a rank waits long for a reduction, every rank logs where every rank is.
 
     thread of rank 0                      store                    thread of rank 1
     ----------------                      -----                    ----------------
@@ -7,8 +7,8 @@
     3 a moment later: reads all      <-   at 0, at 1               3 the same
     4 logs them                                                    4 logs them
 
-A rank whose process is stopped or gone writes nothing, which is said too; one that has ended its training has said
-so when its watch ended. The waiting itself goes on; it ends with the group's timeout.
+A rank whose process is stopped or has exited writes nothing, and the warning says so. A rank that has ended its
+training wrote that when its watch ended. The wait itself is not ended: that is what the group's timeout does.
 """
 
 import atexit
@@ -39,7 +39,7 @@ class StallWatch:
         world_size: How many there are.
         seconds: How long a wait may take.
         waited: Returns how long this rank has waited by now; None when nothing is left to watch.
-        describe: Returns in words where this rank stands.
+        describe: Returns in words what this rank does now.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class StallWatch:
         self._ended = threading.Event()
         self._num_seen = 0
         self._has_alarmed = False
-        # At exit too: a thread that is in the store while the interpreter ends aborts the process. The owner cannot be
-        # relied on for that: it may be this thread that lets go of it last, and then it has nobody to wait for.
+        # At exit too: a thread that is in the store while the interpreter ends aborts the process. The owner's
+        # finalizer is not enough: this thread may hold the last reference, and a thread cannot join itself.
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="lockstep stall watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch; returns when its thread has ended, which takes as long as a question to the store."""
+        """End the watch; returns when its thread has ended, which takes as long as one call to the store."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_MOST_SECONDS_BETWEEN_LOOKS)
@@ -108,14 +108,14 @@ class StallWatch:
         _LOGGER.warning("%s", self._report(key))
 
     def _report(self, key: str) -> str:
-        lines = [f"A rank has waited {self._seconds:g} s for the others. Where they stand:"]
+        lines = [f"A rank has waited {self._seconds:g} s for the others. The state of each rank:"]
         for rank in range(self._world_size):
             answer = self._read(f"{key}/{rank}") or self._read(f"ended/{rank}") or "does not answer"
             lines.append(f"  rank {rank} {answer}")
         lines.append(
-            "  If none of them is at work, look for a branch or a loop that differs between ranks: each must run the "
-            "same forwards and backwards through wrapped models. Waiting goes on until the group's timeout. "
-            "(LOCKSTEP_STALL_SECONDS sets when this is said.)"
+            "  If no rank is computing, look for a branch or a loop that differs between ranks: each must run the same "
+            "forwards and backwards through wrapped models. The wait ends with the group's timeout. "
+            "(LOCKSTEP_STALL_SECONDS sets after how many seconds this is logged.)"
         )
         return "\n".join(lines)
 
@@ -124,7 +124,7 @@ class StallWatch:
 
 
 def where(thread_id: int) -> str:
-    """Return the line of the user's code at which a thread stands, or an empty text."""
+    """Return the line of the user's code that a thread is running; empty if there is none."""
     frame: FrameType | None = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python's name for it
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""When the parts of a step began and ended, on the clock of this process."""
+"""When the parts of a step began and ended, by this process's monotonic clock."""
 
 import time
 from typing import final
@@ -6,9 +6,9 @@ from typing import final
 
 @final
 class StepTimes:
-    """Moments of the last step, in nanoseconds; 0 where it did not come so far.
+    """Times of the last step, in nanoseconds; 0 for a part that it did not reach.
 
-    On a GPU these are the moments at which work was handed to it, not those at which it was done.
+    On a GPU these are the times at which its work was launched, not those at which it was done.
     """
 
     __slots__ = ("backward_end", "backward_start", "forward_start", "messages_end", "messages_start")
@@ -30,7 +30,7 @@ class StepTimes:
         self.messages_start = 0
 
     def begin_messages(self) -> None:
-        """Note that the first bucket leaves."""
+        """Note that a bucket is sent; the first one counts."""
         if not self.messages_start:
             self.messages_start = time.monotonic_ns()
 

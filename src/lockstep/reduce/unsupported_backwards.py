@@ -11,7 +11,7 @@ from lockstep.torch_private import is_compiled_autograd_on, is_in_distributed_au
 def refuse_compiled_autograd() -> None:
     """Raise if compiled autograd is on (local).
 
-    The compiler is not imported for that: where nobody has, it cannot be on.
+    The compiler is not imported for that: as long as it is not imported, it cannot be on.
 
     Raises:
         ReductionError: It is.
