@@ -734,13 +734,24 @@ def test_the_module_is_compiled_and_nothing_else(answers: list[ScenarioAnswers],
 # -- A group that is destroyed -----------------------------------------------------------------------------------------
 
 
+def _fail(_gradient: Tensor) -> None:
+    raise ValueError("in backward")
+
+
 def destroyed(rank: int, answers: Answers) -> None:
     one = ones(rank)
     net, other = Two(), Two()
     ls.DistributedDataParallel(net)
     kept = ls.DistributedDataParallel(other)
     net(one).sum().backward()
+    normed = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    wrapped = ls.DistributedDataParallel(normed)
+    handle = normed[0].weight.register_hook(_fail)
+    with pytest.raises(ValueError, match="in backward"):
+        wrapped(one.repeat(2, 1)).sum().backward()
+    handle.remove()
     dist.destroy_process_group()
+    answers["module after the group"] = error_of(lambda: wrapped.module(one.repeat(2, 1)).sum().backward())
     net.zero_grad()
     net(one).sum().backward()
     answers["after the group"] = gradient(net.second.weight)
@@ -752,6 +763,8 @@ def test_without_the_group_a_module_trains_alone_and_its_wrapper_says_so(answers
     assert [found["after the group"] for found in answers] == [[[3.0] * 3], [[6.0] * 3]]
     for found in answers:
         assert "was destroyed" in found["wrapper after the group"]
+        # Its buffers, and the rest of a backward that had failed, were sent over a group that was not there.
+        assert found["module after the group"] == "no error"
 
 
 SCENARIOS = (

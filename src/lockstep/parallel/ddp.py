@@ -250,6 +250,8 @@ class DistributedDataParallel(TorchNames):
         return to_device(inputs, device), to_device(kwargs, device)
 
     def _before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if not self._sync.has_group:
+            return  # the module itself is called, to use it on one rank
         if self.reducer is not None:
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
@@ -263,7 +265,7 @@ class DistributedDataParallel(TorchNames):
             self.reducer.times.begin_forward()
 
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        syncs = self._sync.has_group and torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
             self._sync_module_buffers(0)
         self._sync.after_forward(module, inputs, kwargs, output)

@@ -87,6 +87,8 @@ class DelayedParameters:
                 place.zero_()
 
     def _reduce(self, _gradient: Tensor) -> None:
+        if not self._world.has_group:
+            return
         self._buffer.div_(self._world.world_size)
         work = dist.all_reduce(self._buffer, group=self._world.group, async_op=True)
         assert work is not None

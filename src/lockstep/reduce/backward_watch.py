@@ -176,10 +176,10 @@ class BackwardWatch:
         """
         if self._phase is Phase.IDLE or self._callback() is not None:
             return
-        if self._phase is Phase.ACCUMULATING:
-            listener.forget()
-        else:
+        if self._phase is Phase.SYNCHRONIZING and self._may_synchronize():
             listener.complete_failed()
+        else:
+            listener.forget()
 
     def begin_without_backward(self, listener: BackwardListener) -> None:
         """Begin with a reduction for which no backward runs here."""

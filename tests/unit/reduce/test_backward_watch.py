@@ -280,3 +280,18 @@ def test_a_graph_keeps_its_listener_and_a_watch_does_not() -> None:
     assert gone() is not None
     del loss
     assert gone() is None
+
+
+def test_a_backward_that_failed_is_forgotten_when_there_is_no_group_any_more() -> None:
+    has_group = [True]
+    recorder = Recorder()
+    recorder.watch = BackwardWatch(lambda: has_group[0])
+    layer = layer_of(recorder)
+    handle = layer.weight.register_hook(failing)
+    with pytest.raises(ValueError, match="in backward"):
+        forward(layer, recorder).backward()
+    handle.remove()
+    has_group[0] = False
+    recorder.watch.finish_interrupted(recorder)
+    assert recorder.said == ["begin SYNCHRONIZING", "forget"]
+    assert recorder.watch.phase is Phase.IDLE
