@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import PrefixStore, ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
@@ -44,6 +44,7 @@ from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.point_to_point import PointToPoint
+from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.torch_backends import TorchBackends
 from lockstep.comm.shm.work_queue import WorkQueue
@@ -57,7 +58,7 @@ _CLOSING_SECONDS: Final = 1.0
 @final
 @keep_compiler_out_of_methods
 @add_collectives
-class ShmProcessGroup(ProcessGroup):
+class ShmProcessGroup(PythonProcessGroup):
     """A group of processes of one host, over shared memory.
 
     Args:
@@ -78,11 +79,9 @@ class ShmProcessGroup(ProcessGroup):
         timeout: timedelta,
         names: Sequence[int],
     ) -> None:
-        super().__init__(rank, layout.size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        super().__init__(rank, layout.size)
         self._store = store
         self._names = names
-        self._name = ""
-        self._description = ""
         self._memory = Memory(handles.descriptor, layout, rank)
         self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), names)
         self._exchange = PhaseExchange(self._memory, self._peers)
@@ -235,52 +234,6 @@ class ShmProcessGroup(ProcessGroup):
         return self._memory.allocate(shape.numel(), dtype).view(shape)
 
     # -- Life ----------------------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return `"shm"`."""
-        return "shm"
-
-    # Torch keeps name and description in the backends of a group, of which this one has none.
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name that torch gave the group."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Take the name that torch gives the group."""
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """Return the description that the group was made with."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        """Take the description that the group is made with."""
-        self._description = description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> "ShmProcessGroup":
-        """Return the group itself, which is what torch's Python code asks a backend's abilities of."""
-        if device.type != "cpu":
-            raise RuntimeError(f"The shm backend has no backend of its own for {device}.")
-        return self
-
-    @property
-    def supports_splitting(self) -> bool:
-        """Whether `split_group` works: no, `new_group` does."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
-        return False
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        """Whether calls can be estimated instead of made: no."""
-        return False
 
     def get_group_store(self) -> Store:
         """Return the store that the group was made with (local)."""
