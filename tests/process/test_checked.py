@@ -31,7 +31,7 @@ def join(way: str, run: ls.Run) -> None:
     if way == "apart":
         vars(hosts)["host_identity"] = lambda: f"boot {run.rank // 2}"
     elif way == "gloo":
-        vars(checked)["meet_on_host"] = lambda *_: None
+        vars(checked)["make_shared_memory_comparer"] = lambda *_: None
     backend = "shm" if way == "apart" else "gloo"
     ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
 
