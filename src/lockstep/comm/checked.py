@@ -255,7 +255,7 @@ def check_group(
     made: dict[str, Any] = {}
     with ExitStack() as until_made:
         if "gloo" in backends.values():
-            until_made.enter_context(gloo_connected_in_time(store, rank, size, set_up.deadline))
+            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         for device, name in backends.items():
             if name not in makers:
                 raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")

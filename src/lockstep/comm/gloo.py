@@ -23,7 +23,7 @@ _LEAST_SECONDS: Final = 1.0
 
 
 @contextmanager
-def gloo_connected_in_time(store: Store | None, rank: int, world_size: int, deadline: Deadline) -> Iterator[None]:
+def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> Iterator[None]:
     """Connect the ranks by Gloo before `deadline`, if much of the time is used, and until the block ends (collective).
 
     Raises:
@@ -31,7 +31,8 @@ def gloo_connected_in_time(store: Store | None, rank: int, world_size: int, dead
     """
     negligible = max(_NEGLIGIBLE_SECONDS, _NEGLIGIBLE_SHARE * deadline.limit.total_seconds())
     is_late = deadline.used_seconds > negligible
-    if store is None or world_size == 1 or not _is_any_late(store, rank, world_size, deadline, is_late=is_late):
+    world_size = len(members.names)
+    if world_size == 1 or not _is_any_late(store, rank, members, deadline, is_late=is_late):
         yield
         return
     try:
@@ -41,9 +42,10 @@ def gloo_connected_in_time(store: Store | None, rank: int, world_size: int, dead
         )
     except RuntimeError as error:
         raise GroupError(
-            f"Gloo could not connect rank {rank} to the other workers within the {deadline.limit.total_seconds():g} s "
-            "that the set-up may take. All had come to the rendezvous, so one was lost since, or is stuck, or a "
-            f"firewall is in between; look at the logs of the others. Gloo said: {str(error).splitlines()[0]}"
+            f"Gloo could not connect rank {members.names[rank]} to the other workers within the "
+            f"{deadline.limit.total_seconds():g} s that the set-up may take. All had come to the rendezvous, so one "
+            "was lost since, or is stuck, or a firewall is in between; look at the logs of the others. Gloo said: "
+            f"{str(error).splitlines()[0]}"
         ) from error
     try:
         yield
@@ -51,10 +53,10 @@ def gloo_connected_in_time(store: Store | None, rank: int, world_size: int, dead
         del connection
 
 
-def _is_any_late(store: Store, rank: int, world_size: int, deadline: Deadline, *, is_late: bool) -> bool:
+def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadline, *, is_late: bool) -> bool:
     """Return whether any rank has waited long; each has its own deadline, and all must do the same (collective)."""
-    keys = [f"gloo/is_late/{peer}" for peer in range(world_size)]
+    keys = [f"gloo/is_late/{peer}" for peer in range(len(members.names))]
     with store_loss_explained():
         store.set(keys[rank], str(is_late))
-        wait_for_members(store, keys, GroupMembers(names=range(world_size)), deadline.with_at_least(_LEAST_SECONDS))
+        wait_for_members(store, keys, members, deadline.with_at_least(_LEAST_SECONDS))
         return any(store.get(key) == str(True).encode() for key in keys)

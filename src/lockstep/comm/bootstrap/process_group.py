@@ -267,7 +267,8 @@ def _in_time(
         return
     with setting_up(set_up), contextlib.ExitStack() as until_made:
         if uses_gloo:
-            until_made.enter_context(gloo_connected_in_time(store, rank, world_size, set_up.deadline))
+            members = GroupMembers(names=range(world_size))
+            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield
     if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
         remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
