@@ -3,6 +3,7 @@
 import re
 import signal
 from collections.abc import Sequence
+from itertools import pairwise
 
 from lockstep.errors import WorkerFailure
 
@@ -13,6 +14,8 @@ _CONNECTORS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(: |$)")
+"""The first line of an exception, after the frames of its traceback."""
 _PLACE = re.compile(r'  File ".*", line \d+')
 
 
@@ -49,15 +52,22 @@ def describe_failures(failures: Sequence[WorkerFailure]) -> str:
     message = f"Worker {first.rank} failed first: {first.reason}"
     if first.traceback:
         message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
-    alike = [str(other.rank) for other in others if other.reason == first.reason]
-    after = [
-        f"worker {other.rank} ({other.reason.splitlines()[0]})" for other in others if other.reason != first.reason
-    ]
+    alike = [str(other.rank) for other in others if _error_of(other) == _error_of(first)]
+    after = [f"worker {other.rank} ({_error_of(other)})" for other in others if _error_of(other) != _error_of(first)]
     if alike:
         message += f"\n\nFailed in the same way: worker {', '.join(alike)}."
     if after:
         message += f"\n\nFailed after it, probably because of it: {', '.join(after)}."
     return message
+
+
+def _error_of(failure: WorkerFailure) -> str:
+    """Return the reason in one line, with the error that the traceback ends with: all scripts end with exit code 1."""
+    reason = failure.reason.splitlines()[0]
+    lines = failure.traceback.rstrip().splitlines()
+    after_frames = [line for before, line in pairwise(lines) if before.startswith("  ") and _ERROR.match(line)]
+    error = after_frames[-1] if after_frames else ""
+    return reason if not error or error in reason else f"{reason}, {error}"
 
 
 def find_traceback(text: str) -> str:

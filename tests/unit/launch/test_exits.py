@@ -47,3 +47,15 @@ def test_failures_are_told_the_first_in_full_and_the_others_in_a_line() -> None:
     told = describe_failures([first, *others])
     assert "Failed in the same way: worker 0." in told
     assert told.endswith("Failed after it, probably because of it: worker 1 (two).")
+
+
+def test_scripts_that_end_with_one_exit_code_but_other_errors_did_not_fail_in_the_same_way() -> None:
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n'
+    own, consequence = "ValueError: no batch", "lockstep.errors.PeerLostError: Rank 1 failed.\nSee its log."
+    first, *others = (
+        WorkerFailure(rank=rank, reason="ended with exit code 1", traceback=frames + error, error=None)
+        for rank, error in ((1, own), (0, consequence), (2, own))
+    )
+    text = describe_failures([first, *others])
+    assert "Failed in the same way: worker 2." in text
+    assert text.endswith("worker 0 (ended with exit code 1, lockstep.errors.PeerLostError: Rank 1 failed.).")
