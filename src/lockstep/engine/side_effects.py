@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm import World, broadcast_tensors, calls_for
+from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.torch_private import version_of
 
 _NUM_READ = 3
@@ -33,23 +34,28 @@ class ParameterWatch:
         self.names = list(named)
         self._parameters = list(named.values())
         self._num_reads = _NUM_READ
-        self._before: tuple[list[int], list[int], list[int]] = [], [], []
+        self._before: tuple[list[int], list[int]] = [], []
+        self._bits: Tensor | None = None
         self._written: list[int] = []
 
     def begin(self) -> None:
         """Look at the parameters."""
         self._before = self._look()
+        self._bits = self._read_bits() if self._num_reads else None
 
     def find_written(self) -> int:
         """Return the number of the first parameter that was written since, counted from 1; 0 if none was."""
         pairs = zip(self._before, self._look(), strict=True)
-        self._num_reads = max(0, self._num_reads - 1)
         written = {
             number
             for before, now in pairs
             for number, (old, new) in enumerate(zip(before, now, strict=True), start=1)
             if old != new
         }
+        if self._bits is not None:
+            is_changed = (self._read_bits() != self._bits).tolist()  # the one wait for a device
+            written.update(number for number, changed in enumerate(is_changed, start=1) if changed)
+            self._num_reads, self._bits = self._num_reads - 1, None
         self._written = sorted(written)
         return min(written, default=0)
 
@@ -75,9 +81,13 @@ class ParameterWatch:
                 broadcast_tensors([parameter.data], world.group, source)
         return lost
 
-    def _look(self) -> tuple[list[int], list[int], list[int]]:
-        contents = list(map(_read, self._parameters)) if self._num_reads else []
-        return list(map(version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), contents
+    def _look(self) -> tuple[list[int], list[int]]:
+        return list(map(version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
+
+    def _read_bits(self) -> Tensor:
+        """Return a number for the contents of each parameter, without waiting for a device."""
+        device = self._parameters[0].device
+        return torch.stack([sum_of_bits([parameter]).to(device) for parameter in self._parameters])
 
 
 def warn_of_counters(before: dict[str, object], after: dict[str, object]) -> None:
@@ -101,10 +111,3 @@ def plain_attributes(model: nn.Module) -> dict[str, object]:
         for name, value in vars(module).items()
         if type(value) in _PLAIN
     }
-
-
-@torch.no_grad()
-def _read(parameter: Tensor) -> int:
-    """Return a number for the contents of a parameter."""
-    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    return int(torch.hash_tensor(real).item()) if real.numel() else 0

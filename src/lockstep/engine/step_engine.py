@@ -347,7 +347,7 @@ class StepEngine:
     def _take_status(self, batch: ShardedBatch) -> WorkerStatus:
         return WorkerStatus(
             num_steps=self._state.global_step,
-            seconds=self.stopwatch.seconds_per_shard(),
+            seconds=0.0 if self._balancer is None else self.stopwatch.seconds_per_shard(),  # may wait for a device
             asked=batch.assignment.asked,
             ran_inner=self._gradients.ran_inner,
             written=self._parameters.find_written() if self._state.num_shards > 1 else 0,
