@@ -23,7 +23,7 @@ class CollectiveCall:
         options: The arguments after the tensors: torch's options object, or reduce operation, root and timeout.
     """
 
-    __slots__ = ("arguments", "description", "inputs", "name", "options", "outputs", "reductions")
+    __slots__ = ("arguments", "description", "inputs", "name", "options", "outputs", "reductions", "root")
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class CollectiveCall:
         """What is compared with the calls of the other ranks, and what messages say."""
         self.reductions: Sequence[Reduction] = ()
         """How to reduce each output, where the collective reduces and shared memory does it."""
+        self.root = 0
+        """The rank of the group that all send to or receive from, where the collective has one."""
 
     @property
     def is_async(self) -> bool:
@@ -59,11 +61,11 @@ class CollectiveCall:
                 return option
         return ReduceOp.SUM
 
-    @property
-    def root(self) -> int:
-        """The rank of the group that all send to or receive from; 0 if none was given."""
-        for option in self.options:
-            found = option if isinstance(option, int) else getattr(option, "rootRank", None)
-            if found is not None:
-                return int(found)
-        return 0
+
+def read_root(options: Sequence[Any]) -> int:
+    """Return the rank of the group that all send to or receive from; 0 if none was given."""
+    for option in options:
+        found = option if isinstance(option, int) else getattr(option, "rootRank", None)
+        if found is not None:
+            return int(found)
+    return 0

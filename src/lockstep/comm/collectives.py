@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.comm.calls import describe_call
-from lockstep.comm.collective_call import CollectiveCall
+from lockstep.comm.collective_call import CollectiveCall, read_root
 from lockstep.comm.shm import operations
 from lockstep.comm.shm.arguments import read_list
 from lockstep.comm.shm.arithmetic import operation_name
@@ -74,7 +74,10 @@ class Collective:
         if keywords or len(arguments) < num_tensors:
             arguments = self._bind(arguments, keywords)
         outputs, inputs = self.tensors(arguments)
-        return CollectiveCall(self.name, arguments, outputs, inputs, arguments[num_tensors:])
+        call = CollectiveCall(self.name, arguments, outputs, inputs, arguments[num_tensors:])
+        if self.root:
+            call.root = read_root(call.options)
+        return call
 
     def compared_tensors(self, call: CollectiveCall) -> Sequence[Tensor]:
         """Return the tensors of which something must agree; they also decide which backend carries the call."""
@@ -95,12 +98,12 @@ class Collective:
             # torch's backends refuse a root that is not there, each in its own words
             details.append(f"{self.root} rank {names[root] if 0 <= root < len(names) else root}")
         tensors = self.compared_tensors(call)
-        if self.compared is Compared.INPUTS or self.compared is Compared.OUTPUTS:
-            kinds = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
-        else:
+        if self.compared is Compared.DTYPE or self.compared is Compared.ROWS:
             kinds = tuple([(tensor.dtype, torch.Size([])) for tensor in tensors[:1]])
-        if self.compared is Compared.ROWS:
-            details.append(f"rows of {list(tensors[0].shape[1:])}")
+            if self.compared is Compared.ROWS:
+                details.append(f"rows of {list(tensors[0].shape[1:])}")
+        else:
+            kinds = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
         return describe_call(self.name, kinds, ", ".join(details))
 
     def _bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
