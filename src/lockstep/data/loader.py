@@ -195,7 +195,7 @@ class ShardedLoader:
             if moves_shards and not self._is_iterating
             else ShardAssignment(world.world_size, self.num_shards)
         )
-        asked = _Asked(assignment, epoch)
+        epoch_ranges = _EpochRanges(assignment, epoch)
         steps, seed, rank = range(start_step, len(self)), self._seed, world.rank
         content = self._content
 
@@ -203,13 +203,13 @@ class ShardedLoader:
             # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
             # to end, and waits for them in vain for 5 s.
             for step in steps:
-                for _, indices in _own(cuts(step), asked.ranges(step)[rank]):
+                for _, indices in _own(cuts(step), epoch_ranges.ranges(step)[rank]):
                     yield [(derive_seed("sample", seed, epoch, index), index) for index in indices]
 
         with self._loaded(keys) as loaded:
             for step in steps:
                 slices = cuts(step)
-                ranges = asked.ranges(step)
+                ranges = epoch_ranges.ranges(step)
                 yield ShardedBatch(
                     cursor=Cursor(epoch, step),
                     num_steps=len(self),
@@ -224,7 +224,7 @@ class ShardedLoader:
                     content=content,
                     assignment=assignment,
                 )
-                asked.forget(step)
+                epoch_ranges.forget(step)
             self._check_length()
 
     def _follow_world(self) -> World:
@@ -290,7 +290,7 @@ class ShardedLoader:
 
 
 @final
-class _Asked:
+class _EpochRanges:
     """The shards of every worker in the steps of an epoch; each step's stay what they were when first asked for."""
 
     def __init__(self, assignment: ShardAssignment, epoch: int) -> None:

@@ -61,7 +61,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
 
 
 @final
-class DataHistory:
+class BatchSequenceCheck:
     """The batches that a run was trained on, as far as it takes to know whether the next one follows."""
 
     def __init__(self) -> None:

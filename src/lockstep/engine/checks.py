@@ -121,7 +121,7 @@ def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) 
 
 
 @final
-class ModelWatch:
+class ModelChangeCheck:
     """Whether a model and its optimizer still have the parameters that a trainer was made for.
 
     Args:
@@ -166,7 +166,7 @@ class ModelWatch:
 
 
 @final
-class Conditions:
+class SettingsChangeCheck:
     """What the last bits depend on and any code may change at any time: threads, and deterministic operators."""
 
     def __init__(self) -> None:

@@ -49,11 +49,11 @@ class WorkerComparison:
             return 0
         return sum_of_bits(parameter for _, parameter in self._named)
 
-    def trust_values(self) -> None:
+    def note_equal_values(self) -> None:
         """Take the parameters for the same on all workers, until something writes to them: an update has (local)."""
         self._num_writes = -1 if self._is_alone else self._count_writes()
 
-    def distrust_values(self) -> None:
+    def compare_values_next_step(self) -> None:
         """Compare the parameters in the next step, whether or not something writes to them (local)."""
         self._num_writes = -1
 

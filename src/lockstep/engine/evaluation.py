@@ -220,7 +220,7 @@ def _alone(metric: Any) -> Iterator[None]:
     before = [part.distributed_available_fn for part in parts]
     try:
         for part in parts:
-            part.distributed_available_fn = _nobody_else
+            part.distributed_available_fn = _is_not_distributed
         yield
     finally:
         for part, function in zip(parts, before, strict=True):
@@ -233,5 +233,5 @@ def _singles(metric: Any) -> list[Any]:
     return [part for part in metric.modules() if isinstance(part, single)]
 
 
-def _nobody_else() -> bool:
+def _is_not_distributed() -> bool:
     return False

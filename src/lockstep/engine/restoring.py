@@ -65,7 +65,7 @@ def check_state(state: Any, expected: Mapping[str, Any]) -> None:
             )
 
 
-def own_options(optimizer: Optimizer) -> list[set[str]]:
+def option_names(optimizer: Optimizer) -> list[set[str]]:
     """Return which options of its class each group of an optimizer has."""
     return [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
 
@@ -99,7 +99,7 @@ class Stateful(Protocol):
 
 
 @contextmanager
-def undone_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[Stateful | None]) -> Iterator[None]:
+def restored_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[Stateful | None]) -> Iterator[None]:
     """Give a model, an optimizer and others their state back if what is done within fails.
 
     Args:

@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_digest
 from lockstep.data import Cursor, ShardedBatch
-from lockstep.engine.batches import DataHistory
+from lockstep.engine.batches import BatchSequenceCheck
+from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
-from lockstep.engine.guards import SchedulerWatch
 from lockstep.engine.restoring import (
     UnsavedBuffers,
     check_options,
     check_state,
     class_name,
-    own_options,
-    undone_on_error,
+    option_names,
+    restored_on_error,
 )
 from lockstep.engine.state_file import Scheduler
 from lockstep.errors import UnusableStateError
@@ -48,7 +48,7 @@ class RunState:
         global_step: How many steps were taken, skipped ones included.
         device: Where the trained parameters are.
         data: The batches that were trained on.
-        scheduler_watch: Warns of a scheduler that somebody else steps too.
+        scheduler_check: Warns of a scheduler that somebody else steps too.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RunState:
         self.cursor = Cursor()
         self.global_step = 0
         self.device: torch.device = next(each.device for each in model.parameters() if each.requires_grad)
-        self.data = DataHistory()
-        self.scheduler_watch = SchedulerWatch(scheduler)
+        self.data = BatchSequenceCheck()
+        self.scheduler_check = SchedulerStepCheck(scheduler)
         self._unsaved = UnsavedBuffers(model)
         self._unusable_because = ""
         self._failed_step = ""
@@ -85,7 +85,7 @@ class RunState:
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self.data.note(batch)
-        self.scheduler_watch.note()
+        self.scheduler_check.note()
         self._failed_step = ""
 
     @property
@@ -149,7 +149,7 @@ class RunState:
         return self._collect()
 
     @contextmanager
-    def taken_back(
+    def restored_from(
         self, state: Mapping[str, Any], scheduler: Scheduler | None = None, of_scheduler: dict[str, Any] | None = None
     ) -> Iterator[None]:
         """Go on from what `to_dict` returned; if what is done within fails, all is as it was.
@@ -164,8 +164,8 @@ class RunState:
                 or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
         """
         check_state(state, self._collect())
-        options = own_options(self.optimizer)
-        with undone_on_error(self.model, self.optimizer, [self.scheduler, self.scaler, scheduler]):
+        options = option_names(self.optimizer)
+        with restored_on_error(self.model, self.optimizer, [self.scheduler, self.scaler, scheduler]):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             check_options(self.optimizer, options)
@@ -178,7 +178,7 @@ class RunState:
             cursor, global_step = Cursor(state["epoch"], state["step"]), state["global_step"]
             yield
         self.cursor, self.global_step = cursor, global_step
-        self.scheduler_watch.note()
+        self.scheduler_check.note()
         self.data.restore(state.get("loader"))
         self._unusable_because = self._failed_step = ""
 

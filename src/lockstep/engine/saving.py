@@ -19,7 +19,7 @@ from lockstep.engine.state_file import (
     pack_state,
     raise_on_all_ranks,
     read_on_all_ranks,
-    share_out,
+    split_scheduler_state,
     unpack_state,
     write_on_rank_0,
 )
@@ -64,13 +64,13 @@ def load_state(state: RunState, world: World, path: Path, scheduler: Scheduler |
     _check_scheduler(state, scheduler)
     file, checkpoint = read_on_all_ranks(world, path)
     options = describe_options(state.optimizer)
-    with ExitStack() as undone_on_error:
+    with ExitStack() as restored_on_error:
 
         def restore() -> None:
-            own, of_scheduler = share_out(
+            own, of_scheduler = split_scheduler_state(
                 unpack_state(checkpoint), has_scheduler=state.scheduler is not None, own=scheduler
             )
-            undone_on_error.enter_context(state.taken_back(own, scheduler, of_scheduler))
+            restored_on_error.enter_context(state.restored_from(own, scheduler, of_scheduler))
 
         raise_on_all_ranks(world, restore, "loading a checkpoint")
     if world.rank == 0:  # one warning is enough

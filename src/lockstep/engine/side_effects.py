@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str)
 
 
 @final
-class ParameterWatch:
+class WrittenParameterCheck:
     """Sees whether parameters are written between the beginning of a step and the update.
 
     Args:

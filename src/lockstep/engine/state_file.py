@@ -122,7 +122,9 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def share_out(state: dict[str, Any], *, has_scheduler: bool, own: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def split_scheduler_state(
+    state: dict[str, Any], *, has_scheduler: bool, own: Any
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the trainer's part of an unpacked state, and that of a scheduler which the trainer does not step.
 
     Args:

@@ -148,7 +148,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
 
 
 @final
-class OrderWatch:
+class NestedBackwardCheck:
     """Whether backwards run others inside, on which the order of addition depends.
 
     [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.

@@ -29,16 +29,16 @@ from lockstep.engine.arguments import Terms, check_same_terms
 from lockstep.engine.balance import Balancer, Stopwatch
 from lockstep.engine.batches import check_cut, check_sync_batchnorm, place_of
 from lockstep.engine.buffers import ShardZeroBuffers, without_repeats
-from lockstep.engine.checks import Conditions, ModelWatch, check_fingerprints
+from lockstep.engine.checks import ModelChangeCheck, SettingsChangeCheck, check_fingerprints
 from lockstep.engine.comparison import WorkerComparison
+from lockstep.engine.external_steps import guard_steps
 from lockstep.engine.gradients import explain_nonfinite, require_gradients
-from lockstep.engine.guards import guard_steps
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss, ShardRuns
-from lockstep.engine.side_effects import ParameterWatch
+from lockstep.engine.side_effects import WrittenParameterCheck
 from lockstep.engine.step_checks import (
-    OrderWatch,
+    NestedBackwardCheck,
     check_places,
     check_progress,
     check_written,
@@ -145,10 +145,12 @@ class StepEngine:
         self._gradients.on_last_gradient(self.stopwatch.lap_if_only)
         self._gradients.send_besides(self._buffers.start_sending)
         self._runs = ShardRuns(state, options.loss, self._gradients, self._buffers)
-        self._parameters = ParameterWatch(model)
-        self._model = ModelWatch(model, optimizer, trained)
-        self._conditions = Conditions()
-        self._order = OrderWatch(lambda adds_once: self._gradients.note_single_additions(adds_once=adds_once))
+        self._written_parameters = WrittenParameterCheck(model)
+        self._model_changes = ModelChangeCheck(model, optimizer, trained)
+        self._settings = SettingsChangeCheck()
+        self._nested_backwards = NestedBackwardCheck(
+            lambda adds_once: self._gradients.note_single_additions(adds_once=adds_once)
+        )
         self._comparison = WorkerComparison(model, optimizer, world)
         self._guard = guard_steps(optimizer, self)
         self._update = Update(state, options.max_grad_norm, self._guard)
@@ -204,20 +206,20 @@ class StepEngine:
         check_cut(batch, state.num_shards, self.world)
         check_sync_batchnorm(batch, state.model)
         state.data.check(batch, state.cursor)
-        self._model.check()
-        self._conditions.check()
-        state.scheduler_watch.check()
+        self._model_changes.check()
+        self._settings.check()
+        state.scheduler_check.check()
         state.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
         tasks = self._gradients.begin(batch.ranges)
         self._buffers.expect(len(tasks))
         if state.num_shards > 1:
-            self._parameters.begin()
+            self._written_parameters.begin()
         return tasks
 
     def _run_shards(self, batch: ShardedBatch, tasks: Sequence[ShardTask], table: StepTable) -> None:
         """Run this worker's shards, and reduce (collective)."""
         self._enter(StepPhase.COMPUTE)
-        watches_attributes = self._order.is_first and self.world.rank == 0
+        watches_attributes = self._nested_backwards.is_first and self.world.rank == 0
         self.stopwatch.start()
         self._runs.run(batch, tasks, table, self.stopwatch, watches_attributes=watches_attributes)
         self._enter(StepPhase.REDUCE)
@@ -238,8 +240,8 @@ class StepEngine:
                 self._balancer.note(batch, seconds, max(asked))
         if sums.statuses[0].has_new_layout:
             self._buffers.exchange_new_layout()
-        check_written(sums, self._parameters.names, lost, batch)
-        self._order.check(sums, batch)
+        check_written(sums, self._written_parameters.names, lost, batch)
+        self._nested_backwards.check(sums, batch)
         self._comparison.check_options(sums.options, place_of(batch.cursor))
         self._comparison.check_values(sums.values, place_of(batch.cursor))
         return self._decide(batch, sums)
@@ -248,7 +250,7 @@ class StepEngine:
         """Put back parameters that shards have written (collective where some have); return which cannot be."""
         if not any(status.written for status in sums.statuses):
             return []
-        lost = self._parameters.put_back(self.world)
+        lost = self._written_parameters.put_back(self.world)
         if lost:
             self._state.mark_unusable(f"A forward or the loss function had written to {', '.join(lost[:3])}.")
         return lost
@@ -282,7 +284,7 @@ class StepEngine:
                 self._buffers.commit()
             state.advance(batch)
             self._random.discard()
-            self._comparison.trust_values()
+            self._comparison.note_equal_values()
         except BaseException:  # a Ctrl-C: nothing of ours fails here
             state.mark_unusable("The optimizer had updated the parameters.")
             raise
@@ -307,7 +309,7 @@ class StepEngine:
             raise
         finally:
             # An error in the last two phases may be one of this worker alone, and others have finished the step.
-            self._comparison.distrust_values()
+            self._comparison.compare_values_next_step()
             if isinstance(error, UnusableStateError) and failed_in is StepPhase.AGREE:
                 pass  # of an earlier step, which is noted already
             elif failed_in in {StepPhase.AGREE, StepPhase.COMMIT}:
@@ -350,7 +352,7 @@ class StepEngine:
             seconds=0.0 if self._balancer is None else self.stopwatch.seconds_per_shard(),  # may wait for a device
             asked=batch.assignment.asked,
             ran_inner=self._gradients.ran_inner,
-            written=self._parameters.find_written() if self._state.num_shards > 1 else 0,
+            written=self._written_parameters.find_written() if self._state.num_shards > 1 else 0,
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout(),
             wants_stop=self.wants_stop,
         )

@@ -243,7 +243,7 @@ class Trainer:
             CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
                 or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
         """
-        with self._state.taken_back(state):
+        with self._state.restored_from(state):
             pass
         if self.world.rank == 0:  # one warning is enough
             warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())

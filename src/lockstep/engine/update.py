@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from lockstep.engine.guards import StepGuard
+from lockstep.engine.external_steps import StepGuard
 from lockstep.engine.run_state import RunState
 from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.torch_private import forget_scaling, version_of
@@ -60,7 +60,7 @@ class Update:
         if is_skipped:
             self._step_scheduler_alone()
             return
-        before = _Written(self._state, self._parameters, reads_bits=self._counts_are_enough is None)
+        before = _WriteRecord(self._state, self._parameters, reads_bits=self._counts_are_enough is None)
         self._has_updated_scaler = False
         try:
             self._step_optimizer(norm)
@@ -81,7 +81,7 @@ class Update:
         scheduler = self._state.scheduler
         if scheduler is None:
             return
-        saved, before = copy.deepcopy(scheduler.state_dict()), _Written(self._state, (), reads_bits=False)
+        saved, before = copy.deepcopy(scheduler.state_dict()), _WriteRecord(self._state, (), reads_bits=False)
         try:
             scheduler.step()
         except BaseException:
@@ -121,7 +121,7 @@ class Update:
 
 
 @final
-class _Written:
+class _WriteRecord:
     """Tells whether parameters or the optimizer were written since. [Note: what an optimizer has written]."""
 
     def __init__(self, state: RunState, parameters: Sequence[nn.Parameter], *, reads_bits: bool) -> None:

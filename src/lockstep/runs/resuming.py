@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import Checkpoint, Manifest
-from lockstep.engine.state_file import share_out, unpack_state
+from lockstep.engine.state_file import split_scheduler_state, unpack_state
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts
 from lockstep.runs.changes import ALL, Change, check_changes, find_changes
@@ -52,7 +52,9 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     trainer = parts.trainer
     options = [dict(group) for group in trainer.optimizer.param_groups]
     own = parts.scheduler if trainer.scheduler is None else None
-    state, scheduler = share_out(unpack_state(checkpoint), has_scheduler=trainer.scheduler is not None, own=own)
+    state, scheduler = split_scheduler_state(
+        unpack_state(checkpoint), has_scheduler=trainer.scheduler is not None, own=own
+    )
     if checkpoint.manifest.step == 0:  # between epochs the loader may change, if this was allowed
         state["loader"] = None
     trainer.load_state_dict(state)

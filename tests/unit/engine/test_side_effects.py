@@ -3,19 +3,19 @@
 import torch
 from torch import nn
 
-from lockstep.engine.side_effects import ParameterWatch
+from lockstep.engine.side_effects import WrittenParameterCheck
 
 
 def test_a_write_of_an_even_number_of_equal_values_through_data_is_found() -> None:
     # An exclusive or of all elements is 0 before and after: a bias that went from zeros to ones was not found.
     model = nn.Linear(2, 6)
     nn.init.zeros_(model.bias)
-    watch = ParameterWatch(model)
-    watch.begin()
-    assert watch.find_written() == 0
-    watch.begin()
+    check = WrittenParameterCheck(model)
+    check.begin()
+    assert check.find_written() == 0
+    check.begin()
     model.bias.data.fill_(1.0)
-    assert watch.find_written() == watch.names.index("bias") + 1
+    assert check.find_written() == check.names.index("bias") + 1
 
 
 def test_parameters_without_elements_and_of_several_dtypes_are_compared() -> None:
@@ -27,7 +27,7 @@ def test_parameters_without_elements_and_of_several_dtypes_are_compared() -> Non
             torch.zeros(2, 2).t(),
         ]
     )
-    watch = ParameterWatch(model)
-    watch.begin()
+    check = WrittenParameterCheck(model)
+    check.begin()
     model[1].data[0] = 1j
-    assert watch.find_written() == 2
+    assert check.find_written() == 2

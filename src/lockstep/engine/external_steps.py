@@ -60,7 +60,7 @@ def guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
 
 
 @final
-class SchedulerWatch:
+class SchedulerStepCheck:
     """Warns, once, of a scheduler that somebody else steps too."""
 
     def __init__(self, scheduler: Any) -> None:
