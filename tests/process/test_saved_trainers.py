@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_file_is_said_on_all_ranks_alike(tmp_path: Path) ->
     assert "Rank 1 has failed in reading a checkpoint: CheckpointError" in first["missing on one"]
     for found in (first, second):
         assert "is damaged" in found["broken"]
-        assert "The ranks were given different checkpoints: rank 0" in found["different"]
+        assert "The ranks have read different checkpoints: rank 0" in found["different"]
         assert "The checkpoint has a scheduler, and this run has none" in found["no scheduler"]
         assert "saved with optimizer AdamW, and this run has RMSprop" in found["another optimizer"]
         # These four were taken without a word: the states look alike, or nobody looks at them at all.
@@ -136,5 +136,5 @@ def test_what_is_wrong_with_a_file_is_said_on_all_ranks_alike(tmp_path: Path) ->
         assert "has a StepLR that was not stepped by the trainer" in found["stepped by the trainer"]
         assert "has a CosineAnnealingLR that the trainer has stepped" in found["not stepped by the trainer"]
         assert "Set seed to 0" in found["another seed"]
-        assert "cannot be made" in found["nowhere to write"]
+        assert "cannot be created" in found["nowhere to write"]
         assert "holds no checkpoint" in found["empty folder"]

@@ -326,7 +326,7 @@ def test_arguments_that_differ_or_are_wrong_on_one_rank_are_an_error_on_all(mist
         )
     first, second = (answer["wrong argument"] for answer in mistakes)
     assert second.startswith("ValueError: max_grad_norm is -1.0, expected a number above zero")
-    assert first.startswith("PeerFailedError: Rank 1 has failed in the making of a Trainer: ValueError: max_grad_norm")
+    assert first.startswith("PeerFailedError: Rank 1 has failed in constructing a Trainer: ValueError: max_grad_norm")
 
 
 def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(mistakes: list[Answer]) -> None:

@@ -1,6 +1,6 @@
 """Data: which sample is seen where and when.
 
-The *cursor* says where in the data a run stands: epoch and step, nothing else. The global batch of a step is a pure
+The *cursor* is the position of a run in its data: epoch and step, nothing else. The global batch of a step is a pure
 function of (seed, epoch, step); it is cut into one slice per shard, and a worker loads the slices that it runs.
 
 Invariants: within an epoch every sample is seen exactly once, nothing padded and nothing dropped; what a slice holds

@@ -1,4 +1,4 @@
-"""Who runs which shards in which step, where that may change during a run."""
+"""Which worker runs which shards in which step; this may change during a run."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from lockstep.shards import even_ranges
 class ShardAssignment:
     """The shards of every worker, step by step; the same on every worker.
 
-    A loader asks ahead of time, for it loads ahead, and so may the user. So a change holds from a step on that no
-    worker has asked for.
+    A loader requests the shards of later steps because it prefetches. So a change takes effect at a step that no worker
+    has requested yet.
 
     Args:
         world_size: How many workers there are.
@@ -41,7 +41,7 @@ class ShardAssignment:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let other threads that ask wait: what was `asked` stays the furthest within."""
+        """Block requests of other threads, so that `asked` does not change in this context."""
         with self._asking:
             yield
 

@@ -1,7 +1,7 @@
-"""A number for the contents of a data set, by which two of one length are told apart without asking for samples.
+"""A number for the contents of a data set, which distinguishes two of one length without loading samples.
 
-A sample may be slow to make, random, or counted by whoever wrote the data set. So only tensors are looked at, in
-torch's own containers; of any other data set nothing is said.
+Loading a sample may be slow, random, or have side effects. So only tensors in torch's own containers are read; any
+other data set gets the number 0.
 """
 
 import zlib
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-_NUM_LOOKED_AT = 64
-"""Samples that are looked at, evenly spaced."""
+_NUM_READ = 64
+"""Samples that are read, evenly spaced."""
 
 
 def content_number(dataset: Dataset[object]) -> int:
-    """Return a number that is the same for the same data; 0 if the data cannot be told (local)."""
+    """Return a number that is the same for the same data; 0 if the data cannot be read (local)."""
     if isinstance(dataset, TensorDataset) and all(tensor.layout is torch.strided for tensor in dataset.tensors):
         return zlib.crc32(b"".join(map(_some_bytes, dataset.tensors)))
     if isinstance(dataset, Subset):
@@ -38,5 +38,5 @@ def _some_bytes(tensor: Tensor) -> bytes:
 
 
 def _evenly_spaced(length: int) -> list[int]:
-    places = {number * (length - 1) // _NUM_LOOKED_AT for number in range(_NUM_LOOKED_AT + 1)}
+    places = {number * (length - 1) // _NUM_READ for number in range(_NUM_READ + 1)}
     return sorted(places) if length else []

@@ -1,4 +1,4 @@
-"""Where in the data a run stands."""
+"""The position of a run in its data."""
 
 from dataclasses import dataclass
 

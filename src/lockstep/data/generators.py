@@ -1,9 +1,9 @@
-"""Random generators that a data set keeps for itself, as `self.rng = np.random.default_rng(0)`.
+"""Random generators that a data set holds, such as `self.rng = np.random.default_rng(0)`.
 
-They run on from sample to sample, so what a sample looks like would depend on which process made which samples before.
-Like the global ones they are seeded for each sample. They are looked for in the data set's attributes and what those
-hold (transforms, wrapped data sets, partials, closures), and among the global names that its `__getitem__` and the
-`__call__` or `forward` of its transforms mention; so far and no further, for the search is made for each slice.
+Their state advances from sample to sample, so a sample would depend on which process loaded which samples before. Like
+the global generators they are seeded for each sample. The search covers the data set's attributes and what those hold
+(transforms, wrapped data sets, partials, closures), and the global names that its `__getitem__` and the `__call__` or
+`forward` of its transforms mention. It is limited, because it is repeated for each slice.
 """
 
 import random
@@ -22,21 +22,21 @@ from torch import Tensor
 from lockstep.shards import derive_seed
 
 _NUM_OBJECTS = 256
-"""So many objects are looked at."""
+"""The most objects that a search visits."""
 _NUM_ITEMS = 32
-"""Of a list or a dictionary so many items: what is longer holds data."""
+"""The most items visited of a list or a dictionary: a longer one holds data."""
 _CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
 _OPAQUE = (type, types.ModuleType, Tensor, str, bytes, int, float, complex, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGenerator:
-    """A generator of a data set's own."""
+    """A random generator that a data set holds."""
 
     path: str
-    """Where it is; no two are seeded alike."""
+    """The attribute path to it; each path gets another seed."""
     generator: Any
-    """Itself: torch's, NumPy's (of either kind) or Python's."""
+    """The generator: torch's, NumPy's (of either kind) or Python's."""
 
     def seed(self, seed: int) -> None:
         """Seed it for a sample."""
@@ -52,7 +52,7 @@ class OwnGenerator:
             self.generator.seed(own % 2**32)
 
     def keep_state(self) -> Callable[[], object]:
-        """Return what puts it back into the state in which it is."""
+        """Return a function that restores the present state."""
         if isinstance(self.generator, torch.Generator):
             return partial(self.generator.set_state, self.generator.get_state())
         if isinstance(self.generator, random.Random):

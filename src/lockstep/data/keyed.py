@@ -1,9 +1,9 @@
-"""Slices in a random state of their own.
+"""Load each slice in a random state that depends on its samples only.
 
-Augmentation draws from torch's, NumPy's and Python's global generators. Were these left to run on, what a sample looks
-like would depend on which process made it and what it made before. So every sample is made in a state derived from
-(seed, epoch, sample), a slice is collated in one derived from its first sample, and the states of the calling process
-are put back afterwards. Generators that the data set keeps for itself are treated in the same way.
+Augmentation draws from torch's, NumPy's and Python's global generators. If they were
+not reseeded, a sample would depend on which process loads it and on what that process loaded before. So every sample is
+loaded in a state derived from (seed, epoch, sample), a slice is collated in one derived from its first sample, and the
+states of the calling process are restored afterwards. Generators that the data set holds are treated in the same way.
 """
 
 import random
@@ -26,7 +26,7 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class FailedSlice:
-    """Stands for a slice that could not be made.
+    """The error of a slice that could not be loaded, in place of the slice.
 
     A `DataLoader` would wrap an exception of a loading process into one whose message is a traceback; this way ours
     reaches the user as it was raised.

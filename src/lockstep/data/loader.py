@@ -30,7 +30,7 @@ _Keys = Callable[[], Iterator[list[SampleKey]]]
 
 @final
 class _Plan:
-    """What a DataLoader is to load; made as it goes, for an epoch may have millions of samples."""
+    """What a DataLoader is to load; generated lazily, because an epoch may have millions of samples."""
 
     def __init__(self, keys: _Keys) -> None:
         self.keys = keys
@@ -70,7 +70,7 @@ class ShardedBatch:
     source: str
     """The loader in words: equal for loaders that make the same batches of the same data."""
     content: int
-    """A number for the data, which the words do not tell from others of the same length; 0 if they cannot be told."""
+    """A number for the data, which distinguishes it from other data of the same length; 0 if it cannot be read."""
     assignment: ShardAssignment
     """Who runs which shards in the steps to come; may be changed."""
 
@@ -151,8 +151,8 @@ class ShardedLoader:
     def __iter__(self) -> NoReturn:
         """Refuse to be looped over as a DataLoader is: the order of an epoch follows from its number."""
         raise TypeError(
-            "A ShardedLoader is not looped over itself, but its epochs: for batch in loader.epoch(epoch), where epoch "
-            "is 0, 1, ..."
+            "A ShardedLoader cannot be iterated; iterate over one of its epochs: for batch in loader.epoch(epoch), "
+            "where epoch is 0, 1, ..."
         )
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class ShardedLoader:
     def fixed_assignment_epoch(self) -> Iterator[ShardedBatch]:
         """Yield this worker's part of each batch of epoch 0, in which no shard moves to another worker.
 
-        So what is added up per shard is added up by one worker, in the order of the data.
+        So one worker adds up all values of a shard, in the order of the data.
         """
         self._check_length()
         return self._iterate(0, 0, moves_shards=False)
@@ -189,7 +189,7 @@ class ShardedLoader:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
         world = self._follow_world()
-        # An epoch within another looks ahead at other moments: who runs what there does not change.
+        # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
         assignment = (
             self._assignment
             if moves_shards and not self._is_iterating
@@ -200,8 +200,8 @@ class ShardedLoader:
         content = self._content
 
         def keys() -> Iterator[list[SampleKey]]:
-            # Without `self`, for the loading processes hold on to this: in a cycle of objects, torch cannot tell them
-            # to end, and waits for them in vain for 5 s.
+            # Without `self`: the DataLoader refers to this function. In a reference cycle torch cannot signal the
+            # loading processes to exit, and waits 5 s for them.
             for step in steps:
                 for _, indices in _own(cuts(step), epoch_ranges.ranges(step)[rank]):
                     yield [(derive_seed("sample", seed, epoch, index), index) for index in indices]
@@ -228,7 +228,7 @@ class ShardedLoader:
             self._check_length()
 
     def _follow_world(self) -> World:
-        """Return the present workers; where they are others than before, shards are shared out anew."""
+        """Return the present workers; if their number has changed, assign the shards again."""
         world = self._current_world()
         if world.world_size != self._world.world_size:
             self._assignment = ShardAssignment(world.world_size, self.num_shards)
@@ -257,8 +257,9 @@ class ShardedLoader:
             self._is_iterating = False
 
     def _make_loader(self, plan: _Plan, *, persistent: bool) -> DataLoader[Any]:
-        # The kernel's tie is to the *thread* that starts a process: one that may end before the epoch must not tie.
-        ties = threading.current_thread() is threading.main_thread()
+        # The parent-death signal is bound to the *thread* that starts a process, so only the main thread sets it:
+        # another thread may end before the epoch does.
+        in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(
             self._dataset,
             batch_sampler=plan,
@@ -267,7 +268,7 @@ class ShardedLoader:
             collate_fn=_as_it_is,
             pin_memory=self._pin_memory,
             persistent_workers=persistent,
-            worker_init_fn=partial(_start_loading_process, os.getpid(), _starter_pid()) if ties else None,
+            worker_init_fn=partial(_start_loading_process, os.getpid(), _starter_pid()) if in_main_thread else None,
             # Its own generator: the default would draw from the global one, once per epoch.
             generator=torch.Generator(),
         )
@@ -284,14 +285,14 @@ class ShardedLoader:
         if length != self.num_samples:
             raise ValueError(
                 f"The data set had {self.num_samples} samples when its ShardedLoader was made, and has {length} now. "
-                "Which sample comes when is decided by their number: make a new loader when a data set has grown or "
-                "shrunk, between two epochs."
+                "The order of the samples depends on their number: make a new loader, between two epochs, when a data "
+                "set has grown or shrunk."
             )
 
 
 @final
 class _EpochRanges:
-    """The shards of every worker in the steps of an epoch; each step's stay what they were when first asked for."""
+    """The shards of every worker in the steps of an epoch; those of a step do not change after the first request."""
 
     def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
         self._assignment = assignment
@@ -345,7 +346,7 @@ def _check_dataset(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or length is None or getattr(dataset, "__getitem__", None) is None:
         raise TypeError(
             f"A ShardedLoader needs a data set with __len__ and __getitem__, but {type(dataset).__name__} is not "
-            "one: which sample comes when must be known beforehand."
+            "one: the order of the samples must be known beforehand."
         )
     num_samples = _length_of(dataset)
     if num_samples < 1:

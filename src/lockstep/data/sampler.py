@@ -1,7 +1,7 @@
-"""`DistributedSampler`: each rank its share of a data set, in torch's order.
+"""`DistributedSampler`: gives each rank its indices of a data set, in torch's order.
 
-It is a subclass of torch's: accelerate and Lightning ask with `isinstance` before they call `set_epoch`, and the order
-is torch's own code. What is added stands between: shares without padding, and a word when `set_epoch` was forgotten.
+It is a subclass of torch's: accelerate and Lightning check with `isinstance` before they call `set_epoch`, and torch's
+code computes the order. The subclass adds a mode without padding, and a warning when `set_epoch` was not called.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from lockstep.comm import current_world
 from lockstep.errors import GroupError
 
 _Order = tuple[int, int, int]
-"""What tells the order of one epoch from that of another: calls of `set_epoch`, epoch, seed."""
+"""What the order of an epoch is identified by: calls of `set_epoch`, epoch, seed."""
 
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
@@ -32,8 +32,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
     A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, in training: not with
     `shuffle=False`, with `pad=False`, or under `torch.no_grad()`, which must be on when the epoch begins: around the
-    loop over the loader, not within it. Epochs that a `break` cuts short are never warned of, for they may be a glance
-    at a batch. A data set that has become longer or shorter is followed in the next epoch.
+    loop over the loader, not within it. An epoch that ends with a `break` is never warned of: it may only have
+    inspected a batch. If the data set grows or shrinks, the next epoch uses its new length.
 
     Args:
         dataset: Anything with a length.
@@ -61,12 +61,12 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         pad: bool = True,
     ) -> None:
         if drop_last and not pad:
-            raise ValueError("drop_last leaves samples out and pad=False promises not to: choose one.")
+            raise ValueError("drop_last leaves samples out and pad=False keeps all of them: choose one.")
         world = current_world()
         if world.group is None and (num_replicas is None or rank is None):
-            # Taking this process for the only one would give every rank the whole data set.
+            # With a default of one rank, every rank would get the whole data set.
             raise GroupError(
-                "DistributedSampler asks the process group for the number of ranks, and this process has none. Call "
+                "DistributedSampler takes the number of ranks from the process group, and this process has none. Call "
                 "ls.init_process_group() first, start the function with ls.launch, or give num_replicas and rank."
             )
         num_replicas = world.world_size if num_replicas is None else num_replicas
@@ -110,13 +110,13 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
     def _hand_out(self, indices: Iterator[int], order: _Order) -> Iterator[int]:
         yield from indices
-        # Only when asked for one more: who has looked at the first batch has not seen an epoch.
+        # Reached only when the epoch was iterated to its end.
         self._finished = order
 
     def _order_matters(self) -> bool:
         """Return whether this may be training: shuffled, padded, with gradients, not in a data-loading process.
 
-        A copy in a data-loading process does not hear of `set_epoch`, and goes through epochs of its own.
+        A copy in a data-loading process does not receive calls of `set_epoch`, and counts its own epochs.
         """
         is_copy = torch_data.get_worker_info() is not None
         return self.shuffle and self.pad and torch.is_grad_enabled() and not is_copy
@@ -129,6 +129,6 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             f"Another epoch of this DistributedSampler begins, and set_epoch was not called since the last one: it "
             f"shuffles by seed and epoch, so every epoch has the same order (epoch is still {self.epoch}). Call "
             "sampler.set_epoch(epoch) before each epoch, on every rank, or use ls.ShardedLoader, whose epochs have "
-            "their number. For evaluation say shuffle=False, pad=False. This is said once.",
+            "their number. For evaluation say shuffle=False, pad=False. This warning is shown once.",
             stacklevel=3,
         )

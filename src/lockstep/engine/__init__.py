@@ -3,9 +3,9 @@
 A *step* is forward and backward of every shard, one reduction, one optimizer update. It is a function that is called,
 not a loop that is unrolled, and its random state is derived from (seed, epoch, step, shard), never stored.
 
-The *state* of a run (`RunState`: model, optimizer, scheduler, scaler, cursor) outlives its workers. An *engine*
-(`StepEngine`) takes its steps with one set of workers, a *generation*, and is closed with it. A step has phases
-(`StepPhase`): prepare, compute, reduce, agree, commit.
+The *state* of a run (`RunState`: model, optimizer, scheduler, scaler, cursor) is kept when its workers change. An
+*engine* (`StepEngine`) takes its steps with one set of workers, a *generation*, and is closed with it. A step has
+phases (`StepPhase`): prepare, compute, reduce, agree, commit.
 
 Invariants: a step's gradient is `sum(w_s * g_s) / sum(w_s)` over all shards of all workers; nothing that lasts is
 written before commit, and commit begins only when every worker has all that it needs; after a step every worker has the

@@ -45,9 +45,9 @@ class TrainerArguments:
     max_grad_norm: float | None
     """Where the gradient's norm is clipped."""
     nonfinite: str
-    """What becomes of a step whose loss or gradient is not finite."""
+    """What to do with a step whose loss or gradient is not finite."""
     balance: str
-    """How shards are shared out."""
+    """How shards are assigned to workers."""
     deterministic: bool
     """Whether operators must be deterministic."""
 
@@ -62,10 +62,10 @@ def check_arguments(arguments: TrainerArguments, world: World, place: Terms = Ma
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: An argument cannot be.
+        ValueError: An argument has a value that is not allowed.
         PeerFailedError: An argument on another worker is wrong.
     """
-    return gather_results(world, lambda: {**_check_own(arguments, world), **place}, "the making of a Trainer")
+    return gather_results(world, lambda: {**_check_own(arguments, world), **place}, "constructing a Trainer")
 
 
 def check_same_terms(found: Sequence[Terms]) -> None:
@@ -114,12 +114,12 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a function takes these arguments, as far as it tells."""
+    """Whether a function takes these arguments, as far as its signature is known."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # a built-in that does not tell its parameters
+    except ValueError:  # a built-in without a signature
         return True
     return True
 

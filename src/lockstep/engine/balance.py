@@ -1,9 +1,10 @@
 """Moving shards from slow workers to fast ones.
 
-[Note: who decides] Every worker measures itself. The measurements of all workers travel in the step table, and each
-worker computes the same decision from the same numbers, so the decision itself is not sent. It holds from the first
-step on that no worker's loader was asked for yet, by its loading processes or by a prefetcher of the user's. How far
-each loader was asked is in the table too, and no loader goes on between the exchange of the table and the decision.
+[Note: the same decision on all workers] Every worker measures itself. The measurements of all workers are in the step
+table, and each worker computes the same decision from the same numbers, so the decision itself is not sent. It takes
+effect at the first step that no worker's loader was asked for yet, by its loading processes or by a prefetcher of the
+user's. How far each loader was asked is in the table too, and no loader requests further steps between the exchange of
+the table and the decision.
 """
 
 import time
@@ -18,7 +19,7 @@ from lockstep.data import Cursor, ShardedBatch
 from lockstep.shards.balance import balance_ranges
 
 _NUM_STEPS = 5
-"""A decision is made from so many steps, of which the median counts: one hiccup moves nothing."""
+"""A decision is made from so many steps, of which the median counts: a single slow step moves nothing."""
 _MIN_GAIN = 0.08
 """A step must become shorter by this part, or shards stay where they are."""
 
@@ -72,7 +73,7 @@ class Stopwatch:
 
 @final
 class Balancer:
-    """Decides from the workers' measurements who runs which shards. [Note: who decides]."""
+    """Decides from the workers' measurements who runs which shards. [Note: the same decision on all workers]."""
 
     def __init__(self) -> None:
         self._measured: deque[Sequence[float]] = deque(maxlen=_NUM_STEPS)

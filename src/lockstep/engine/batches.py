@@ -1,4 +1,4 @@
-"""Is a batch one for this worker, and for this step of the run?"""
+"""Check that a batch is for this worker, and for this step of the run."""
 
 import warnings
 from typing import Any, final
@@ -62,7 +62,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
 
 @final
 class BatchSequenceCheck:
-    """The batches that a run was trained on, as far as it takes to know whether the next one follows."""
+    """Checks that each batch follows the batches that a run was trained on."""
 
     def __init__(self) -> None:
         self.source: str | None = None
@@ -77,7 +77,7 @@ class BatchSequenceCheck:
         self._last_content = batch.cursor.epoch, batch.content
 
     def restore(self, source: str | None) -> None:
-        """Take over the loader, in words, of a run that goes on; None if it may be any."""
+        """Take over the loader, in words, of a run that is resumed; None if it may be any."""
         self.source, self._is_restored = source, True
 
     def check(self, batch: ShardedBatch, cursor: Cursor) -> None:
@@ -101,7 +101,7 @@ class BatchSequenceCheck:
             )
         if self._is_restored and batch.cursor != cursor:
             raise ValueError(
-                f"The restored run goes on at epoch {cursor.epoch}, step {cursor.step}, and the batch is "
+                f"The restored run continues at epoch {cursor.epoch}, step {cursor.step}, and the batch is "
                 f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
             )

@@ -1,4 +1,4 @@
-"""What becomes of a model's buffers in a step of several shards.
+"""How a step of several shards treats the model's buffers.
 
 [Note: buffers of shard 0] BatchNorm's running statistics come from the samples of one shard, as torch's come from those
 of one rank. Which one must not depend on the number of workers, so it is shard 0: every shard starts from the buffers
@@ -6,14 +6,14 @@ that the step began with, and what shard 0 makes of them is kept. Rank 0 runs sh
 
     begin            copy the buffers                          so that a step that fails can put them back
     after each shard put the copy back before the next one;    after shard 0, copy its buffers first
-    `start_sending`  rank 0 sends shard 0's buffers beside the last message of the reduction; nobody writes them yet
+    `start_sending`  rank 0 sends shard 0's buffers beside the last message of the reduction; not yet in the model
     `commit`         write shard 0's buffers, when every worker has them
     `undo`           put the copy back
 
 [Note: buffers that are replaced] A forward may write a buffer, put another tensor in its place, of another shape even,
 or make one where there was none. So both are recorded: which tensors there were, and their values. The message beside
 the reduction has the shapes with which the step began. Where rank 0's buffers have others, it says so in the step
-table, and all ranks exchange the new buffers before they go on (`exchange_new_layout`).
+table, and all ranks exchange the new buffers before they continue (`exchange_new_layout`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +115,7 @@ class ShardZeroBuffers:
     def start_sending(self) -> Callable[[], None]:
         """Start to send shard 0's buffers to all, and return what waits for them (collective).
 
-        It raises no error of its own: the other ranks need this message, whatever has become of this rank's step.
+        It raises no error of its own: the other ranks need this message, even if this rank's step has failed.
         """
         if not self._is_sent or not self._before.live:
             return _do_nothing
@@ -165,7 +165,7 @@ class ShardZeroBuffers:
         if unique := _unique(found):
             broadcast_tensors(list(map(without_repeats, unique)), self._world.group)
         with calls_for(_PURPOSE):
-            self._world.gather_objects(None)  # whoever goes on knows that all ranks have received them
+            self._world.gather_objects(None)  # a rank that returns from this knows that all ranks have received them
         self._new = found
 
     def commit(self) -> None:
@@ -378,4 +378,4 @@ def _unique(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
 
 
 def _do_nothing() -> None:
-    """Stand for a message that is not sent."""
+    """Do nothing: no message was sent, so there is none to wait for."""

@@ -1,4 +1,4 @@
-"""What a trainer refuses or warns of before its first step."""
+"""What a trainer refuses or warns of before its first step, and changes that it checks for in each step."""
 
 import warnings
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
     for name, module in model.named_modules():
-        # By name, for the rooms of the wrappers are above this one, or not imported.
+        # By name: the modules of the wrappers may not be imported here.
         wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             raise TypeError(
@@ -61,12 +61,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in known for parameter in held)
-    if strangers:
+    num_foreign = sum(id(parameter) not in known for parameter in held)
+    if num_foreign:
         raise ValueError(
-            f"The optimizer holds {strangers} parameters that are not the model's: their gradients would not be "
+            f"The optimizer holds {num_foreign} parameters that are not the model's: their gradients would not be "
             "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
-            "parameters of its own belongs into the model."
+            "parameters of its own must be a part of the model."
         )
 
 
@@ -110,19 +110,19 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
 
 
 def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) -> None:
-    """Warn where the bits of a run that goes on will depend on something else than they did."""
+    """Warn if a resumed run has other settings that change its bits than when it was saved."""
     differences = [] if saved is None else Fingerprint.from_dict(saved).differences(now)
     if differences:
         warnings.warn(
-            f"The run goes on under other conditions than it began: {'; '.join(differences)}. It will not have the "
-            "digest that it would have had.",
+            f"The run is resumed with other settings than it was saved with: {'; '.join(differences)}. Its digest will "
+            "not be that of a run without an interruption.",
             stacklevel=3,
         )
 
 
 @final
 class ModelChangeCheck:
-    """Whether a model and its optimizer still have the parameters that a trainer was made for.
+    """Checks that a model and its optimizer still have the parameters that a trainer was made for.
 
     Args:
         model: What is trained.
@@ -167,7 +167,7 @@ class ModelChangeCheck:
 
 @final
 class SettingsChangeCheck:
-    """What the last bits depend on and any code may change at any time: threads, and deterministic operators."""
+    """Warns if process-wide settings that change the last bits have changed: threads, deterministic operators."""
 
     def __init__(self) -> None:
         self._at_first = self._look()
@@ -181,8 +181,8 @@ class SettingsChangeCheck:
             ]
             self._at_first = now
             warnings.warn(
-                f"Since the trainer was made something has changed {' and '.join(changes)}: from here on the weights "
-                "have other last bits than they would have had. Set it before the trainer is made.",
+                f"Since the trainer was made, a setting has changed: {' and '.join(changes)}. From this step on the "
+                "weights have other last bits. Set it before the trainer is made.",
                 stacklevel=5,
             )
 

@@ -1,4 +1,4 @@
-"""Do the workers still train the same thing? Two numbers per worker and step, which travel in the step table.
+"""Check that all workers train the same: two numbers per worker and step, sent in the step table.
 
 One is of the optimizer's options: a learning rate that is set on one rank alone gives that rank other weights. The
 other is of the parameters' bits. Reading them all takes as long as a part of an update, so it is done only where
@@ -50,7 +50,7 @@ class WorkerComparison:
         return sum_of_bits(parameter for _, parameter in self._named)
 
     def note_equal_values(self) -> None:
-        """Take the parameters for the same on all workers, until something writes to them: an update has (local)."""
+        """Note after an update that the parameters are equal on all workers, until something writes to them (local)."""
         self._num_writes = -1 if self._is_alone else self._count_writes()
 
     def compare_values_next_step(self) -> None:

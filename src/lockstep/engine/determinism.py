@@ -10,7 +10,7 @@ from lockstep.torch_private import is_inductor_deterministic, set_inductor_deter
 
 @final
 class DeterminismSwitches:
-    """Sets the switches, and gives them back.
+    """Sets the switches, and restores them.
 
     The environment variables that `set_deterministic` sets as well stay: what reads them has done so already.
 

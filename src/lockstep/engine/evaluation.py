@@ -159,7 +159,7 @@ def _check_same_data(sources: Sequence[str]) -> None:
 
 
 def is_torchmetrics(metric: object) -> bool:
-    """Whether `metric` is an object of torchmetrics, which is asked only if somebody has imported it."""
+    """Whether `metric` is an object of torchmetrics, which is imported only by the user."""
     module = sys.modules.get("torchmetrics")
     return module is not None and isinstance(metric, module.Metric | module.MetricCollection)
 
@@ -194,18 +194,18 @@ def update_in_order(
 
     def predict() -> list[tuple[int, Any]]:
         if world.rank == 0:
-            update()  # with those of the step before: an error in it is told with this step's
+            update()  # with those of the step before: an error in it is raised with this step's
         batch = next(batches)
         check_world(batch, world)
         mine = [(part.shard, update_of(batch, part)) for part in batch.slices]
         return mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
 
     def compute() -> Any:
-        next(batches, None)  # so that it comes to its end
+        next(batches, None)  # so that the epoch ends
         if world.rank != 0:
             return None
         update()
-        with _alone(metric):
+        with _without_synchronisation(metric):
             return tree_map_only(Tensor, Tensor.cpu, metric.compute())
 
     for _ in range(len(loader)):
@@ -214,8 +214,8 @@ def update_in_order(
 
 
 @contextmanager
-def _alone(metric: Any) -> Iterator[None]:
-    """Let a metric and those within it take this process for the only one."""
+def _without_synchronisation(metric: Any) -> Iterator[None]:
+    """Disable the synchronisation between processes of a metric and those within it."""
     parts = _singles(metric)
     before = [part.distributed_available_fn for part in parts]
     try:

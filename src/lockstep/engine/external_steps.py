@@ -1,6 +1,6 @@
-"""Calls that a trainer makes by itself: `step` of the optimizer and of the scheduler, as in every plain training loop.
+"""Calls of `optimizer.step()` and `scheduler.step()` outside of a trainer, which makes both by itself.
 
-A loop that was moved over and still makes them would update twice per step, or decay twice as fast, without an error.
+A loop that still makes them would update twice per step, or decay twice as fast, without an error.
 """
 
 import warnings
@@ -61,7 +61,7 @@ def guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
 
 @final
 class SchedulerStepCheck:
-    """Warns, once, of a scheduler that somebody else steps too."""
+    """Warns, once, if the user's code steps the scheduler as well."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 def gather_results(world: World, compute: Callable[[], Result], purpose: str) -> list[Result]:
     """Return what `compute` returns on every worker, in rank order (collective).
 
-    If it raises on one worker it is an error on all: nobody waits for a worker that has failed.
+    If it raises on one worker it raises on all, so no worker waits for one that has failed.
 
     Args:
         world: The workers.

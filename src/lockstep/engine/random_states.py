@@ -1,8 +1,8 @@
 """The states of the global random generators, which a step seeds and a step that fails puts back.
 
 [Note: the state of NumPy's generator] Asking NumPy for the state of its global generator takes 36 us, more than all
-else that a step records. The step seeds that generator, so its state is known as long as nobody draws from it. Whether
-somebody has is seen by comparing the bytes of the state, in 0.5 us; only then is NumPy asked.
+else that a step records. The step seeds that generator, so its state is known until something draws from it. Whether
+something has is seen by comparing the bytes of the state, in 0.5 us; only then is NumPy asked.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Taking a state back: it is checked before anything is changed, and what does not go well is undone."""
+"""Loading a state: it is checked before anything is changed, and a failure restores the state before."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
 
 def class_name(value: object) -> str | None:
-    """Return what a state says of an optimizer or a scheduler, whose own state does not tell what it is of."""
+    """Return the class name to save for an optimizer or a scheduler, whose own state does not hold it."""
     return None if value is None else type(value).__name__
 
 
@@ -40,27 +40,27 @@ def check_state(state: Any, expected: Mapping[str, Any]) -> None:
     if missing:
         raise CheckpointError(
             f"The state has no {', '.join(missing)}: it is not what trainer.state_dict() returns. Save that, for the "
-            "state of a model alone does not tell where a run stands; weights alone go into the model, before the "
+            "state of a model alone does not hold the position of the run; weights alone go into the model, before the "
             "trainer is made."
         )
     for name in ("num_shards", "seed"):
         if state[name] != expected[name]:
             raise CheckpointError(
-                f"The state was saved with {name} {state[name]}, and this run has {expected[name]}: it would not go "
-                f"on as it began. Set {name} to {state[name]}."
+                f"The state was saved with {name} {state[name]}, and this run has {expected[name]}: the result "
+                f"would differ. Set {name} to {state[name]}."
             )
     for name in ("optimizer_class", "scheduler_class"):
         if name in state and state[name] != expected[name]:
             what = name.removesuffix("_class")
             raise CheckpointError(
-                f"The state was saved with {what} {state[name]}, and this run has {expected[name]}: it would not go on "
-                f"as it began. Make the trainer with the same {what}."
+                f"The state was saved with {what} {state[name]}, and this run has {expected[name]}: the result would "
+                f"differ. Make the trainer with the same {what}."
             )
     for name in ("scheduler", "scaler"):
         if bool(state.get(name)) != bool(expected[name]):
             has, lacks = ("The state", "this trainer") if state.get(name) else ("This trainer", "the state")
             raise CheckpointError(
-                f"{has} has a {name}, and {lacks} has none: the run would not go on as it began. Make the trainer as "
+                f"{has} has a {name}, and {lacks} has none: the result would differ. Make the trainer as "
                 "it was made when the state was saved."
             )
 
@@ -100,7 +100,7 @@ class Stateful(Protocol):
 
 @contextmanager
 def restored_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[Stateful | None]) -> Iterator[None]:
-    """Give a model, an optimizer and others their state back if what is done within fails.
+    """Give a model, an optimizer and others their state back if the block raises.
 
     Args:
         model: Whose tensors are copied before.
@@ -155,17 +155,17 @@ class UnsavedBuffers:
 
 
 def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
-    """Warn of a scheduler that its owner steps once per epoch and has not stepped for the one that is over.
+    """Warn of a scheduler that the user steps once per epoch and has not stepped for the last epoch.
 
     Args:
         scheduler: The one that is about to be saved; None for none.
-        cursor: Where the run stands.
+        cursor: The next step of the run.
     """
     is_between = cursor.step == 0 and cursor.epoch > 0
     if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
         warnings.warn(
             f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
-            "run that goes on from here would leave that out. Step it first, then save.",
+            "run that resumes from here would leave that out. Step it first, then save.",
             stacklevel=3,
         )
 
@@ -183,7 +183,7 @@ def warn_of_other_options(made: Terms, loaded: Terms) -> None:
     if odd:
         listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in odd)
         warnings.warn(
-            f"The optimizer goes on with the options of the checkpoint: {listed}. To change one, set it in "
+            f"The optimizer continues with the options of the checkpoint: {listed}. To change one, set it in "
             "optimizer.param_groups after loading.",
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""What of a run outlives its workers: model, optimizer, scheduler, scaler, and where in the data the run is.
+"""The state of a run, kept when its workers change: model, optimizer, scheduler, scaler, and position in the data.
 
-Nothing here holds a `World`: a run may go on with other workers, and each set of workers has an engine of its own
+Nothing here holds a `World`: a run may continue with other workers, and each set of workers has an engine of its own
 (`lockstep.engine.step_engine`), which is made from this state and writes to it in the commit phase of a step.
 """
 
@@ -48,7 +48,7 @@ class RunState:
         global_step: How many steps were taken, skipped ones included.
         device: Where the trained parameters are.
         data: The batches that were trained on.
-        scheduler_check: Warns of a scheduler that somebody else steps too.
+        scheduler_check: Warns if the user's code steps the scheduler as well.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class RunState:
         self._failed_step = f"{place} failed with {type(error).__name__}: {str(error).removesuffix('.')}. {left}"
 
     def check_usable(self) -> None:
-        """Refuse to go on from an update that has failed in the middle.
+        """Refuse to continue after an update that has failed in the middle.
 
         Raises:
             UnusableStateError: One has, and no state was loaded since.
         """
         if self._unusable_because:
             raise UnusableStateError(
-                f"{self._failed_step or self._unusable_because} This trainer cannot go on. Load a checkpoint on every "
-                "rank: trainer.load(path)."
+                f"{self._failed_step or self._unusable_because} This trainer cannot continue. Load a checkpoint on "
+                "every rank: trainer.load(path)."
             )
 
     def digest(self) -> str:
@@ -132,7 +132,7 @@ class RunState:
         return take_fingerprint(self.device, num_shards=self.num_shards, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that the run needs to go on: plain values, and the live tensors.
+        """Return all that the run needs to resume: plain values, and the live tensors.
 
         Raises:
             UnusableStateError: An update has failed in the middle.
@@ -141,9 +141,9 @@ class RunState:
         unsaved = self._unsaved.changed()
         if unsaved:
             warnings.warn(
-                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that goes "
-                "on from it begins with other values there, and may end in others. Register it with persistent=True, "
-                "unless it only keeps what is computed anyway.",
+                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that "
+                "resumes from it begins with other values there, and may end in others. Register it with "
+                "persistent=True, unless it only keeps what is computed anyway.",
                 stacklevel=3,
             )
         return self._collect()
@@ -152,11 +152,11 @@ class RunState:
     def restored_from(
         self, state: Mapping[str, Any], scheduler: Scheduler | None = None, of_scheduler: dict[str, Any] | None = None
     ) -> Iterator[None]:
-        """Go on from what `to_dict` returned; if what is done within fails, all is as it was.
+        """Load what `to_dict` returned; if the block raises, restore the state before.
 
         Args:
             state: The state.
-            scheduler: One that this run does not step by itself, and that is to go on as well.
+            scheduler: One that this run does not step by itself, and that is to be resumed as well.
             of_scheduler: Its state.
 
         Raises:

@@ -53,7 +53,7 @@ def save_state(
 
 
 def load_state(state: RunState, world: World, path: Path, scheduler: Scheduler | LRScheduler | None) -> LoadedState:
-    """Go on from a file (collective); `Trainer.load` says what it raises.
+    """Resume from a file (collective); `Trainer.load` says what it raises.
 
     Args:
         state: What takes it back.

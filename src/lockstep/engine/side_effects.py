@@ -1,4 +1,4 @@
-"""What a forward must not leave behind: each worker runs other shards, so it would be another thing on each.
+"""Checks for side effects of a forward: each worker runs other shards, so side effects would differ between workers.
 
 [Note: parameters that are written] An average of the weights that a forward keeps in frozen parameters is updated once
 per shard: after a step it would depend on which shards a worker has run. Writes show in a tensor's version, and
@@ -17,13 +17,13 @@ from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.torch_private import version_of
 
 _NUM_READ = 3
-"""In so many steps contents are compared. An average that starts from equal weights does not change in the first."""
+"""The first steps in which contents are compared. An average that starts from equal weights is equal after step 1."""
 _PLAIN = (bool, int, float, str)
 
 
 @final
 class WrittenParameterCheck:
-    """Sees whether parameters are written between the beginning of a step and the update.
+    """Checks whether parameters are written between the beginning of a step and the update.
 
     Args:
         model: Whose parameters; they stay the same tensors.
@@ -39,7 +39,7 @@ class WrittenParameterCheck:
         self._written: list[int] = []
 
     def begin(self) -> None:
-        """Look at the parameters."""
+        """Record versions, addresses and, in the first steps, contents of the parameters."""
         self._before = self._look()
         self._bits = self._read_bits() if self._num_reads else None
 

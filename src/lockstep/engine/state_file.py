@@ -1,7 +1,7 @@
 """A trainer's state as one file: what `Trainer.save` and `Trainer.load`, and the command, write and read.
 
-`trainer.state_dict()` is values and tensors; a file is a manifest and tensors (`lockstep.checkpoint`). Here one becomes
-the other. An error on one worker is an error on all.
+`trainer.state_dict()` is values and tensors; a file is a manifest and tensors (`lockstep.checkpoint`). This module
+converts between them. An error on one worker raises on all.
 """
 
 import hashlib
@@ -48,11 +48,11 @@ class LoadedState:
     path: Path
     """The file."""
     cursor: Cursor
-    """Where the run stands: the next step."""
+    """The next step of the run."""
     global_step: int
-    """Updates behind it."""
+    """Steps taken so far, skipped ones included."""
     metrics: Mapping[str, float | None]
-    """What was measured when it was saved; None for what was not finite, empty where nothing was said."""
+    """What was measured when it was saved; None for a value that was not finite; empty if none were given."""
 
 
 def pack_state(
@@ -65,7 +65,7 @@ def pack_state(
 
     Args:
         state: What `Trainer.state_dict` returned.
-        scheduler: The scheduler, whoever steps it.
+        scheduler: The scheduler, stepped by the trainer or by the user.
         config: Of the run, if it has one.
         metrics: What was measured, by name.
 
@@ -104,7 +104,7 @@ def pack_state(
 
 
 def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `Trainer.load_state_dict` takes, with the scheduler's state, whoever steps it."""
+    """Return what `Trainer.load_state_dict` takes, with the state of the scheduler, even of one that the user steps."""
     manifest, tensors = checkpoint.manifest, checkpoint.optimizer
     return {
         **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
@@ -130,11 +130,11 @@ def split_scheduler_state(
     Args:
         state: Of `unpack_state`.
         has_scheduler: Whether the trainer steps a scheduler.
-        own: The scheduler that somebody else steps, or None.
+        own: The scheduler that the user steps, or None.
 
     Raises:
         CheckpointError: There is a state and no scheduler, or the other way round, or one of another class, or one that
-            somebody else has stepped.
+            was stepped by the user before and not now, or the other way round.
     """
     known = {name: value for name, value in state.items() if name != "other_scheduler_class"}
     other = state.get("other_scheduler_class")
@@ -142,7 +142,7 @@ def split_scheduler_state(
         if other is not None:
             raise CheckpointError(
                 f"The checkpoint has a {other} that was not stepped by the trainer, which steps its own once per step: "
-                "it would not go on as it began. Make the trainer without it, step it as before, and give it to load: "
+                "the result would differ. Make the trainer without it, step it as before, and give it to load: "
                 "trainer.load(path, scheduler=...)."
             )
         return known, None
@@ -150,17 +150,17 @@ def split_scheduler_state(
     if (made is None) != (own is None):
         has, lacks = ("The checkpoint", "this run") if own is None else ("This run", "the checkpoint")
         raise CheckpointError(
-            f"{has} has a scheduler, and {lacks} has none: it would not go on as it began. Make the same scheduler as "
+            f"{has} has a scheduler, and {lacks} has none: the result would differ. Make the same scheduler as "
             "before; one that the trainer does not step is given to save and load: trainer.load(path, scheduler=...)."
         )
     if state.get("scheduler_class") is not None:
         raise CheckpointError(
-            f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and this "
-            "one does not: it would not go on as it began. Give it to the trainer: Trainer(..., scheduler=...)."
+            f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and that "
+            "this trainer does not step: the result would differ. Give it to the trainer: Trainer(..., scheduler=...)."
         )
     if "other_scheduler_class" in state and other != class_name(own):
         raise CheckpointError(
-            f"The checkpoint has a {other}, and this run a {class_name(own)}: it would not go on as it began. Make the "
+            f"The checkpoint has a {other}, and this run a {class_name(own)}: the result would differ. Make the "
             "same scheduler as before."
         )
     return {**known, "scheduler": None}, made
@@ -184,7 +184,7 @@ def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) ->
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"The directory of the checkpoint {file} cannot be made: {error}.") from error
+            raise CheckpointError(f"The directory of the checkpoint {file} cannot be created: {error}.") from error
         manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
         save_checkpoint(file, replace(checkpoint, manifest=manifest))
         return file
@@ -214,7 +214,7 @@ def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
     for rank, (described, number) in enumerate(seen):
         if number != seen[0][1]:
             raise CheckpointError(
-                f"The ranks were given different checkpoints: rank 0 {seen[0][0]}, and rank {rank} {described}. Give "
+                f"The ranks have read different checkpoints: rank 0 {seen[0][0]}, and rank {rank} {described}. Give "
                 "all of them the same file, or copies of it."
             )
     return file, checkpoint
@@ -228,7 +228,7 @@ def raise_on_all_ranks(world: World, compute: Callable[[], Result], purpose: str
     """
     results: list[Result] = []
 
-    def keep() -> None:  # what is computed is not for the others
+    def keep() -> None:  # the result stays on this rank
         results.append(compute())
 
     try:

@@ -58,7 +58,7 @@ def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None
     """
     if all(status.failure is Failure.NONE for status in sums.statuses):
         return
-    with calls_for("telling the other ranks of an error"):
+    with calls_for("sending an error to the other ranks"):
         found = world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     cause = next(((rank, text) for rank, text in enumerate(found) if text is not None), None)
     if cause is not None:
@@ -86,7 +86,7 @@ def check_places(sums: StepSums) -> None:
     (epoch, step, _), (other_epoch, other_step, _) = sums.places[0], sums.places[odd]
     if (epoch, step) == (other_epoch, other_step):
         what = (
-            f"of another loader or of other data (rank 0 stands at epoch {epoch:.0f}, step {step:.0f}, and so does "
+            f"of another loader or of other data (rank 0 is at epoch {epoch:.0f}, step {step:.0f}, and so is "
             f"rank {odd})"
         )
     else:
@@ -149,7 +149,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
 
 @final
 class NestedBackwardCheck:
-    """Whether backwards run others inside, on which the order of addition depends.
+    """Checks whether a backward runs another one inside, on which the order of addition depends.
 
     [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.
 

@@ -63,7 +63,7 @@ class StepOptions:
     max_grad_norm: float | None
     """Where the gradient's norm is clipped."""
     nonfinite: Literal["stop", "skip"]
-    """What becomes of a step whose loss or gradient is not finite."""
+    """What to do with a step whose loss or gradient is not finite."""
     balance: Literal["even", "speed"]
     """Whether shards move from slow workers to fast ones."""
     bucket_limits: BucketLimits
@@ -107,7 +107,7 @@ class StepEngine:
     Constructing is collective. Rank 0's parameters and buffers become those of all workers.
 
     Args:
-        state: What outlives this engine; written in the commit phase alone.
+        state: The state of the run, kept when this engine is closed; written in the commit phase alone.
         options: How steps are taken.
         world: The workers.
         terms: What each worker's trainer was given, in rank order; compared.
@@ -190,7 +190,7 @@ class StepEngine:
         self._state.model.zero_grad(set_to_none=True)
 
     def _enter(self, phase: StepPhase) -> None:
-        """Go on to another phase; every transition is made here."""
+        """Enter another phase; every transition is made here."""
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             if self.phase is StepPhase.CLOSED:
                 raise ValueError("The trainer was closed: no step can be taken any more. Make a new trainer.")
@@ -285,7 +285,7 @@ class StepEngine:
             state.advance(batch)
             self._random.discard()
             self._comparison.note_equal_values()
-        except BaseException:  # a Ctrl-C: nothing of ours fails here
+        except BaseException:  # a Ctrl-C: these calls raise nothing else
             state.mark_unusable("The optimizer had updated the parameters.")
             raise
 
@@ -341,10 +341,10 @@ class StepEngine:
         except ReductionError as found:
             if is_consequence:
                 raise found from error
-        except Exception:  # noqa: BLE001 - what becomes of the calls is not the cause
+        except Exception:  # noqa: BLE001 - an error of these calls is not the cause
             return
 
-    # -- What this worker says -----------------------------------------------------------------------------------------
+    # -- The row of this worker ----------------------------------------------------------------------------------------
 
     def _take_status(self, batch: ShardedBatch) -> WorkerStatus:
         return WorkerStatus(
@@ -359,7 +359,7 @@ class StepEngine:
 
     def _take_numbers(self) -> WorkerNumbers:
         gradients: Tensor | int = 0
-        if self._state.scaler is None and self._max_grad_norm is None:  # else the scaler looks, or the norm tells
+        if self._state.scaler is None and self._max_grad_norm is None:  # else the scaler or the norm shows it
             gradients = self._gradients.sum_for_finite_check(self._state.device)
         return WorkerNumbers(
             options=self._comparison.options_number(), values=self._comparison.values_number(), gradients=gradients

@@ -8,7 +8,7 @@ conclusions from the same numbers.
 
 [Note: the commit point] A worker sends the table when it has all that it needs to finish the step: every reduced
 gradient, and shard 0's buffers. So a worker that has read the whole table knows that all workers can finish the step. A
-worker that has failed sends the table too, and says so in its status: no worker waits in vain for another one's table.
+worker that has failed sends the table too, and says so in its status: no worker waits for a table that is never sent.
 """
 
 import math
@@ -44,7 +44,7 @@ class Failure(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What one worker says of a step besides losses."""
+    """The status of one worker in a step."""
 
     failure: Failure = Failure.NONE
     """Whether it can finish the step."""
@@ -89,7 +89,7 @@ class StepSums:
     weights: tuple[float, ...]
     """Of every shard."""
     places: tuple[tuple[float, ...], ...]
-    """Of every worker: what tells its batch from another."""
+    """Of every worker: what identifies its batch: epoch, step, and a number for its loader."""
     statuses: tuple[WorkerStatus, ...]
     """Of every worker."""
     options: tuple[float, ...]
@@ -144,7 +144,7 @@ class StepTable:
 
         Args:
             batch: The batch of this worker.
-            status: What it says of itself.
+            status: The status of this worker.
             numbers: What there is to compare between workers.
         """
         source = zlib.crc32(f"{batch.source} {batch.content}".encode())

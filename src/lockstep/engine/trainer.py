@@ -1,4 +1,4 @@
-"""`Trainer`: what a training loop calls. The state of the run and the engine that takes its steps are apart."""
+"""`Trainer`: what a training loop calls. The state of the run is in `RunState`, and `StepEngine` takes its steps."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,8 +53,8 @@ class Trainer:
             step it in the loop.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
-        nonfinite: What becomes of a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
-            parameters, buffers and optimizer as they were, on all workers alike, and goes on.
+        nonfinite: What to do with a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
+            parameters, buffers and optimizer as they were, on all workers alike, and continues.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:
@@ -220,9 +220,9 @@ class Trainer:
         return self._state.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the run needs to go on, on any number of workers (local).
+        """Return all that the run needs to resume, on any number of workers (local).
 
-        `save` writes it into a file. To go on, load it into a trainer that was made in the same way, and begin at its
+        `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and start at its
         cursor:
 
             for epoch in range(trainer.cursor.epoch, num_epochs):
@@ -237,7 +237,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
 
-        What the bits of the rest of the run depend on, and was otherwise when the state was saved, is warned of.
+        Warns of settings that the bits depend on and that were different when the state was saved.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
@@ -255,14 +255,14 @@ class Trainer:
         scheduler: Scheduler | LRScheduler | None = None,
         metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> Path:
-        """Write all that the run needs to go on into one file, and return its path (collective: every worker calls).
+        """Write all that the run needs to resume into one file, and return its path (collective: every worker calls).
 
         Rank 0 writes; when this returns the file is complete and on the disk. It has the format that `lockstep train`
         writes, docs/checkpoint-format.md.
 
         Args:
             path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
-            scheduler: One that you step yourself, if it is to go on as well.
+            scheduler: One that you step yourself, if it is to be saved as well.
             metrics: What was measured, by name; `load` returns it.
 
         Raises:
@@ -274,7 +274,7 @@ class Trainer:
         return save_state(self._state, self.world, Path(path), scheduler, metrics)
 
     def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
-        """Go on from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
+        """Resume from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
 
         Each worker reads the file, every byte is checked, and all compare what they have read. Then begin at the run's
         cursor, in the middle of an epoch too; this loop is right for a new trainer as well:
@@ -283,8 +283,8 @@ class Trainer:
                 for batch in loader.epoch(epoch, trainer.cursor.step):
                     trainer.step(batch)
 
-        The optimizer goes on with the options of the file, its learning rate among them; where it was made with others
-        that is warned of. To change one, set it in `optimizer.param_groups` after this.
+        The optimizer continues with the options of the file, its learning rate among them; where it was made with
+        others, `load` warns. To change one, set it in `optimizer.param_groups` after this.
 
         Args:
             path: The file; a directory for the newest complete checkpoint in it, with a warning for each broken one.
@@ -298,10 +298,10 @@ class Trainer:
         return load_state(self._state, self.world, Path(path), scheduler)
 
     def move_to(self, world: World) -> None:
-        """Go on with other workers (collective for these): release what belongs to the present ones, and begin anew.
+        """Continue with other workers (collective for these): close the present engine and make a new one.
 
         The state of the run stays: model, optimizer, scheduler, scaler and cursor, which must be the same on all of the
-        new workers. A loader that is to go on as well is made with `world=lambda: trainer.world`.
+        new workers. A loader that is to continue as well is made with `world=lambda: trainer.world`.
 
         Args:
             world: The new workers.

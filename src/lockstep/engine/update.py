@@ -1,4 +1,4 @@
-"""The update of a step: what the commit phase calls of the user's objects, and what becomes of an error in it.
+"""The update of a step: what the commit phase calls of the user's objects, and how an error in it is handled.
 
 Commit writes to what lasts, so an error there cannot simply be undone. An optimizer that raises has often written
 nothing yet: a hook before its step has failed, or the memory for its state. Then the step is as if it had not begun.
@@ -122,7 +122,7 @@ class Update:
 
 @final
 class _WriteRecord:
-    """Tells whether parameters or the optimizer were written since. [Note: what an optimizer has written]."""
+    """Finds whether parameters or the optimizer were written since. [Note: what an optimizer has written]."""
 
     def __init__(self, state: RunState, parameters: Sequence[nn.Parameter], *, reads_bits: bool) -> None:
         self._optimizer = state.optimizer

@@ -329,7 +329,7 @@ def test_a_restored_run_begins_where_it_stood() -> None:
     first, second = trainer(model()), trainer(model())
     first.step(next(loader().epoch(0)))
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"goes on at epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
+    with pytest.raises(ValueError, match=r"continues at epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
         second.step(next(loader().epoch(0)))
     second.step(next(loader().epoch(0, second.cursor.step)))
 
@@ -337,7 +337,7 @@ def test_a_restored_run_begins_where_it_stood() -> None:
 def test_other_conditions_than_those_of_the_state_are_warned_of() -> None:
     state = trainer(model()).state_dict()
     state["fingerprint"]["threads"] += 1
-    with pytest.warns(UserWarning, match="other conditions than it began: threads is"):
+    with pytest.warns(UserWarning, match="other settings than it was saved with: threads is"):
         trainer(model()).load_state_dict(state)
 
 

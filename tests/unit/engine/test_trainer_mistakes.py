@@ -135,7 +135,7 @@ def test_threads_that_change_are_warned_of() -> None:
     training, threads = make(), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        with pytest.warns(UserWarning, match=f"changed threads from {threads} to {threads + 1}: from here on"):
+        with pytest.warns(UserWarning, match=f"changed: threads from {threads} to {threads + 1}. From this step on"):
             training.step(next(loader().epoch(0)))
     finally:
         torch.set_num_threads(threads)
