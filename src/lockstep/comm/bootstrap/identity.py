@@ -270,6 +270,8 @@ def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldV
     if report.launcher != "Slurm":
         return ""
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
+    if num_nodes is None:
+        return ""
     counts_nodes = direct.world_size == num_nodes != report.world.world_size
     is_node = direct.rank == variables.get("SLURM_NODEID") != report.world.rank
     if not (counts_nodes or (is_node and num_nodes != "1")):

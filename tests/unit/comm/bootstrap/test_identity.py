@@ -156,6 +156,13 @@ def test_nodes_for_tasks_are_explained(more: dict[str, str]) -> None:
         world(SLURM, more)
 
 
+def test_an_unknown_number_of_nodes_is_not_reported() -> None:
+    # The message ended with "count nodes, of which there are None".
+    with pytest.raises(GroupError, match="RANK is 0 and SLURM_PROCID") as raised:
+        world(SLURM, RANK="0", SLURM_NNODES="", SLURM_STEP_NUM_NODES="")
+    assert "None" not in str(raised.value)
+
+
 def test_one_task_for_a_node_of_several_gpus_is_refused_unless_it_is_meant() -> None:
     one_each = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"}
     with pytest.raises(GroupError, match=r"each node has 4 GPUs.*--ntasks-per-node=4"):
