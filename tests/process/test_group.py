@@ -99,7 +99,7 @@ def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_and_a_method_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="drop one"):
+    with pytest.raises(ValueError, match="give only one of them"):
         ls.init_process_group(store=dist.HashStore(), init_method="env://")
 
 

@@ -263,7 +263,7 @@ def test_a_rank_that_never_comes_to_make_the_group_is_named_to_all(tmp_path: Pat
         ranks.hear(1)
         for number in (0, 2):
             _, error, num_left_open = ranks.result(number)
-            assert "Rank 1 of 3 did not come to make the group within 1 s." in str(error)
+            assert "Rank 1 of 3 did not connect to make the group within 1 s." in str(error)
             assert num_left_open == 0
 
 

@@ -174,7 +174,7 @@ def test_a_heap_that_is_full_is_an_error_and_lengths_that_recur_do_not_fill_it(m
             tensor.fill_(1)
             del tensor
         memory.allocate(MEGABYTE, torch.uint8)
-        with pytest.raises(GroupError, match="cannot give 2097152 bytes more"):
+        with pytest.raises(GroupError, match="cannot allocate 2097152 bytes more"):
             memory.allocate(2 * MEGABYTE, torch.uint8)
     finally:
         memory.close()

@@ -87,11 +87,11 @@ class GlooComparer:
         """Leave word in the store, which outlives this rank unless this rank holds it."""
         try:
             self._store.set("failure_reason", f"{self._name} {type(error).__name__}: {error}")
-        except RuntimeError:  # the store is gone; so is whoever would read it
+        except RuntimeError:  # the store is lost, and no rank can read it
             return
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:  # noqa: ARG002 - the protocol's
-        """Return None: nobody watches processes of other hosts."""
+        """Return None: processes of other hosts are not watched."""
         return None
 
     def send_exit_notice(self) -> None:
@@ -112,7 +112,7 @@ class GlooComparer:
         if said:
             rank, _, reason = said.partition(" ")
             return PeerLostError(f"Rank {rank} failed: {reason}", rank=int(rank))
-        return PeerLostError(f"A rank was lost, or did not come, in {call.decode()}: {error}")
+        return PeerLostError(f"A rank was lost, or did not connect, in {call.decode()}: {error}")
 
 
 @final
@@ -244,7 +244,7 @@ def check_group(
         set_up: When the group must be made, and what is known of its hosts.
 
     Raises:
-        GroupError: A backend that cannot be checked; some rank did not come in time.
+        GroupError: A backend that cannot be checked; some rank did not connect in time.
     """
     size = len(members.names)
     inner = ProcessGroup(store, rank, size)

@@ -1,4 +1,4 @@
-"""Telling the other ranks that this one ends, and why, so that their errors name it and not a lost connection."""
+"""Reporting to the other ranks that this one exits, and why, so that their errors name the reason."""
 
 import sys
 from collections.abc import Callable
@@ -14,9 +14,9 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def send_exit_notices() -> None:
-    """Tell the other ranks of every group of this process that it makes no more calls (local).
+    """Report to the other ranks of every group of this process that it makes no more calls (local).
 
-    A rank that still needs this one raises at once, and not when the timeout is up. Groups of torch's own backends
+    A rank that still needs this one raises at once, not after the timeout. Groups of torch's own backends
     send nothing.
     """
     if dist.is_available() and dist.is_initialized():
@@ -26,7 +26,7 @@ def send_exit_notices() -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the other ranks of every group of this process that it ends because of `error` (local).
+    """Report to the other ranks of every group of this process that it exits because of `error` (local).
 
     Only the first report counts. Groups of torch's own backends, unless made with `check=True`, send nothing.
     """
@@ -44,7 +44,7 @@ def report_uncaught_exceptions() -> None:
 
 @final
 class _ReportThenShow:
-    """An except hook that reports the exception to the other ranks and then does what the one before it does."""
+    """An except hook that reports the exception to the other ranks and then calls the previous hook."""
 
     def __init__(self, previous: ExceptHook) -> None:
         self._previous = previous

@@ -31,7 +31,7 @@ _WARNING_SECONDS = 10.0
 
 
 def _find_none_lost() -> None:
-    """Find nobody lost."""
+    """Return None: no rank is known to be lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
     """Tell the other ranks which host this one is on, and return theirs (collective).
 
     Raises:
-        GroupError: Some rank did not come in time, or the store is lost.
+        GroupError: Some rank did not connect in time, or the store is lost.
         PeerLostError: A rank was lost before all had come.
     """
     keys = [f"host/{peer}" for peer in range(len(members.names))]
@@ -129,7 +129,7 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
     """Wait until every rank has set its key; after a while say which have not.
 
     Raises:
-        GroupError: Some rank did not come in time.
+        GroupError: Some rank did not connect in time.
         PeerLostError: A rank was lost.
     """
     started = time.monotonic()
@@ -157,9 +157,9 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
 
 
 def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
-    """Say which ranks did not come to make a group."""
+    """Say which ranks did not connect to make a group."""
     return (
-        f"{_name_ranks(missing).capitalize()} of {size} did not come to make the "
+        f"{_name_ranks(missing).capitalize()} of {size} did not connect to make the "
         f"group within {limit.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
     )
 
@@ -207,5 +207,5 @@ def remember_hosts(group: ProcessGroup, hosts: GroupHosts) -> None:
 
 
 def known_hosts(group: ProcessGroup) -> GroupHosts | None:
-    """Return the hosts of a group's ranks; None where nobody has found them (local)."""
+    """Return the hosts of a group's ranks; None if they are not known (local)."""
     return _HOSTS.get(group)

@@ -1,4 +1,4 @@
-"""All-reduce in the order of the tree: the same bits on any number of ranks, whoever holds which partial.
+"""All-reduce in the order of the tree: the same bits on any number of ranks, whichever rank holds which partial.
 
 Every segment of the tensor has an owner. All ranks send it their partials of that segment; it adds them in tree order
 ([Note: reduction order] in `shards/tree.py`) and sends the sum to all:

@@ -41,7 +41,7 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
     if capabilities_of(world.group).compares_calls:
         cast("ComparesCalls", world.group).compare_calls(call)
         return
-    # On the CPU where the group has a backend for it: then nobody waits for a GPU, or sends where nobody receives.
+    # On the CPU where the group has a backend for it: no rank waits for a GPU or a missing receiver.
     has_cpu = any(known.type == "cpu" for known in device_types(world.group))
     mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
     mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)

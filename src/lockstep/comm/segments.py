@@ -123,7 +123,7 @@ def check_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> None:
         num_shards: Number of shards of the run.
 
     Raises:
-        ValueError: Less than one shard; a position that is not a subtree; a shard held twice, or by nobody. The
+        ValueError: Less than one shard; a position that is not a subtree; a shard held twice, or by no rank. The
             message names it and who holds it.
     """
     if num_shards < 1:

@@ -2,24 +2,24 @@
 
 torch's own set-up takes each worker's settings as they are and then waits for the rest. Two workers with one rank,
 worlds of two sizes, different backends, a worker that never starts: each ends in a timeout, half an hour later, that
-names nobody. Here the worker that finds such a mistake stores it, and all raise the same message.
+names no worker. Here the worker that finds such a mistake stores it, and all raise the same message.
 
 worker r                                              the store, under the generation's prefix
 --------                                              ----------------------------------------
 1 pass over generations that are finished          <- decision, closed
-2 compare itself with the worker that came first   <> first
+2 compare its settings with the first worker's     <> first
 3 take the place of rank r                         <> place/<r>, member/<token>, taken
-4 the last to take a place, or who finds a mistake -> wake
+4 the last to take a place, or to find a mistake   -> wake
 5 show that it is alive                            -> alive/<r>, living
-6 the last to show it, or who finds a mistake      -> decision
-7 after a mistake: leave when all have read of it  <> num_read, closed
+6 the last to show it, or to find a mistake        -> decision
+7 after a mistake: raise when all have read it     <> num_read, closed
 
-[Note: proof of life] A store may outlive workers: torchrun's agent keeps its own when it starts workers again, and a
-file stays behind when they are killed. A place that is taken may be taken by the dead, so nobody counts as present
-before step 5. A generation with a dead worker in it is abandoned, and the living meet in the next.
+[Note: liveness check] A store may outlive workers: torchrun's agent keeps its store when it restarts workers, and the
+file of a FileStore remains when they are killed. A place may be taken by a process that has exited, so no worker counts
+as present before step 5. A generation with such a process in it is abandoned; the running workers use the next one.
 
-[Note: leave together] The store may live in rank 0's process and end with it. So a worker that raises first waits,
-not for long, until the others have read why.
+[Note: wait before raising] The store may live in rank 0's process and end with it. So before it raises, a worker waits
+for a short time until the others have read the reason.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ from torch.distributed import PrefixStore, Store
 from lockstep.errors import GroupError
 
 RESPONSE_SECONDS = 5.0
-"""How long a living worker may take to answer, and how long those who know of a mistake wait for the late."""
+"""How long a running worker may take to answer, and how long workers that found a mistake wait for the others."""
 
 WARNING_SECONDS = 20.0
-"""After how long a wait for other workers somebody says who is missing."""
+"""After how long a wait for other workers one worker warns which ranks are missing."""
 _CLAIM_SECONDS = 2.0
-"""How long a worker that serves the store may take to come to the handshake."""
+"""How long a worker that serves the store may take to start the handshake."""
 _ABSENT = ""
-"""What `compare_set` expects of a key that nobody has set."""
+"""What `compare_set` expects of a key that is not set."""
 _SHORTEST_SECONDS = 0.01
 """The shortest wait: to a store, zero means for ever."""
 _NAMED_RANKS = 8
@@ -55,26 +55,26 @@ _DECIDED = "lockstep/decided"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a worker says of itself."""
+    """Settings and process of a worker, as it writes them to the store."""
 
     rank: int
     """Its number."""
     world_size: int
-    """How many workers it was told there are."""
+    """Number of workers, by its settings."""
     backend: str
     """The backend it was asked for."""
     process: str
     """Where to find it, for people: `"process 12 on host a"`."""
     token: str
-    """Of its process, and of no other: tells a worker that comes again from a second one with its rank."""
+    """Unique to its process: distinguishes a repeated handshake of one worker from a second worker with its rank."""
 
 
 class Outcome(StrEnum):
     """How a generation ended; it is decided once, and every worker reads the same.
 
     none -> COMPLETE: every rank has shown that it is alive.
-    none -> FAILED: somebody found a mistake; all raise.
-    none -> ABANDONED: somebody in it is dead; the living go on to the next generation.
+    none -> FAILED: a worker found a mistake; all raise.
+    none -> ABANDONED: one of its workers has exited; the others use the next generation.
     """
 
     COMPLETE = "complete"
@@ -88,7 +88,7 @@ class _HandshakeResult:
     message: str = ""
     """What to raise, after a failure."""
     num_readers: int = 0
-    """How many workers should read it before the first leaves."""
+    """How many workers should read it before the first one raises."""
 
 
 def run_handshake(
@@ -101,26 +101,26 @@ def run_handshake(
     response_seconds: float = RESPONSE_SECONDS,
     warning_seconds: float = WARNING_SECONDS,
 ) -> int | None:
-    """Wait until every rank is there and agrees (collective); return the number of the generation.
+    """Wait until every rank is present with the same settings (collective); return the number of the generation.
 
-    The number is the same on all ranks and no other group over this store has it: what the group keeps in the store
-    belongs under a prefix made of it.
+    The number is the same on all ranks, and no other group on this store has it: the group's keys in the store get a
+    prefix made of it.
 
     Args:
         store: Shared by all workers.
         me: This worker.
         timeout: How long to wait for the others.
         hosted_at: Address of the store, if it lives in rank 0's process; empty if it outlives workers.
-        problem: Why this worker cannot take part, if it cannot: then all fail with it.
-        response_seconds: How long a living worker may take to answer.
-        warning_seconds: After how long one of those who wait warns of who is missing.
+        problem: Why this worker cannot take part, if it cannot: then all workers raise it.
+        response_seconds: How long a running worker may take to answer.
+        warning_seconds: After how long one waiting worker warns which ranks are missing.
 
     Returns:
-        The generation; None if this was still the store of the group before, and rank 0 has torn it down: open the
-        next one.
+        The generation; None if this was the store of the previous group and rank 0 has closed it: open the store
+        again.
 
     Raises:
-        GroupError: Some rank is there twice, or missing; the workers were told different things; `problem`; the
+        GroupError: A rank is present twice, or missing; the settings of the workers differ; `problem`; the
             store is lost, or belongs to other workers.
     """
     start = time.monotonic()
@@ -143,12 +143,12 @@ def run_handshake(
 
 
 def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: float = RESPONSE_SECONDS) -> str:
-    """Object to the worker that has this worker's rank and serves `store`, if both belong to one world.
+    """Report the worker that has this worker's rank and serves `store`, if both belong to one world.
 
     Called by a second rank 0, which could not open a store of its own.
 
     Returns:
-        The process that serves the store, in words; empty if there is no handshake.
+        The process that serves the store, as text; empty if there is no handshake.
 
     Raises:
         GroupError: They belong to one world; the other workers of it raise the same.
@@ -160,9 +160,9 @@ def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: f
             break
     other = handshake.wait_for_rank_holder()
     if other is not None and decision is None and _find_mistake(other, me) is None:
-        decision = handshake.report_mistake(other, _explain_twice(other, me))
+        decision = handshake.report_mistake(other, _explain_duplicate_rank(other, me))
         if decision.outcome is Outcome.FAILED:
-            handshake.leave(decision)
+            handshake.wait_for_readers(decision)
             raise GroupError(decision.message)
     return "" if other is None else other.process
 
@@ -190,13 +190,13 @@ class _Handshake:
         self.has_place = False
 
     def run(self, timeout: timedelta, problem: str) -> bool:
-        """Take part, unless it is over; return whether the world is complete, and now, and with this worker in it."""
+        """Take part, unless it is decided; return whether this worker took part and the world is complete with it."""
         decision = self.decision()
         takes_part = decision is None
         if decision is None:
             decision = self.join(timeout, problem)
         if decision.outcome is Outcome.FAILED and (takes_part or not self._store.check(["closed"])):
-            self.leave(decision)
+            self.wait_for_readers(decision)
             raise GroupError(decision.message)
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
@@ -208,12 +208,12 @@ class _Handshake:
         return _HandshakeResult(**{**found, "outcome": Outcome(found["outcome"])})
 
     def wait_for_rank_holder(self) -> Announcement | None:
-        """Return who has the place of this worker's rank; give it a moment to come."""
+        """Return the worker that has the place of this worker's rank; wait for it for a short time."""
         key = f"place/{self._me.rank}"
         return Announcement(**json.loads(self._store.get(key))) if self._wait([key], _CLAIM_SECONDS) else None
 
     def has_begun(self) -> bool:
-        """Return whether anybody came."""
+        """Return whether any worker has started it."""
         return self._store.check(["first"])
 
     def first_member_of_other_world(self) -> Announcement | None:
@@ -230,20 +230,20 @@ class _Handshake:
             return self.report_mistake(first, mistake)
         holder = self._claim(f"place/{self._me.rank}")
         if holder.token != self._me.token:
-            return self.report_mistake(holder, _explain_twice(holder, self._me))
+            return self.report_mistake(holder, _explain_duplicate_rank(holder, self._me))
         self.has_place = True
         self._store.set(f"member/{self._me.token}", "yes")
         if self._store.add("taken", 1) == self._me.world_size:
             self._wake_all("all are here")
-        patience = min(self._response_seconds, timeout.total_seconds())
+        response_seconds = min(self._response_seconds, timeout.total_seconds())
         left = self._start + timeout.total_seconds() - time.monotonic()
-        # Some patience is always left: the living may be on their way from an abandoned generation.
-        if not self._wait_for_wake(patience if problem else max(left, patience)):
+        # Wait this long at least: other workers may be about to switch from an abandoned generation.
+        if not self._wait_for_wake(response_seconds if problem else max(left, response_seconds)):
             return self._decide_at_timeout(problem)
         return self._show_alive(problem)
 
     def _wait_for_wake(self, seconds: float) -> bool:
-        """Wait until something happens; if that takes long, say once who is missing."""
+        """Wait for the wake key; after a long wait, warn once which ranks are missing."""
         if seconds <= self._warning_seconds:
             return self._wait(["wake"], seconds)
         if self._wait(["wake"], self._warning_seconds):
@@ -252,22 +252,22 @@ class _Handshake:
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
             warnings.warn(
-                f"{_name_ranks(missing)} of {self._me.world_size} did not come in {self._warning_seconds:.3g} s; "
+                f"{_name_ranks(missing)} of {self._me.world_size} did not connect in {self._warning_seconds:.3g} s; "
                 f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more.",
                 stacklevel=2,
             )
         return self._wait(["wake"], seconds - self._warning_seconds)
 
     def report_mistake(self, other: Announcement, mistake: str) -> _HandshakeResult:
-        """Tell all of a mistake that involves `other`, if that is alive (see [Note: proof of life])."""
+        """Publish a mistake that involves `other`, if its process still runs (see [Note: liveness check])."""
         self._wake_all("a mistake")
         if not self._wait([f"alive/{other.rank}"], self._response_seconds):
             return self._decide(Outcome.ABANDONED)
         return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
-    def leave(self, decision: _HandshakeResult) -> None:
-        """Return when the others have read the decision, or had time to (see [Note: leave together])."""
-        with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left, and its store with it
+    def wait_for_readers(self, decision: _HandshakeResult) -> None:
+        """Wait until the others have read the decision, but not for long (see [Note: wait before raising])."""
+        with contextlib.suppress(dist.DistNetworkError):  # rank 0 has exited, and its store with it
             if self._store.add("num_read", 1) < decision.num_readers:
                 self._wait(["closed"], self._response_seconds)
             self._store.set("closed", "yes")
@@ -279,12 +279,12 @@ class _Handshake:
                 return self._decide(Outcome.FAILED, problem, self._me.world_size)
             if self._store.add("living", 1) == self._me.world_size:
                 return self._decide(Outcome.COMPLETE)
-        # Whoever woke this worker waits for signs of life once, and then decides; this one only waits.
+        # The worker that set the wake key waits once for the others to show that they run, and then decides.
         self._wait(["decision"], 2 * self._response_seconds)
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
     def _decide_at_timeout(self, problem: str) -> _HandshakeResult:
-        """Settle a generation that did not fill in time."""
+        """Decide on a generation in which not all places were taken in time."""
         self._wake_all("time is up")
         self._store.set(f"alive/{self._me.rank}", "yes")
         ranks = range(self._me.world_size)
@@ -297,7 +297,7 @@ class _Handshake:
         return self._decide(Outcome.FAILED, problem or _explain_missing(living, missing, waited), len(living))
 
     def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _HandshakeResult:
-        """Decide on the generation, unless that is done; return the decision that counts."""
+        """Store the decision on the generation, unless there is one; return the stored one."""
         decision = _HandshakeResult(outcome=outcome, message=message, num_readers=num_readers)
         self._store.compare_set("decision", _ABSENT, json.dumps(asdict(decision)))
         self._root.set(_DECIDED, str(self._generation))
@@ -310,7 +310,7 @@ class _Handshake:
         return self._store.check([f"member/{self._me.token}"])
 
     def _claim(self, key: str) -> Announcement:
-        """Put this worker under `key`, unless another is there; return who is."""
+        """Set `key` to this worker, unless it is set; return the worker that it holds."""
         return Announcement(**json.loads(self._store.compare_set(key, _ABSENT, json.dumps(asdict(self._me)))))
 
     def _wake_all(self, why: str) -> None:
@@ -328,7 +328,7 @@ class _Handshake:
 
 
 def _latest_decided(store: Store) -> int:
-    """Return about the last generation that has a decision: earlier ones concern nobody any more."""
+    """Return about the last generation that has a decision; no worker needs earlier ones."""
     return int(store.get(_DECIDED)) if store.check([_DECIDED]) else 0
 
 
@@ -336,21 +336,21 @@ def _find_mistake(first: Announcement, me: Announcement) -> str | None:
     """Compare the settings of two workers of one world."""
     if first.world_size != me.world_size:
         return (
-            f"The workers were told different world sizes: rank {first.rank} ({first.process}) was told "
-            f"{first.world_size} and rank {me.rank} ({me.process}) {me.world_size}. Give all of them the same "
+            f"The workers have different world sizes: rank {first.rank} ({first.process}) has "
+            f"{first.world_size} and rank {me.rank} ({me.process}) has {me.world_size}. Give all of them the same "
             "WORLD_SIZE, the number of workers on all hosts together; two trainings need a MASTER_PORT (or file, or "
             "store) each."
         )
     if first.backend != me.backend:
         return (
-            f"The workers were asked for different backends: rank {first.rank} ({first.process}) for "
-            f"{first.backend!r} and rank {me.rank} ({me.process}) for {me.backend!r}. Pass the same backend to "
+            f"The workers have different backends: rank {first.rank} ({first.process}) has "
+            f"{first.backend!r} and rank {me.rank} ({me.process}) has {me.backend!r}. Pass the same backend to "
             "init_process_group on every rank."
         )
     return None
 
 
-def _explain_twice(other: Announcement, me: Announcement) -> str:
+def _explain_duplicate_rank(other: Announcement, me: Announcement) -> str:
     return (
         f"Two workers have rank {me.rank} of {me.world_size}: {other.process} and {me.process}. Give every worker a "
         f"RANK of its own, 0 to {me.world_size - 1}; two trainings need a MASTER_PORT (or file, or store) each."
@@ -359,16 +359,16 @@ def _explain_twice(other: Announcement, me: Announcement) -> str:
 
 def _explain_missing(living: Sequence[int], missing: Sequence[int], waited: float) -> str:
     return (
-        f"{_name_ranks(missing)} did not come: {_name_ranks(living).lower()} waited {waited:.3g} s for a world of "
-        f"{len(living) + len(missing)} workers. Look at the log of each missing rank; if nobody started that many "
-        "workers, WORLD_SIZE is too large."
+        f"{_name_ranks(missing)} did not connect: {_name_ranks(living).lower()} waited {waited:.3g} s for a world of "
+        f"{len(living) + len(missing)} workers. Look at the log of each missing rank; if fewer "
+        "workers were started, WORLD_SIZE is too large."
     )
 
 
 def _explain_closed_world(hosted_at: str, me: Announcement, first: Announcement) -> str:
     return (
         f"The world at {hosted_at} is complete without this worker, {me.process}: its {first.world_size} workers, "
-        f"{first.process} among them, have ranks 0 to {first.world_size - 1}, and this one was told rank {me.rank} of "
+        f"{first.process} among them, have ranks 0 to {first.world_size - 1}, and this one has rank {me.rank} of "
         f"{me.world_size}. Start every rank once and give all the same WORLD_SIZE; if that is another training, set "
         "MASTER_PORT to a free port."
     )
@@ -376,7 +376,7 @@ def _explain_closed_world(hosted_at: str, me: Announcement, first: Announcement)
 
 def _explain_lost(hosted_at: str, me: Announcement) -> str:
     where = f"the store at {hosted_at}, which rank 0 serves," if hosted_at else "the store of the rendezvous"
-    return f"Rank {me.rank} lost {where} while it waited for the other workers. Look at the log of what ended there."
+    return f"Rank {me.rank} lost {where} while it waited for the other workers. Look at the log of the process there."
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

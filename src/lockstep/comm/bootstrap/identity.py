@@ -8,10 +8,10 @@ mpirun of Open MPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_
 mpiexec of MPICH, Intel PMI_RANK               PMI_SIZE               MPI_LOCALRANKID               on one host: there
 Slurm's srun            SLURM_PROCID           SLURM_STEP_NUM_TASKS   SLURM_LOCALID                 first of the nodes
 
-[Note: the innermost launcher] Launchers start launchers, and a process inherits the variables of all. torchrun may run
-under srun, one per node: it counts, and Slurm's numbers are those of its agents. mpirun starts its daemons by srun
-where there is a Slurm. So the order is that of the table. But RANK and WORLD_SIZE may as well be leftovers, or a
-script's own arithmetic: unless torchrun set them, they must not contradict the rest.
+[Note: the innermost launcher] One launcher may start another, and a process inherits the variables of all. torchrun may
+run under srun, one per node: then its variables count, and Slurm's numbers are those of its agents. mpirun starts its
+daemons with srun on a Slurm cluster. So the order is that of the table. But RANK and WORLD_SIZE may also be left over
+from something else, or computed by a script: unless torchrun set them, they must not contradict the rest.
 """
 
 import zlib
@@ -27,7 +27,7 @@ Variables = Mapping[str, str]
 
 _FIRST_PORT = 20000
 _NUM_PORTS = 9000
-"""Where a port is looked for that nobody has named: below those that the kernel and Kubernetes hand out, and
+"""Range of the port when none is given: below those that the kernel and Kubernetes hand out, and
 without 29400 and 29500, torch's own."""
 _LOOPBACK = "127.0.0.1"
 _REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
@@ -35,7 +35,7 @@ _REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LauncherReport:
-    """What a launcher other than torchrun says; values as text."""
+    """What the variables of a launcher other than torchrun contain; values as text."""
 
     launcher: str
     """Its name, for people."""
@@ -46,10 +46,10 @@ class _LauncherReport:
 
 
 def find_world(variables: Variables) -> WorldVariables:
-    """Return what the launchers of this process say of its place, as torch.distributed's own variables.
+    """Return rank, world size and address of this process from its launchers, as torch.distributed's variables.
 
     Raises:
-        GroupError: They contradict each other, or the step of Slurm has its nodes for tasks.
+        GroupError: They contradict each other, or the Slurm step has one task for each node of several GPUs.
     """
     direct = read_torch_variables(variables)
     if "TORCHELASTIC_RUN_ID" in variables:
@@ -67,7 +67,7 @@ def find_world(variables: Variables) -> WorldVariables:
 
 
 def read_torch_variables(variables: Variables) -> WorldVariables:
-    """Return what torch.distributed's own variables say, and nobody else's."""
+    """Return the values of torch.distributed's own variables, without those of other launchers."""
     return WorldVariables(
         rank=variables.get("RANK"),
         world_size=variables.get("WORLD_SIZE"),
@@ -94,7 +94,7 @@ def is_announced(world: WorldVariables) -> bool:
 
 
 def _merge(direct: WorldVariables, report: _LauncherReport) -> WorldVariables:
-    """Return torch's variables, completed by what the launcher says."""
+    """Return torch's variables, completed with those of the launcher."""
     mine = report.world
     return WorldVariables(
         rank=direct.rank or mine.rank,
@@ -119,23 +119,23 @@ def _from_open_mpi(variables: Variables) -> _LauncherReport | None:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         job=variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid"),  # of Open MPI 5 and 4
         remedy=(
-            "mpirun does not say which host rank 0 is on: tell all workers, with mpirun -x MASTER_ADDR=HOST "
-            "-x MASTER_PORT=29500, where HOST is the first of its hosts."
+            "mpirun does not say which host rank 0 is on: set its address for all workers, with mpirun "
+            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST is the first of its hosts."
         ),
     )
 
 
 def _from_pmi(variables: Variables) -> _LauncherReport | None:
     if "SLURM_STEP_ID" in variables and variables.get("PMI_RANK") == variables.get("SLURM_PROCID"):
-        return None  # srun speaks PMI too, and says more in its own words
+        return None  # srun sets PMI variables too, and more in its own variables
     return _from_mpi(
         variables,
         "MPI",
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         job=variables.get("PMI_KVSNAME") or variables.get("PMI_ID"),
         remedy=(
-            "mpiexec does not say where rank 0 is: tell all workers, with mpiexec -genv MASTER_ADDR HOST "
-            "-genv MASTER_PORT 29500, where HOST is the first of its hosts."
+            "mpiexec does not say which host rank 0 is on: set its address for all workers, with mpiexec "
+            "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500, where HOST is the first of its hosts."
         ),
     )
 
@@ -168,7 +168,7 @@ def _from_mpi(
 
 
 def _from_slurm(variables: Variables) -> _LauncherReport | None:
-    """Return the place of a task of a step; a batch script has Slurm's variables too, and is none."""
+    """Return the report for a task of a step; None for a batch script, which has Slurm's variables too."""
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
@@ -176,7 +176,7 @@ def _from_slurm(variables: Variables) -> _LauncherReport | None:
     if nodes and variables["SLURM_PROCID"] == "0" != variables.get("SLURM_NODEID", "0"):
         raise GroupError(
             f"Rank 0 runs on node {variables['SLURM_NODEID']} of the step (SLURM_NODEID), as --distribution=arbitrary "
-            f"may have it, and the others look for it on the first, {nodes[0]}. Set MASTER_ADDR to rank 0's node."
+            f"allows, but the other ranks connect to the first node, {nodes[0]}. Set MASTER_ADDR to rank 0's node."
         )
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
@@ -214,15 +214,15 @@ def _tasks_here(variables: Variables) -> str | None:
 
 
 def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
-    """Refuse one task for each of several nodes that have several GPUs, unless it was asked for in so many words."""
+    """Refuse one task for each of several nodes that have several GPUs, unless it was requested explicitly."""
     gpus = variables.get("SLURM_GPUS_ON_NODE", "")
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     is_meant = {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE"} & set(variables)
     if gpus.isdecimal() and int(gpus) > 1 and report.world.world_size == num_nodes != "1" and not is_meant:
         raise GroupError(
             f"Slurm started {num_nodes} tasks, one on each of {num_nodes} nodes, and each node has {gpus} GPUs "
-            f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: say "
-            f"--ntasks-per-node={gpus}. If one worker is to have all GPUs of its node, say --ntasks-per-node=1, or "
+            f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: use "
+            f"--ntasks-per-node={gpus}. If one worker should have all GPUs of its node, use --ntasks-per-node=1, or "
             "start torchrun in each task."
         )
 
@@ -231,7 +231,7 @@ def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
 
 
 def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
-    """Return whether each task seems to be a launcher that has started several workers and told them who they are."""
+    """Return whether each task seems to be a launcher that has started several workers and set their ranks."""
     if report.world.world_size == "1" and direct.rank is not None and direct.world_size is not None:
         return True  # a shell on a node, or a script that starts its workers itself
     sizes = (direct.world_size, direct.local_world_size, report.world.world_size)
@@ -245,7 +245,7 @@ def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariabl
     """Check that torch's variables agree with the launcher.
 
     Raises:
-        GroupError: It does not; names both variables.
+        GroupError: They do not; the message names both variables.
     """
     differences = list(_differences(report, direct))
     if not differences:
@@ -266,7 +266,7 @@ def _differences(report: _LauncherReport, direct: WorldVariables) -> Iterator[tu
 
 
 def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> str:
-    """Say so if the numbers are those of nodes, in place of tasks."""
+    """Return an explanation if the numbers seem to count nodes instead of tasks, else an empty text."""
     if report.launcher != "Slurm":
         return ""
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
@@ -283,20 +283,20 @@ def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldV
 
 
 def _check_size_is_known(variables: Variables, direct: WorldVariables) -> None:
-    """Refuse a rank of PMIx that comes without a size: each process would train by itself.
+    """Refuse a rank of PMIx without a world size: each process would train by itself.
 
     Raises:
-        GroupError: It does, and WORLD_SIZE does not say it either.
+        GroupError: There is a rank but no size, and WORLD_SIZE is not set either.
     """
     if "PMIX_RANK" in variables and direct.world_size is None:
         raise GroupError(
-            f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but how many is not told. "
+            f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but their number is not set. "
             "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each."
         )
 
 
 def _explain_unstarted(variables: Variables) -> str:
-    """Say what to do where the variables are those of somebody who was to start workers, but has not."""
+    """Return what to do if the variables are those of a launcher that was not used to start the workers."""
     if "PET_NNODES" in variables or "PET_NPROC_PER_NODE" in variables:
         return "The PET_ variables of this pod are for torchrun: let the pod's command be torchrun SCRIPT."
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
@@ -305,5 +305,5 @@ def _explain_unstarted(variables: Variables) -> str:
 
 
 def _derive_port(job: str) -> str:
-    """Return a port that all workers of a job compute alike, and two jobs hardly ever."""
+    """Return a port that is the same for all workers of a job, and almost always another one for another job."""
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)

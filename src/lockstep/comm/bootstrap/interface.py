@@ -1,18 +1,18 @@
 """Which network interface Gloo is to use: one over which the other hosts can be reached.
 
 Gloo listens on the address that the host's own name resolves to. On many hosts that is 127.0.1.1, or an address of a
-network that leads nowhere, and the others then wait for it in vain; the remedy of the web is to set GLOO_SOCKET_IFNAME
-by hand, on each host to another name. But every worker has just reached rank 0's store, so it knows one way that works:
+network without a route to the others, and they time out; the usual advice is to set GLOO_SOCKET_IFNAME by hand, on each
+host to another name. But every worker has just connected to rank 0's store, so it has one route that works:
 
 rank r                                                     the store
 ------                                                     ---------
-1 the address of mine from which rank 0's host is reached ->  way/<r>
-2 everybody's                                             <-  way/*
-3 My address of step 1, unless it is loopback, as on rank 0's host if that has its own name for itself: then the
-  address of mine from which a worker of another host is reached.
+1 its own address on the route to rank 0's host           ->  route/<r>
+2 the addresses of all                                    <-  route/*
+3 takes its address of step 1, unless that is loopback, as on rank 0's host if its own name resolves to loopback:
+  then its own address on the route to a worker of another host.
 4 the interface that has it -> GLOO_SOCKET_IFNAME
 
-Workers that are all on one host take loopback, and need no store for that.
+Workers that are all on one host use loopback, without the store.
 """
 
 import contextlib
@@ -35,24 +35,24 @@ from lockstep.settings import read_gloo_interface, set_gloo_interface
 
 _LEAVING = timedelta(seconds=5)
 _ANY_PORT = 9
-"""Of an address that is looked at and not written to."""
+"""Port of an address that is only looked up."""
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """How one worker reaches the host of rank 0."""
+class _Route:
+    """The route from one worker to the host of rank 0."""
 
     source: str
-    """The worker's own address on the way; empty if there is none."""
+    """The worker's own address on the route; empty if there is none."""
     given: str
     """GLOO_SOCKET_IFNAME, if the user has set it."""
     is_given_loopback: bool
-    """Whether nobody outside the host can reach that."""
+    """Whether other hosts cannot reach that interface."""
 
 
 def explain_wrong_interface() -> str:
-    """Say that GLOO_SOCKET_IFNAME names an interface that is not here, if it does (local)."""
+    """Return a message if GLOO_SOCKET_IFNAME names an interface that this host lacks, else an empty text (local)."""
     given = read_gloo_interface()
     here = psutil.net_if_addrs()
     lacking = [name for name in given.split(",") if name.lstrip("=") not in here] if given else []
@@ -75,8 +75,8 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: Store
         deadline: When all must have answered.
 
     Raises:
-        GroupError: Some worker is told to use loopback, but not all workers are on one host; on all ranks. Some worker
-            did not answer in time.
+        GroupError: GLOO_SOCKET_IFNAME of a worker is loopback, but not all workers are on one host; on all ranks. Some
+            worker did not answer in time.
     """
     if not location.host:
         return
@@ -84,14 +84,14 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: Store
         if not read_gloo_interface():
             _use_interface_of(_LOOPBACK)
         return
-    shared = PrefixStore("way", store)
-    ways = _exchange(shared, rank, len(hosts.identities), _find_way(location), deadline)
-    problem = _explain_loopback(ways, hosts)
+    shared = PrefixStore("route", store)
+    routes = _exchange(shared, rank, len(hosts.identities), _find_route(location), deadline)
+    problem = _explain_loopback(routes, hosts)
     if problem:
-        _leave_together(shared, len(ways))
+        _wait_for_readers(shared, len(routes))
         raise GroupError(problem)
-    if not ways[rank].given:
-        _use_interface_of(_own_address(ways, hosts, rank))
+    if not routes[rank].given:
+        _use_interface_of(_own_address(routes, hosts, rank))
 
 
 def _use_interface_of(address: str) -> None:
@@ -106,57 +106,57 @@ def describe_interfaces() -> str:
     return ", ".join(sorted(found))
 
 
-def _exchange(store: Store, rank: int, world_size: int, mine: _Way, deadline: Deadline) -> list[_Way]:
+def _exchange(store: Store, rank: int, world_size: int, mine: _Route, deadline: Deadline) -> list[_Route]:
     store.set(str(rank), json.dumps(asdict(mine)))
     keys = [str(number) for number in range(world_size)]
     wait_for_members(store, keys, GroupMembers(names=range(world_size)), deadline)
-    return [_Way(**json.loads(text)) for text in store.multi_get(keys)]
+    return [_Route(**json.loads(text)) for text in store.multi_get(keys)]
 
 
-def _find_way(location: StoreLocation) -> _Way:
+def _find_route(location: StoreLocation) -> _Route:
     given = read_gloo_interface()
-    return _Way(
+    return _Route(
         source=_source_towards(location.host),
         given=given,
         is_given_loopback=bool(given) and all(map(_is_loopback, _addresses_of(given.split(",")[0].lstrip("=")))),
     )
 
 
-def _own_address(ways: Sequence[_Way], hosts: GroupHosts, rank: int) -> str:
+def _own_address(routes: Sequence[_Route], hosts: GroupHosts, rank: int) -> str:
     """Return the address of this host from which the others can be reached; empty if there is none."""
-    mine, local = ways[rank], hosts.local_ranks(rank)
-    others = [way for peer, way in enumerate(ways) if peer not in local]
+    mine, local = routes[rank], hosts.local_ranks(rank)
+    others = [route for peer, route in enumerate(routes) if peer not in local]
     if mine.source and not _is_loopback(mine.source):
         return mine.source
-    reachable = (way.source for way in others if way.source and not _is_loopback(way.source))
+    reachable = (route.source for route in others if route.source and not _is_loopback(route.source))
     return _source_towards(next(reachable, ""))
 
 
-def _explain_loopback(ways: Sequence[_Way], hosts: GroupHosts) -> str:
-    """Say which worker was told to use what only its own host can reach; nothing if none was."""
-    for rank, way in enumerate(ways):
+def _explain_loopback(routes: Sequence[_Route], hosts: GroupHosts) -> str:
+    """Return which worker is set to use an interface that other hosts cannot reach; empty if there is none."""
+    for rank, route in enumerate(routes):
         local = hosts.local_ranks(rank)
-        other = next((peer for peer in range(len(ways)) if peer not in local), None)
-        if way.is_given_loopback and other is not None:
+        other = next((peer for peer in range(len(routes)) if peer not in local), None)
+        if route.is_given_loopback and other is not None:
             return (
-                f"GLOO_SOCKET_IFNAME is {way.given!r} for rank {rank} on host {hosts.host_names[rank]!r}, where no "
+                f"GLOO_SOCKET_IFNAME is {route.given!r} for rank {rank} on host {hosts.host_names[rank]!r}, where no "
                 f"other host can reach it, and rank {other} is on another host, {hosts.host_names[other]!r}. Unset "
                 "GLOO_SOCKET_IFNAME: Lockstep finds the interface by itself."
             )
     return ""
 
 
-def _leave_together(store: Store, world_size: int) -> None:
-    """Return when all have read the ways: the store may end with this process."""
+def _wait_for_readers(store: Store, world_size: int) -> None:
+    """Wait until all have read the routes: the store may end with this process."""
     last = store.add("read", 1) == world_size
     if last:
         store.set("all have read", "yes")
-    with contextlib.suppress(dist.DistError):  # the last came late, or rank 0 has left already
+    with contextlib.suppress(dist.DistError):  # the last rank was late, or rank 0 has exited already
         store.wait(["all have read"], _LEAVING)
 
 
 def _source_towards(host: str) -> str:
-    """Return the address of this host from which packets to `host` leave; empty if there is no way."""
+    """Return the address of this host from which packets to `host` leave; empty if there is no route."""
     if not host:
         return ""
     try:

@@ -39,18 +39,18 @@ from lockstep.settings import WorldVariables, read_check, read_gloo_interface, r
 from lockstep.torch_private import default_timeout
 
 _STORELESS = frozenset({"mpi", "fake"})
-"""Backends that meet without a store: there can be no handshake."""
+"""Backends that need no store: there can be no handshake."""
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
-"""Backends that nobody is to ask for by name."""
+"""Backends that users should not pass by name."""
 _HIGHEST_PORT = 65535
 _REPORT_TIMEOUT = datetime.timedelta(seconds=20)
-"""How long a worker that cannot take part tries to reach the others and tell them: to connect to a store may take 5 s
-and more where no name server answers."""
+"""How long a worker that cannot take part tries to report that to the others: connecting to a store may take 5 s
+or more if no name server answers."""
 _DUPLICATE_TIMEOUT = datetime.timedelta(seconds=7)
-"""How long the program that has rank 0's port may take to show that it is a store: torch, which connects to it, looks
-up the name of its address, and that alone takes 5 s where the name server is silent."""
+"""How long the program that has rank 0's port may take to answer as a store: when torch connects, it looks up
+the name of the address, which alone takes 5 s if the name server does not answer."""
 _LEAST_SECONDS = 1.0
-"""What is left at least for the second thing to wait for."""
+"""The shortest timeout of each later step of the set-up."""
 _TOKEN = uuid.uuid4().hex
 
 
@@ -74,30 +74,30 @@ def init_process_group(  # the parameters are torch's, in torch's order
     elsewhere, which is Gloo where the workers are not all on one host.
 
     The GPU of this worker's local rank becomes the current device, unless the worker has used one before. Over several
-    hosts, Gloo is told the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
+    hosts, Gloo uses the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
 
-    Before torch makes the group, the workers compare their settings through the store: if they disagree, or one is
-    missing or there twice, all that are there raise an error that names it.
+    Before torch makes the group, the workers compare their settings through the store: if they differ, or a rank is
+    missing or present twice, all workers raise an error that names it.
 
     Args:
         backend: `"shm"`, `"nccl"`, `"gloo"`, `"cpu:shm,cuda:nccl"`, ...; None to choose.
-        init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`. What `env://` needs is told by
-            torchrun, Slurm's srun, mpirun, a PyTorchJob of Kubernetes or whoever else set RANK and its like.
+        init_method: `"env://"` (the default), `"tcp://host:port"` or `"file:///path"`. For `env://`, the
+            variables are set by torchrun, Slurm's srun, mpirun, a PyTorchJob of Kubernetes or another launcher.
         timeout: How long a collective may take, and how long the whole set-up may take here; None for the backend's
             default.
         world_size: Number of workers; needed unless the method is `env://`.
         rank: Number of this worker; needed unless the method is `env://`.
         store: A store that all workers share, instead of `init_method`.
         group_name: Accepted because torch does; without effect there too.
-        pg_options: Options of the backend, handed through.
+        pg_options: Options of the backend, passed on to torch.
         device_id: The device of this worker, if it has one.
         check: Whether Gloo and NCCL compare the calls of all ranks before they make them, here and in the groups that
-            `new_group` makes without naming a backend; `get_backend` says "checked" then. None for what LOCKSTEP_CHECK
-            says. Shared memory always does.
+            `new_group` makes without naming a backend; `get_backend` returns "checked" then. None to read
+            LOCKSTEP_CHECK. Shared memory always compares them.
 
     Raises:
         GroupError: There is a group already; a variable is missing or not a number; the rank is outside the world,
-            or there twice; a rank is missing; the workers were told different world sizes or backends; the
+            or present twice; a rank is missing; the workers have different world sizes or backends; the
             rendezvous cannot be reached, or its port is taken; this torch lacks the backend, or it is not for the
             device.
         UsageError: LOCKSTEP_CHECK is neither a yes nor a no.
@@ -110,16 +110,16 @@ def init_process_group(  # the parameters are torch's, in torch's order
             "has its group; elsewhere call ls.destroy_process_group() before making another one."
         )
     if store is not None and init_method is not None:
-        raise ValueError("Both store and init_method are given; they are two ways to say one thing: drop one.")
+        raise ValueError("Both store and init_method are given; give only one of them.")
     if not isinstance(timeout, datetime.timedelta | None):
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
     variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
-    problem = _explain_lacking(backend) or _explain_unusable(backend, variables, device_id)
+    problem = _explain_missing_backend(backend) or _explain_unusable(backend, variables, device_id)
     is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
     with _raising_first(problem):
-        rank, world_size = _find_place(variables, init_method, rank, world_size, has_store=store is not None)
+        rank, world_size = _find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
     set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
@@ -146,10 +146,10 @@ def init_process_group(  # the parameters are torch's, in torch's order
 
 
 def launched_world() -> WorldVariables | None:
-    """Return what the launcher says that started this process as one of several workers; None if none did (local).
+    """Return the variables of the launcher that started this process as one of several workers, or None (local).
 
     Raises:
-        GroupError: What launchers say contradicts itself, and there is no group yet.
+        GroupError: The variables of the launchers contradict each other, and there is no group yet.
     """
     variables = read_launchers()
     if not dist.is_initialized():
@@ -159,7 +159,7 @@ def launched_world() -> WorldVariables | None:
         return None
     try:
         return find_world(variables)
-    except GroupError:  # the group is there all the same: Ray Train makes it in processes that Slurm's step started
+    except GroupError:  # there is a group nevertheless: Ray Train makes it in processes that Slurm's step started
         return read_torch_variables(variables)
 
 
@@ -167,8 +167,8 @@ def join_world(device: torch.device | None = None) -> World:
     """Return this worker's place in the default group, which is made first if a launcher started this worker.
 
     Collective where that is so: if torchrun, srun, mpirun or the like started this process as one of several workers
-    and nobody has made the group, this does, and tears it down when the interpreter ends. In any other process without
-    a group the worker is alone.
+    and there is no group, this makes it, and tears it down when the interpreter ends. In any other process without
+    a group the world is this worker alone.
 
     Args:
         device: Where this worker trains; decides on the backend.
@@ -206,7 +206,7 @@ class _Settings:
 
 
 def _open_and_handshake(settings: _Settings, location: StoreLocation, deadline: Deadline) -> OpenedStore:
-    """Meet the other workers (collective); return this one's place, with a store for this group alone."""
+    """Connect to the other workers (collective); return rank, world size and a store for this group alone."""
     while True:
         with _raising_first(settings.problem):
             opened = open_store(location, settings.rank, settings.world_size, deadline.left(_LEAST_SECONDS))
@@ -228,7 +228,7 @@ def _open_and_handshake(settings: _Settings, location: StoreLocation, deadline: 
 
 
 def _report_duplicate(settings: _Settings, location: StoreLocation, timeout: datetime.timedelta) -> str:
-    """Object to whoever serves this rank's port, if that is a worker of this world; return who it is, in words."""
+    """Report the worker of this world that serves this rank's port, if there is one; return its process as text."""
     other = connect_to_other(location, timeout)
     with contextlib.suppress(dist.DistNetworkError):  # it has just ended
         return (
@@ -245,7 +245,7 @@ def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
         world_size=world_size,
         backend=settings.backend,
         process=f"process {os.getpid()} on host {socket.gethostname()}",
-        token=f"{_TOKEN}-{os.getpid()}",  # a fork has its parent's half
+        token=f"{_TOKEN}-{os.getpid()}",  # a forked child has its parent's first half
     )
 
 
@@ -253,10 +253,10 @@ def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
 def _in_time(
     set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
 ) -> Iterator[None]:
-    """Have the group that torch makes within use what is known of it (collective).
+    """Pass hosts and deadline to the group that torch makes inside this context (collective).
 
     Args:
-        set_up: What is known; None for a group without a store.
+        set_up: Hosts and deadline; None for a group without a store.
         store: The group's store.
         rank: Number of this worker.
         world_size: How many there are.
@@ -276,13 +276,13 @@ def _in_time(
 
 @contextlib.contextmanager
 def _network_explained(rank: int) -> Iterator[None]:
-    """Say what to look at when torch, with all workers there, cannot connect them."""
+    """Explain an error of torch when it cannot connect the workers after the handshake."""
     try:
         yield
     except dist.DistNetworkError as error:
         raise GroupError(
-            "All workers were there, but then the store of the rendezvous was lost. Look at the log of rank 0. torch "
-            f"said: {str(error).splitlines()[0]}"
+            "All workers had connected, but then the store of the rendezvous was lost. Look at the log of rank 0. "
+            f"torch said: {str(error).splitlines()[0]}"
         ) from error
     except RuntimeError as error:
         if "gloo" not in str(error).lower():
@@ -297,7 +297,7 @@ def _network_explained(rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _raising_first(problem: str) -> Iterator[None]:
-    """Raise `problem`, if there is one, in place of an error that comes after it."""
+    """Raise `problem`, if there is one, in place of a later error."""
     try:
         yield
     except GroupError as error:
@@ -306,8 +306,8 @@ def _raising_first(problem: str) -> Iterator[None]:
         raise
 
 
-def _explain_lacking(backend: str) -> str:
-    """Say which backend this torch lacks, or what a backend is not for; nothing if all is well."""
+def _explain_missing_backend(backend: str) -> str:
+    """Return which backend this torch lacks, or which device it cannot serve; empty if all are usable."""
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
@@ -315,12 +315,12 @@ def _explain_lacking(backend: str) -> str:
             known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
             return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}."
         if part.endswith(":shm") and part != "cpu:shm":
-            return f"The backend shm is for CPU tensors, and {part!r} asks it for others. Give 'cpu:shm,cuda:nccl'."
+            return f"The backend shm is for CPU tensors, but {part!r} uses it for others. Give 'cpu:shm,cuda:nccl'."
     return ""
 
 
 def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
-    """Say which interface or GPU this worker was told to use and cannot; nothing if all is well.
+    """Return which interface or GPU is set for this worker but cannot be used; empty if there is no problem.
 
     Makes the GPU of its local rank the current device, unless the worker has chosen one.
     """
@@ -332,19 +332,19 @@ def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.
 
 
 def _uses_gloo(backend: str) -> bool:
-    """Return whether Gloo is among the backends; shm takes it where workers are on several hosts."""
+    """Return whether Gloo is among the backends; shm uses it if the workers are on several hosts."""
     return "gloo" in backend.lower() or "shm" in backend.lower()
 
 
-def _find_place(
+def _find_rank_and_size(
     variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
 ) -> tuple[int, int]:
     """Return rank and world size, from the arguments or else the environment."""
     if has_store or not (init_method or "env://").startswith("env://"):
         if world_size < 0 or rank < 0:
             raise GroupError(
-                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} knows neither: give "
-                "both."
+                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
+                "give both."
             )
     else:
         _check_environment(variables, rank, world_size)
@@ -366,12 +366,12 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
     for name in needed:
         if values[name] and name != "master_addr" and not values[name].isdecimal():
             expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
-            source = "" if variables.launcher == "the environment" else f", as {variables.launcher} has it"
+            source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
             raise GroupError(f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}.")
     if missing:
         raise GroupError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
-            f"worker does not know its place. {variables.remedy}"
+            f"worker has no rank in a world. {variables.remedy}"
         )
     if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
         raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")

@@ -1,8 +1,8 @@
-"""Where the workers of a world meet: opening the store of a rendezvous, and saying why it cannot be opened.
+"""Opening the store through which the workers of a world connect, and explaining why it cannot be opened.
 
-torch opens it, so that every method that torch knows works as in torch. But to torch an unknown host, a worker that
-never started and another program on the port are all one timeout, and the last not even that: it waits without an end.
-So the address is looked at from here until somebody listens there, and torch is then left to try in a thread.
+torch opens it, so that every `init_method` of torch works here too. But torch reports an unknown host and a worker that
+never started as the same timeout, and where another program has the port, it waits without an end. So this module tries
+to connect until a process listens at the address, and only then lets torch open the store, in a thread.
 """
 
 import math
@@ -32,23 +32,23 @@ _CONNECT_SECONDS = 5.0
 """How long a host may take to accept a connection or to refuse it."""
 _FIRST_PAUSE_SECONDS = 0.01
 _LAST_PAUSE_SECONDS = 0.25
-"""How often to look at an address where nobody listens: often at first, when the others are about to come."""
+"""Pauses between attempts to connect: short at first, because rank 0 usually starts at about the same time."""
 _LEAST_SECONDS = 1.0
-"""What torch is given at least."""
+"""The shortest timeout that torch gets."""
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _GRACE_SECONDS = 3.0
-"""How much longer than it was told torch may try. It does take longer, and a thread that it comes back from while the
-interpreter ends aborts the process."""
+"""How much longer than its timeout torch may take. A thread that returns from torch while the interpreter ends aborts
+the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLocation:
-    """Where the workers of a world meet."""
+    """Where the store of a world is."""
 
     url: str
     """`init_method`, as torch takes it."""
     scheme: str
-    """`"env"`, `"tcp"`, `"file"` or one that somebody registered with torch."""
+    """`"env"`, `"tcp"`, `"file"` or one that was registered with torch."""
     host: str
     """Host of the store; empty if it has none."""
     port: int
@@ -60,7 +60,7 @@ class StoreLocation:
 
     @property
     def torch_url(self) -> str:
-        """The same, with what torch would read from the environment put in: not every launcher puts it there."""
+        """The URL with host and port filled in: torch would read them from the environment, which may lack them."""
         if self.scheme != "env":
             return self.url
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -68,13 +68,13 @@ class StoreLocation:
 
     @property
     def address(self) -> str:
-        """Where the store is, in words."""
+        """Where the store is, for messages."""
         return f"{self.host}:{self.port}" if self.host else urlsplit(self.url).path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedStore:
-    """The store of a rendezvous, and rank and world size that came with it."""
+    """The store of a rendezvous, and the rank and world size that the rendezvous returned."""
 
     store: Store
     """Shared by all workers of the world."""
@@ -85,12 +85,12 @@ class OpenedStore:
 
 
 def find_store_location(init_method: str, store: Store | None, variables: WorldVariables) -> StoreLocation:
-    """Return where to meet.
+    """Return where the store is.
 
     Args:
         init_method: `"env://"`, `"tcp://host:port"`, `"file:///path"`, ...
         store: The store to use instead, if there is one.
-        variables: The environment, looked through already: what `env://` needs is there.
+        variables: The environment, checked already: what `env://` needs is set.
 
     Raises:
         ValueError: The method names no host or no port.
@@ -116,20 +116,20 @@ def find_store_location(init_method: str, store: Store | None, variables: WorldV
 def open_store(
     location: StoreLocation, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
 ) -> OpenedStore | None:
-    """Open the store, which rank 0 may be the one to serve; each rank does.
+    """Open the store (on every rank); rank 0 may be the one that serves it.
 
     Args:
-        location: Where.
+        location: Where the store is.
         rank: Number of this worker.
         world_size: How many there are.
         timeout: How long to try.
         answer_seconds: How long a store may take to answer on a connection that it has accepted.
 
     Returns:
-        The store; None if this worker is to serve it and another program has the port.
+        The store; None if this worker should serve it and another program has the port.
 
     Raises:
-        GroupError: The store cannot be reached, or is none.
+        GroupError: The store cannot be reached, or the program there is not a store.
     """
     found = location.store
     if found is None and location.host:
@@ -148,7 +148,7 @@ def open_store(
 
 
 def connect_to_other(location: StoreLocation, timeout: timedelta) -> Store | None:
-    """Return the store that somebody else serves at this address; None if what is there is no store."""
+    """Return the store that another process serves at this address; None if that process is not a store."""
     attempt = _Attempt(lambda: dist.TCPStore(location.host, location.port, is_master=False, timeout=timeout))
     try:
         return attempt.result(timeout.total_seconds())
@@ -157,16 +157,16 @@ def connect_to_other(location: StoreLocation, timeout: timedelta) -> Store | Non
 
 
 def explain_port_in_use(location: StoreLocation, process: str) -> str:
-    """Say that rank 0 cannot serve its port, because `process` does, or, if that is empty, some other program."""
+    """Return the message that rank 0 cannot serve its port: `process` has it, or an unknown program if empty."""
     remedy = (
-        "Set MASTER_PORT to a free one, or use ls.launch, which picks one by itself."
+        "Set MASTER_PORT to a free port, or use ls.launch, which picks one."
         if location.scheme == "env"
-        else "Put a free one into init_method."
+        else "Put a free port into init_method."
     )
     if process:
         return (
-            f"Port {location.port} is in use by another training, on whose behalf {process} serves it; or that is "
-            f"this training, and two of its workers have rank 0. {remedy}"
+            f"Port {location.port} is in use by {process}, a worker of another training; or of this training, and "
+            f"two of its workers have rank 0. {remedy}"
         )
     return (
         f"Port {location.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
@@ -182,8 +182,8 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
         refusal = _await_name(location, end) if serves else _await_listener(location, end)
         cause: dist.DistError | None = None
         if refusal is None:
-            # No longer than an answer may take: nothing waits for that thread, and when it comes back while the
-            # interpreter ends, the process aborts.
+            # No longer than an answer may take: no code joins that thread, and if it returns while the interpreter
+            # ends, the process aborts.
             seconds = max(min(end - time.monotonic(), answer_seconds), _LEAST_SECONDS)
             try:
                 store = _have_torch_open(location, rank, seconds, math.inf if serves else answer_seconds)
@@ -196,8 +196,8 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
             if store is not None:
                 store.set_timeout(timeout)
                 return store
-            refusal = _look(location)
-        # With time left, it is a store that ended under us, if not a silent one: rank 0 has left the group before.
+            refusal = _try_connect(location)
+        # With time left, this was the store of a previous group that rank 0 has closed, unless it is silent.
         is_silent = cause is None and refusal is None
         if is_silent or time.monotonic() >= end:
             raise GroupError(_explain_unreachable(location, rank, time.monotonic() - start, refusal)) from cause
@@ -205,10 +205,10 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
 
 
 def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_seconds: float) -> Store | None:
-    """Return the store; None if it has not opened within `seconds`, or something listens there and stays silent."""
+    """Return the store; None if it did not open within `seconds`, or a program listens there and does not answer."""
 
     def open_with_torch() -> Store:
-        if location.scheme == "tcp" and location.is_hosted:  # torch would take an agent's store to be at any address
+        if location.scheme == "tcp" and location.is_hosted:  # torch would use an agent's store at any address
             return dist.TCPStore(
                 location.host,
                 location.port,
@@ -218,7 +218,7 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
                 multi_tenant=True,
                 use_libuv="use_libuv=0" not in location.url,
             )
-        # A world of 1: in one of its true size, rank 0 would wait in here for the rest, and not say who is missing.
+        # A world of 1: with the real size, rank 0 would wait in torch for the others and not report which are missing.
         store: Store = next(iter(rendezvous(location.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]
         return store
 
@@ -227,31 +227,31 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
     while True:
         left = end - time.monotonic()
         store = attempt.result(min(left, answer_seconds))
-        if store is not None or left <= answer_seconds or _look(location) is None:
+        if store is not None or left <= answer_seconds or _try_connect(location) is None:
             return store
 
 
 def _await_listener(location: StoreLocation, end: float) -> OSError | None:
-    """Wait until somebody listens; return why nobody does at the `end`."""
+    """Wait until a process listens; return the last error if none does until `end`."""
     pause = _FIRST_PAUSE_SECONDS
-    word = _WaitWarning(location, end)
-    while (refusal := _look(location)) is not None and time.monotonic() < end:
-        word.warn_when_due(refusal)
+    warning = _WaitWarning(location, end)
+    while (refusal := _try_connect(location)) is not None and time.monotonic() < end:
+        warning.warn_when_due(refusal)
         time.sleep(min(pause, max(end - time.monotonic(), 0)))
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
     return refusal
 
 
 def _await_name(location: StoreLocation, end: float) -> OSError | None:
-    """Wait until the host has an address; return why it has none at the `end`."""
-    word = _WaitWarning(location, end)
+    """Wait until the host has an address; return the last error if it has none until `end`."""
+    warning = _WaitWarning(location, end)
     while True:
         try:
             socket.getaddrinfo(location.host, location.port)
         except OSError as error:
             if time.monotonic() >= end:
                 return error
-            word.warn_when_due(error)
+            warning.warn_when_due(error)
         else:
             return None
         time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
@@ -259,7 +259,7 @@ def _await_name(location: StoreLocation, end: float) -> OSError | None:
 
 @final
 class _WaitWarning:
-    """What a worker says, once, when it has waited for the rendezvous for a while."""
+    """The warning that a worker prints once when it has waited long for the rendezvous."""
 
     def __init__(self, location: StoreLocation, end: float) -> None:
         self._location = location
@@ -267,7 +267,7 @@ class _WaitWarning:
         self._due = time.monotonic() + WARNING_SECONDS
 
     def warn_when_due(self, refusal: OSError) -> None:
-        """Warn, if it is time, that there is nobody yet, and why."""
+        """Warn, if it is time, that no rendezvous was found yet, and why."""
         if time.monotonic() < self._due:
             return
         self._due = math.inf
@@ -278,14 +278,14 @@ class _WaitWarning:
                 f"the name {self._location.host!r} cannot be resolved; set {setting} to an address if it never will be"
             )
         warnings.warn(
-            f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s now: {why}. This worker will try "
+            f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s: {why}. This worker will try "
             f"for {self._end - time.monotonic():.0f} s more.",
             stacklevel=2,
         )
 
 
-def _look(location: StoreLocation) -> OSError | None:
-    """Return why nobody can connect to the store's address; None if one can."""
+def _try_connect(location: StoreLocation) -> OSError | None:
+    """Connect to the store's address once; return the error, or None."""
     try:
         socket.create_connection((location.host, location.port), _CONNECT_SECONDS).close()
     except OSError as error:
@@ -299,7 +299,7 @@ def _explain_unreachable(location: StoreLocation, rank: int, waited: float, refu
     found_none = f"Rank {rank} found no rendezvous at {location.address} in {waited:.3g} s:"
     if refusal is None:
         return (
-            f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to one "
+            f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to a port "
             "that is free on the host of rank 0."
         )
     if isinstance(refusal, socket.gaierror):
@@ -310,16 +310,16 @@ def _explain_unreachable(location: StoreLocation, rank: int, waited: float, refu
     if not isinstance(refusal, ConnectionRefusedError):
         return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
     if not location.is_hosted:
-        return f"{found_none} nobody listens there. Look at the log of torchrun on the first host."
+        return f"{found_none} no process listens there. Look at the log of torchrun on the first host."
     if rank == 0:
         return (
-            f"{found_none} rank 0 itself is to serve it, from {socket.gethostname()!r}, so that must be the host "
-            f"there. Set {host} to it, or start rank 0 elsewhere."
+            f"{found_none} rank 0 itself serves it, on host {socket.gethostname()!r}, so the address must be one of "
+            f"that host. Set {host} to it, or start rank 0 on the host of that address."
         )
     own = f" {location.host} is each host's own name for itself." if location.host in _LOOPBACK_NAMES else ""
     return (
-        f"{found_none} rank 0, which is to serve it, did not come. Look at its log; if it waits too, {host} or {port} "
-        f"differs between the workers.{own}"
+        f"{found_none} rank 0, which serves it, did not start in time. Look at its log; if it waits too, {host} or "
+        f"{port} differs between the workers.{own}"
     )
 
 
@@ -329,7 +329,7 @@ def _first_line(error: Exception) -> str:
 
 @final
 class _Attempt:
-    """A call that may not return, made in a thread that nothing waits for."""
+    """A call that may not return, made in a thread that is never joined."""
 
     def __init__(self, call: Callable[[], Store]) -> None:
         self._outcome: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()

@@ -3,13 +3,13 @@
     sender                                                  receiver
     1 head page: tag, length, description
     2 chunk into slot 0, post FULL          ->              3 wait FULL, read the head
-                                                            4 who expects the tag? else keep the message aside
+                                                            4 find the receive of the tag, or store the message
                                                             5 reply page: as expected, or not
     7 wait FREE for every chunk             <-              6 copy the chunk out, post FREE
     8 read the reply: not as expected is an error here too
 
 A chunk is at most one slot, and two slots are under way at once. A send ends when all of it was received: then both
-sides know whether they meant the same.
+sides know whether their descriptions match.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ class Sender:
 
         Args:
             data: What to send.
-            tag: Which receive it is for.
+            tag: Tag of the receive that takes it.
             kind: Description of the tensor, compared with the receiver's.
             call: Description of this call, for messages.
 
@@ -93,19 +93,19 @@ class Receiver:
         self._free = peers.semaphore(FREE, peers.rank, source)
         self._lock = threading.Lock()
         self._expected: dict[int, deque[PendingReceive]] = {}
-        self._aside: dict[int, deque[tuple[bytes, Tensor]]] = {}
+        self._unexpected: dict[int, deque[tuple[bytes, Tensor]]] = {}
 
     def expect(self, pending: "PendingReceive") -> None:
-        """Have the next message of the receipt's tag delivered to it; at once if it was kept aside."""
+        """Register `pending` for the next message of its tag; a stored message is delivered at once."""
         with self._lock:
-            message = self._take_aside(pending.tag)
+            message = self._take_unexpected(pending.tag)
             if message is None:
                 self._expected.setdefault(pending.tag, deque()).append(pending)
         if message is not None:
             pending.take(self._source, *message)
 
     def take_until(self, pending: "PendingReceive") -> None:
-        """Take messages, for whoever expects them, until `pending` has its own.
+        """Take messages and deliver each to its receive, until `pending` is complete.
 
         Raises:
             PeerLostError: The sender is lost.
@@ -115,15 +115,15 @@ class Receiver:
             self._take(pending.call)
 
     def offer(self, pending: "PendingReceive", may_take: bool) -> bool:
-        """Deliver a message that is here already and that nobody else expects; return whether there was one.
+        """Deliver a message that has arrived and that no other receive expects; return whether there was one.
 
         Args:
-            pending: Who wants it.
-            may_take: Whether messages may be taken from the channel, not only from those kept aside.
+            pending: The receive to deliver it to.
+            may_take: Whether messages may be taken from the channel, not only from those stored.
         """
         while True:
             with self._lock:
-                message = self._take_aside(pending.tag)
+                message = self._take_unexpected(pending.tag)
             if message is not None:
                 pending.take(self._source, *message)
                 return True
@@ -133,8 +133,8 @@ class Receiver:
             if pending.is_complete:
                 return True
 
-    def _take_aside(self, tag: int) -> tuple[bytes, Tensor] | None:
-        kept = self._aside.get(tag)
+    def _take_unexpected(self, tag: int) -> tuple[bytes, Tensor] | None:
+        kept = self._unexpected.get(tag)
         return kept.popleft() if kept else None
 
     def _next_expected(self, tag: int) -> "PendingReceive | None":
@@ -142,7 +142,7 @@ class Receiver:
         return waiting.popleft() if waiting else None
 
     def _take(self, call: bytes, otherwise: "PendingReceive | None" = None) -> None:
-        """Take the message whose first chunk is here, for `otherwise` if it is of its tag and nobody expects it."""
+        """Take the message whose first chunk has arrived; `otherwise` gets it if no receive of its tag expects it."""
         tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         sent = ctypes.string_at(self._address + _HEAD.size, min(kind_length, LONGEST_CALL))
         with self._lock:
@@ -161,9 +161,9 @@ class Receiver:
             semaphores.post(self._free)
         if pending is None:
             with self._lock:
-                pending = self._next_expected(tag)  # who came while it was being copied
+                pending = self._next_expected(tag)  # a receive registered while the message was copied
                 if pending is None:
-                    self._aside.setdefault(tag, deque()).append((sent, target))
+                    self._unexpected.setdefault(tag, deque()).append((sent, target))
                     return
         pending.take(self._source, sent, target)
 
@@ -173,16 +173,16 @@ class PendingReceive:
     """A receive that waits for its message.
 
     Args:
-        names: What messages call each rank.
+        names: The number of each rank in messages.
         rank: The rank that receives.
         place: Where the bytes go, flat.
         tag: Which messages it takes.
         kind: Description of the tensor, compared with the sender's.
         call: Description of the receive, for messages.
-        settle: Called once, with the source's rank or with an error.
+        complete: Called once, with the source's rank or with an error.
     """
 
-    def __init__(  # what a receive is made of
+    def __init__(  # the fields of a receive
         self,
         names: Sequence[int],
         rank: int,
@@ -207,7 +207,7 @@ class PendingReceive:
         Args:
             source: Rank that sent it.
             sent: Description of what was sent.
-            data: The bytes; `place` itself where they lie there already.
+            data: The bytes; `place` itself if they are there already.
         """
         error = None if sent == self.kind else _explain(sent, self._names[source], self.kind, self._names[self._rank])
         if error is None and data is not self.place:

@@ -1,16 +1,16 @@
 """The memory of a group: one anonymous file, mapped where it is needed.
 
-The file has no name anywhere (`memfd_create`): when the last process that has it ends, however it ends, it is gone.
-It is sealed, so no process can shrink it under another's feet.
+The file has no name (`memfd_create`): the kernel frees it when the last process that has it open exits or is killed.
+It is sealed, so no process can shrink it while another one uses it.
 
-Mappings are never closed by hand: a tensor keeps the mapping under it alive, and the last one to go unmaps it. So a
-bucket outlives its group without harm. Its pages go back to the system with it, whoever else still has the file.
+Mappings are never closed explicitly: a tensor references its mapping, and the last one that is collected unmaps it. So
+a bucket may outlive its group. Its pages are freed with it, even if other processes still have the file.
 
 [Note: forked children] A forked child has its parent's tensors, and what it writes into them must stay its own, as with
 all memory. So in a child each allocation is mapped anew, at its address, as a private copy of the file's pages. The
 kernel copies a page when the child first writes into it; until then the child sees what the parent writes there. So a
-child that does not write, as a data-loading process, costs nothing. One that is to read what a tensor held at the fork
-needs a clone of it, made before.
+child that does not write, such as a data-loading process, needs no memory. A child that must read what a tensor held at
+the fork needs a clone that was made before it.
 """
 
 import ctypes
@@ -78,19 +78,19 @@ class File:
 
 @final
 class Allocations:
-    """Where the tensors lie that the groups of this process have handed out."""
+    """The allocations of all groups of this process."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[int, File, int]] = {}
 
     def add(self, mapping: Mapping, file: File, offset: int) -> None:
-        """Note an allocation; when its mapping goes, its pages go back to the system."""
+        """Register an allocation; its pages are freed when its mapping is collected."""
         address = ctypes.addressof(mapping)
         self._found[address] = (len(mapping), file, offset)
         weakref.finalize(mapping, self._release, os.getpid(), address).atexit = False
 
     def make_private(self) -> None:
-        """Make this process, a child just forked, the only one that sees what it writes. [Note: forked children]."""
+        """Map every allocation privately, in a child just forked. [Note: forked children]."""
         found, self._found = self._found, {}
         for address, (length, file, offset) in found.items():
             _map_pages(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.descriptor, offset)
@@ -109,7 +109,7 @@ if sys.platform == "linux":
 
 @final
 class Memory:
-    """What one rank sees of its group's file."""
+    """The mappings that one rank has of its group's file."""
 
     def __init__(self, descriptor: int, layout: FileLayout, rank: int) -> None:
         self.layout = layout
@@ -134,7 +134,9 @@ class Memory:
         if view is None:
             layout = self.layout
             count = layout.send_buffer_bytes // dtype.itemsize
-            with torch.inference_mode(False):  # it is kept, and outside that mode nobody could write into it
+            with torch.inference_mode(
+                False
+            ):  # it is kept, and an inference tensor cannot be written outside inference mode
                 view = torch.frombuffer(
                     self._control, dtype=dtype, count=count, offset=layout.send_buffer(rank, parity)
                 )
@@ -148,22 +150,22 @@ class Memory:
 
     @torch.inference_mode(False)
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of zeros that lies in this rank's heap, where its peers can map it.
+        """Return a flat tensor of zeros in this rank's heap, where its peers can map it.
 
-        The pages go back to the system when the tensor and all that view it are gone.
+        The pages are freed when the tensor and all views of it are collected.
 
         Raises:
             GroupError: The heap is full, or the memory is closed.
         """
         if self._file is None:
-            raise GroupError("This group's memory was given back; make a new group to go on.")
+            raise GroupError("This group's memory was freed; make a new group to continue.")
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
         offset = self._take_heap(length)
         start = self.layout.heap(self._rank) + offset
         mapping = _map(self._descriptor, length, start)
         address = ctypes.addressof(mapping)
         self._heap[address] = (offset, length)
-        # The last finalizer is called first: the pages are gone before the offset is free, and that before the address.
+        # The last finalizer is called first: the pages are freed before the offset, and the offset before the address.
         weakref.finalize(mapping, _forget, weakref.ref(self), address).atexit = False
         _ALLOCATIONS.add(mapping, self._file, start)
         return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
@@ -191,22 +193,22 @@ class Memory:
         return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=location - start)
 
     def close(self) -> None:
-        """Let go of the descriptor and the mappings; tensors that were handed out stay usable."""
+        """Drop the descriptor and the mappings; allocated tensors stay usable."""
         self._file = None
         self._descriptor = -1
         self._views.clear()
         self._peer_mappings.clear()
 
     def forget(self, address: int) -> None:
-        """Let the place of an allocation be used again."""
+        """Free the offset of an allocation for reuse."""
         if os.getpid() != self._pid:
-            return  # and a thread that a forked child does not have may hold the lock
+            return  # the lock may be held by a thread that a forked child does not have
         with self._heap_lock:
             offset, length = self._heap.pop(address)
             self._heap_free.setdefault(length, []).append(offset)
 
     def _take_heap(self, length: int) -> int:
-        """Return an offset in this rank's heap where nothing lies: one that was used for the same length, or a new one.
+        """Return a free offset in this rank's heap: one that was used for the same length, or a new one.
 
         Raises:
             GroupError: The heap is full.
@@ -218,17 +220,17 @@ class Memory:
             offset = self._heap_used
             if self.layout.heap(self._rank) + offset + length > self.layout.heap(self._rank + 1):
                 raise GroupError(
-                    f"This group cannot give {length} bytes more: its tensors of other lengths have used up its "
-                    "addresses. Keep the tensors that it gave instead of asking for new ones, or make a new group."
+                    f"This group cannot allocate {length} bytes more: its tensors of other lengths have used up its "
+                    "addresses. Keep its tensors instead of allocating new ones, or make a new group."
                 )
             self._heap_used += length
             return offset
 
 
 def _forget(memory: "weakref.ref[Memory]", address: int) -> None:
-    alive = memory()
-    if alive is not None:
-        alive.forget(address)
+    target = memory()
+    if target is not None:
+        target.forget(address)
 
 
 def _map(descriptor: int, length: int, offset: int = 0) -> Mapping:

@@ -1,9 +1,9 @@
-"""The other ranks of a group: telling them, waiting for them, and noticing when they are gone.
+"""The other ranks of a group: signalling them, waiting for them, and detecting that they have exited.
 
-A wait spins briefly where every rank has a core, then sleeps in the kernel for short times; after each it looks at what
-the peer says of itself in its state page and whether its process still lives.
+A wait spins briefly where every rank has a core, then sleeps in the kernel for short times; after each it reads
+the peer's state page and checks whether its process still runs.
 
-    state page of a rank:   state | lost rank | length, text: why it left | length, text: what it waits for
+    state page of a rank:   state | lost rank | length, text: why it left | length, text: the call it waits in
 """
 
 import ctypes
@@ -33,22 +33,22 @@ _WAITING: Final = PAGE // 2
 
 
 class PeerState(IntEnum):
-    """How a rank is: JOINED until it becomes one of the others, once."""
+    """State of a rank: it starts as JOINED and changes at most once."""
 
     JOINED = 0
     LEFT = 1
     """It destroyed the group, or its script ended."""
     FAILED = 2
-    """An exception ended it; the reason says which."""
+    """It failed with an exception; the reason names it."""
     BROKEN = 3
-    """It cannot go on because another rank is lost."""
+    """It cannot continue because another rank is lost."""
     TIMED_OUT = 4
-    """It waited too long; the reason says for whom and in which call, and what the others were doing."""
+    """A wait timed out; the reason names the awaited rank, the call, and what the other ranks were doing."""
 
 
 @final
 class Peers:
-    """The other ranks, as one of them sees them."""
+    """The state of the other ranks, read and signalled from this rank."""
 
     def __init__(
         self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, names: Sequence[int]
@@ -62,22 +62,22 @@ class Peers:
         self._pids = handles.pids
         self._pidfds = handles.pidfds
         self.names = names
-        """What messages call each rank: its rank in the default group."""
+        """The number of each rank in messages: its rank in the default group."""
         self.name = names[rank]
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [self.semaphore(PHASE, rank, peer) for peer in others]
         self._waits = [(peer, self.semaphore(PHASE, peer, rank)) for peer in others]
         self.has_core = self.size <= len(os.sched_getaffinity(0))
-        """Whether every rank has a core of its own, so that a wait may spin."""
+        """Whether there is a core for every rank, so that a wait may spin."""
         self.spins_longer = False
         """Whether a wait for a phase spins longer: set while the caller of a blocking call runs it itself."""
 
     @property
     def broken(self) -> GroupError | None:
-        """Why this process cannot use the group any more, or never could: a forked child has a copy, but is no rank."""
+        """Why this process cannot use the group, or None; a forked child is not a rank of its parent's group."""
         if self._broken is None and os.getpid() != self._member:
             self._broken = GroupError(
-                f"This process was forked from rank {self.name} of the group and is no rank itself. Make its calls in "
+                f"This process was forked from rank {self.name} of the group and is no rank itself. Make the calls in "
                 "the parent, or give the child a group of its own."
             )
         return self._broken
@@ -91,11 +91,11 @@ class Peers:
         return self._memory.address + self._memory.layout.semaphore(kind, source, target)
 
     def end_phase(self, call: bytes, timeout_seconds: float | None = None) -> None:
-        """Tell every rank that this one has come so far, and wait until all have (collective).
+        """Signal every rank that this one has finished the phase, and wait until all have (collective).
 
         Raises:
             PeerLostError: A rank is lost.
-            CollectiveTimeoutError: A rank did not come in time.
+            CollectiveTimeoutError: A rank did not finish the phase in time.
         """
         for address in self._posts:
             semaphores.post(address)
@@ -104,12 +104,12 @@ class Peers:
                 if not semaphores.try_wait(address):
                     self.wait(peer, address, call, everyone=True, timeout_seconds=timeout_seconds)
         except BaseException:
-            # Who comes later must not find complete a phase that failed here: take back what it has not taken yet.
+            # The phase failed here, so a slower rank must not see it as complete: take back the unread signals.
             for address in self._posts:
                 semaphores.try_wait(address)
             raise
 
-    def wait(  # what a wait is, and two ways in which one may differ
+    def wait(  # the arguments of a wait, two of them optional
         self, peer: int, address: int, call: bytes, *, everyone: bool = False, timeout_seconds: float | None = None
     ) -> None:
         """Wait until `peer` has posted the semaphore at `address`.
@@ -118,20 +118,20 @@ class Peers:
             peer: The rank that posts.
             address: The semaphore.
             call: What this rank is doing, for messages.
-            everyone: Whether the death of any rank ends the wait, not only that of `peer`.
-            timeout_seconds: How long to wait, if not as long as the group allows.
+            everyone: Whether the loss of any rank ends the wait, not only that of `peer`.
+            timeout_seconds: How long to wait; None for the group's timeout.
         """
         if self.has_core and self._spin(address, everyone and self.spins_longer):
             return
         started = time.monotonic()
         if semaphores.wait(address, _POLL_SECONDS):
             return
-        self._say_waiting(call)
+        self._publish_waiting(call)
         self._wait_long(peer, address, call, started, everyone, timeout_seconds)
-        self._say_waiting(b"")  # after an error it stays, for the messages of the others
+        self._publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
 
     def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
-        """Return the rank whose message `take` finds; it is asked again when the semaphore at `address` is posted.
+        """Return the rank whose message `take` finds; it is called again after each post of the semaphore at `address`.
 
         A rank that was killed or failed ends the wait, though another may still send: the group is broken. Ranks that
         have left end it when all have.
@@ -140,11 +140,11 @@ class Peers:
             peers: The ranks that may send.
             address: The semaphore.
             call: What this rank is doing, for messages.
-            take: Takes a message if one is here, and returns who sent it, or None.
+            take: Takes a message if one has arrived, and returns the rank that sent it, or None.
         """
         started = time.monotonic()
         lost_since: float | None = None
-        self._say_waiting(call)
+        self._publish_waiting(call)
         while (source := take()) is None:
             if semaphores.wait(address, _POLL_SECONDS):
                 continue
@@ -156,7 +156,7 @@ class Peers:
                 self.check(peers)
             lost_since = self._check_killed(lost_since)
             self._check_time(started, call, "any rank")
-        self._say_waiting(b"")
+        self._publish_waiting(b"")
         return source
 
     def check(self, peers: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class Peers:
 
         Raises:
             PeerLostError: Naming the rank that was lost first.
-            CollectiveTimeoutError: It has waited too long, and given up.
+            CollectiveTimeoutError: One of `peers` timed out.
         """
         lost = self._find_lost(peers)
         if lost is not None:
@@ -183,7 +183,7 @@ class Peers:
         return error
 
     def leave(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
-        """Tell the others that this rank is out; what was said first stays, and a forked child says nothing."""
+        """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
         if os.getpid() != self._member:
             return
         page = self._memory.address + self._memory.layout.state(self.rank)
@@ -194,27 +194,27 @@ class Peers:
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
     def leave_normally(self) -> None:
-        """Tell the others that this rank goes; and which exception it handles, as in a `finally`, if it does."""
+        """Publish that this rank leaves, with the exception that it is handling, if there is one."""
         error = sys.exc_info()[1]
         self.leave(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, or None; nothing is broken by it."""
+        """Return the error for one of `peers` that will make no more calls, or None; does not break the group."""
         for peer in peers:
             if self._has_ended(peer) or (peer != self.rank and self._read_state(peer)[0] is PeerState.LEFT):
-                lost = self._trace(peer)
+                lost = self._find_first_lost(peer)
                 return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
         return None
 
     def fail(self, error: BaseException, call: bytes) -> None:
-        """Tell the others that `error` ended `call` on this rank, nobody knows where in it: the group is broken."""
+        """Publish that `call` failed on this rank with `error`, at an unknown point of it: the group is broken."""
         self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}.")
         self.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
-        # In words, and not as its cause: that would keep its frames, and their tensors, alive.
+        # As text, not as the cause: the cause would keep its frames, and their tensors, alive.
         broken.add_note("".join(format_exception(error)))
 
     def close(self) -> None:
-        """Stop watching the processes."""
+        """Close the descriptors of the processes."""
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}
@@ -239,10 +239,10 @@ class Peers:
         for _ in range(_NUM_SPINS):
             if semaphores.try_wait(address):
                 return True
-        # To sleep and be woken takes about as long as this; other threads and processes get the core meanwhile.
+        # Sleeping and waking takes about as long as this spin; other threads and processes may use the core meanwhile.
         end = time.perf_counter() + _LONG_SPIN_SECONDS
         while spins_longer and time.perf_counter() < end:
-            semaphores.give_way()
+            semaphores.yield_core()
             if semaphores.try_wait(address):
                 return True
         return False
@@ -252,11 +252,11 @@ class Peers:
             raise self.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
 
     def _check_killed(self, lost_since: float | None) -> float | None:
-        """Raise if some rank was killed or failed a while ago; return since when one is."""
+        """Raise if a rank was killed or failed longer than the grace period ago; return when that was first seen."""
         killed = self._find_killed()
         if killed is None:
             return None
-        # The awaited rank may be past its own wait for the dead one: leave it the time to post.
+        # The awaited rank may have finished its own wait for the lost rank: give it time to post.
         now = time.monotonic()
         lost_since = now if lost_since is None else lost_since
         if now - lost_since > _GRACE_SECONDS:
@@ -281,25 +281,25 @@ class Peers:
         return None
 
     def _has_ended(self, peer: int) -> bool:
-        if peer not in self._pidfds:  # it is this one
+        if peer not in self._pidfds:  # this rank
             return False
         poll = select.poll()
         poll.register(self._pidfds[peer], select.POLLIN)
         return bool(poll.poll(0))
 
     def _break(self, peer: int) -> GroupError:
-        """Take a peer for lost, or what it waited for too long for late, and tell the others."""
-        peer = self._trace(peer)
+        """Mark the group as broken because `peer` is lost or timed out, and publish it; return the error."""
+        peer = self._find_first_lost(peer)
         state, _, reason = self._read_state(peer)
         error: GroupError = PeerLostError(self._explain_lost(peer), rank=self.names[peer])
         if state is PeerState.TIMED_OUT:
-            error = CollectiveTimeoutError(reason)  # nobody was lost: both ends of a wait raise the same
+            error = CollectiveTimeoutError(reason)  # no rank was lost: both ends of a wait raise the same error
         self.leave(PeerState.BROKEN, str(error), peer)
         self.broken = error
         return error
 
-    def _trace(self, peer: int) -> int:
-        """Follow who lost whom to the first rank that was lost."""
+    def _find_first_lost(self, peer: int) -> int:
+        """Return the rank that was lost first: a rank that is BROKEN names the rank that it lost."""
         seen = {self.rank}
         while peer not in seen:
             seen.add(peer)
@@ -331,7 +331,7 @@ class Peers:
         state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
         return PeerState(state), lost, _read_text(page + _REASON) if state else ""
 
-    def _say_waiting(self, call: bytes) -> None:
+    def _publish_waiting(self, call: bytes) -> None:
         _write_text(self._memory.address + self._memory.layout.state(self.rank) + _WAITING, call)
 
     def _describe_waiting(self, peer: int) -> str:

@@ -1,19 +1,19 @@
-"""How the ranks of a group come to share memory: rank 0 makes the file and hands it to each peer over a Unix socket.
+"""Sharing memory between the ranks of a group: rank 0 makes the file and sends it to each peer over a Unix socket.
 
     rank 0                                  store              every other rank r
     1 listens on an abstract socket
     2 publishes its host and address   ->   host/0
                                             host/r       <-    3 publishes its host
-    4 all hosts read by all: one host, or the group is not made
-                                                               5 connects, checks whose socket it is, says its rank
-    6 checks whose process it is, notes its pid
-    7 sends the file and the pids to all                       8 maps the file, watches the pids, says "ready"
-    9 says "go" when all are ready                            10 closes the socket
-    X stores why it gave up            ->   failed       <-    X reads why rank 0 is gone
-    Y reads why rank r is gone         ->   left/r       <-    Y stores that it saw another one lost
+    4 all ranks read all hosts: one host, or the group is not made
+                                                               5 connects, checks the user of the socket, sends its rank
+    6 checks the user of the process, stores its pid
+    7 sends the file and the pids to all                       8 maps the file, opens the pids, sends "ready"
+    9 sends "go" when all are ready                           10 closes the socket
+    X stores why it failed             ->   failed       <-    X reads why rank 0 has exited
+    Y reads why rank r has exited      ->   left/r       <-    Y stores that it found another rank lost
 
-The socket's name lives in the kernel alone, and both ends ask the kernel who is on the other one: another user of the
-machine can neither join nor be joined.
+The socket's name exists only in the kernel, and both ends ask the kernel for the user of the other one: processes of
+other users cannot connect, and are not connected to.
 """
 
 import array
@@ -52,16 +52,16 @@ _FAILED = "failed"
 _LEFT = "left/{}"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
-"""How much longer the others wait than rank 0, which knows who is missing and says so."""
+"""How much longer the others wait than rank 0, which reports the missing ranks."""
 _GRACE_SECONDS = 1.0
-"""How long a rank that has come in time may take at least to map the file."""
+"""How long a rank that connected in time may take at least to map the file."""
 _LEAST_SECONDS = 0.001
-"""To a socket, zero means not to wait at all."""
+"""Zero would make a socket non-blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHandles:
-    """What a rank has when all have met."""
+    """The descriptors of the file and of the processes of a connected group."""
 
     descriptor: int
     """The group's file."""
@@ -92,14 +92,14 @@ def connect_ranks(
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
-        layout: What the shared file looks like; it knows the number of ranks.
-        deadline: When all must have come.
-        members: Who they are; None if they have no names but their numbers.
-        hosts: Where they are, if that is known: on all ranks or on none.
+        layout: Layout of the shared file; it contains the number of ranks.
+        deadline: When all must have connected.
+        members: The names of the ranks; None if their names are their numbers.
+        hosts: The hosts of the ranks, if known: on all ranks or on none.
 
     Raises:
-        GroupError: Some rank did not come in time, or there is no such rank.
-        PeerLostError: A rank was lost before all had come.
+        GroupError: Some rank did not connect in time, or there is no such rank.
+        PeerLostError: A rank was lost before all had connected.
     """
     members = members or GroupMembers(names=range(layout.size))
     if not 0 <= rank < layout.size:
@@ -118,7 +118,7 @@ def connect_ranks(
                 keys = [f"arrived/{peer}" for peer in range(layout.size)]
                 store.set(keys[rank], "yes")
                 wait_for_members(store, keys, members, deadline)
-            address = store.get(_ADDRESS).decode("ascii")  # there, since rank 0 has come
+            address = store.get(_ADDRESS).decode("ascii")  # set before rank 0 set its key
         reason = hosts.why_not_shared(members.names)
         if reason:
             return NotShared(reason=reason), hosts
@@ -140,18 +140,18 @@ def _listen() -> socket.socket:
 
 @contextmanager
 def _publishing_reason(store: Store, key: str) -> Iterator[None]:
-    """Tell the other ranks why this one gives up, before it closes its sockets."""
+    """Store why this rank fails, for the others, before it closes its sockets."""
     try:
         yield
     except (GroupError, OSError) as error:
-        with suppress(RuntimeError):  # the store is gone too
+        with suppress(RuntimeError):  # the store is lost too
             store.set(key, json.dumps([getattr(error, "rank", -1), str(error)]))
         raise
 
 
 @contextmanager
 def _explaining_lost_root(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
-    """Explain what goes wrong between this rank and rank 0."""
+    """Turn a failed connection to rank 0 into an error that explains it."""
     try:
         yield
     except TimeoutError as error:
@@ -169,14 +169,14 @@ def _explain_gone(store: Store, name: int) -> GroupError:
 
 
 def _read_reason(store: Store, key: str) -> GroupError | None:
-    """Return why a rank gave up, if it has stored that."""
+    """Return why a rank failed, if it has stored a reason."""
     try:
-        said = store.get(key) if store.check([key]) else b""
-    except RuntimeError:  # the store is gone too
-        said = b""
-    if not said:
+        stored = store.get(key) if store.check([key]) else b""
+    except RuntimeError:  # the store is lost too
+        stored = b""
+    if not stored:
         return None
-    rank, message = json.loads(said)
+    rank, message = json.loads(stored)
     return GroupError(message) if rank < 0 else PeerLostError(message, rank=rank)
 
 
@@ -199,15 +199,15 @@ def _receive_all(
             _admit(connection, connections, pids, deadline)
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
         pidfds = _watch(pids, 0, undo, names)
         for rank, connection in connections.items():
             connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _losing(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 connection.sendall(_GO)
         undo.pop_all()
     return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
@@ -216,9 +216,9 @@ def _receive_all(
 def _admit(
     connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], deadline: Deadline
 ) -> None:
-    """Note whose connection this is, or close it: it may be anybody's, and may say anything or nothing."""
+    """Read and store the rank of a connection, or close it: it may be from any process and send anything or nothing."""
     connection.settimeout(deadline.seconds_left(_LEAST_SECONDS))
-    pid, uid = _who_is(connection)
+    pid, uid = _peer_credentials(connection)
     hello = b""
     if uid == os.geteuid():
         with suppress(OSError):
@@ -235,8 +235,8 @@ def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequ
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
-        if _who_is(connection)[1] != os.geteuid():
-            raise GroupError("The process that offers the group's shared memory belongs to another user: not joined.")
+        if _peer_credentials(connection)[1] != os.geteuid():
+            raise GroupError("The process that offers the group's shared memory belongs to another user.")
         connection.sendall(_NUMBER.pack(rank))
         length, descriptor = _receive_file(connection)
         undo.callback(os.close, descriptor)
@@ -260,38 +260,38 @@ def _receive_file(connection: socket.socket) -> tuple[int, int]:
 
 
 def _watch(pids: dict[int, int], own: int, undo: ExitStack, names: Sequence[int]) -> dict[int, int]:
-    """Open a descriptor for every other process; each still holds its socket, so its number is not another's yet."""
+    """Open a descriptor for every other process; each still holds its socket, so its process id is not reused yet."""
     pidfds: dict[int, int] = {}
     for rank, pid in pids.items():
         if rank != own:
-            with _losing(names[rank]):
+            with _loss_explained(names[rank]):
                 pidfds[rank] = os.pidfd_open(pid)
             undo.callback(os.close, pidfds[rank])
     return pidfds
 
 
-def _know_nothing() -> None:
-    """Know no reason for a loss."""
+def _no_reason() -> None:
+    """Return None: no reason for a loss is stored."""
 
 
 @contextmanager
-def _losing(name: int, ask_why: Callable[[], GroupError | None] = _know_nothing) -> Iterator[None]:
-    """Take what goes wrong within for the loss of the rank of this name, or raise the reason that it has stored."""
+def _loss_explained(name: int, read_reason: Callable[[], GroupError | None] = _no_reason) -> Iterator[None]:
+    """Raise that the rank of this name was lost if its connection fails, or the reason that it has stored."""
     try:
         yield
     except (OSError, EOFError) as error:
         lost = PeerLostError(f"Rank {name} was lost while the group was being made.", rank=name)
-        raise ask_why() or lost from error
+        raise read_reason() or lost from error
 
 
-def _who_is(connection: socket.socket) -> tuple[int, int]:
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     return pid, uid
 
 
-def _expect(connection: socket.socket, word: bytes) -> None:
-    if _receive_exactly(connection, 1) != word:
+def _expect(connection: socket.socket, expected: bytes) -> None:
+    if _receive_exactly(connection, 1) != expected:
         raise EOFError
 
 

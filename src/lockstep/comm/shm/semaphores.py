@@ -32,7 +32,7 @@ if sys.platform == "linux":
     _sem_getvalue = _quick.sem_getvalue
     _sem_getvalue.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
     _sched_yield = _blocking.sched_yield
-    # By the clock that nobody sets, where the C library can (glibc 2.30).
+    # By the monotonic clock, where the C library can (glibc 2.30).
     _has_clockwait = hasattr(_blocking, "sem_clockwait")
     _sem_timedwait = _blocking.sem_clockwait if _has_clockwait else _blocking.sem_timedwait
     _sem_timedwait.argtypes = (
@@ -53,12 +53,12 @@ def create(address: int) -> None:
 
 
 def post(address: int) -> None:
-    """Add one to the semaphore and wake whoever waits for it."""
+    """Add one to the semaphore and wake a waiting thread."""
     _sem_post(address)
 
 
 def post_if_zero(address: int) -> None:
-    """Add one to the semaphore if nobody has since it was last taken."""
+    """Add one to the semaphore if it is zero."""
     value = ctypes.c_int()
     _sem_getvalue(address, ctypes.byref(value))
     if value.value == 0:
@@ -70,7 +70,7 @@ def try_wait(address: int) -> bool:
     return bool(_sem_trywait(address) == 0)
 
 
-def give_way() -> None:
+def yield_core() -> None:
     """Let another thread of this process, or another process on this core, run for a moment."""
     _sched_yield()
 

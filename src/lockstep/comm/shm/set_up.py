@@ -29,7 +29,7 @@ def make_shm_group(
         The group, or why there is none; and where the ranks are.
 
     Raises:
-        GroupError: Some rank did not come in time.
+        GroupError: Some rank did not connect in time.
         PeerLostError: A rank was lost before all had come.
     """
     layout = FileLayout(len(members.names))
@@ -52,7 +52,7 @@ def make_shared_memory_comparer(
         set_up: When the ranks must be connected, and what is known of their hosts.
 
     Raises:
-        GroupError: Some rank did not come in time.
+        GroupError: Some rank did not connect in time.
         PeerLostError: A rank was lost before all had come.
     """
     layout = FileLayout(len(members.names), send_buffer_bytes=PAGE, slot_bytes=PAGE)

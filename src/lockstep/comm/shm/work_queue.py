@@ -1,7 +1,7 @@
 """The queue of a group's calls, and the threads that run them.
 
-A work queue runs its calls one after another, in the order in which they were made. A thread that waits for the call
-that is next runs it itself, so a call that is waited for at once costs no change of thread. The queue's own thread,
+A work queue runs its calls one after another, in the order in which they were made. A thread that waits for the next
+call runs it itself, so a call that is waited for at once needs no switch of threads. The queue's own thread,
 which starts when it is first needed, runs all others.
 
     submit -> queue -> run by   the thread that waits (`QueuedWork.wait`), or by the queue's thread
@@ -34,8 +34,8 @@ from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError
 
 _LOGGER = logging.getLogger("lockstep")
-_LOOK_SECONDS: Final = 1.0
-"""How often who waits for another thread looks for itself: Ctrl-C may have kept that one from saying it is done."""
+_RECHECK_SECONDS: Final = 1.0
+"""How often a thread that waits for another one checks for itself: Ctrl-C may have prevented the release."""
 Result = TypeVar("Result")
 
 
@@ -45,9 +45,9 @@ class QueuedWork(Work):
     """One call of a group, as torch's `Work`.
 
     Args:
-        action: Does it; may return the rank that a message came from.
+        action: Runs the call; may return the rank that sent the message.
         tensors: What `result` and the future hold when it is done.
-        work_queue: Where it waits.
+        work_queue: The queue that it is in.
     """
 
     def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], work_queue: "WorkQueue") -> None:
@@ -66,7 +66,7 @@ class QueuedWork(Work):
         self._pending: list[torch.futures.Future[None]] = []
 
     def run(self) -> None:
-        """Do it, unless it is done; called once, by whoever has the queue's lock."""
+        """Run the call, unless it is done; called once, by the thread that has the queue's lock."""
         if self.has_begun:
             return
         try:
@@ -74,7 +74,7 @@ class QueuedWork(Work):
             source = self._action()
             self.complete(source=-1 if source is None else source)
         except CollectiveMismatchError as error:
-            # Its frames hold this call, which would not be gone, and say so, when nobody has it any more.
+            # Its frames reference this call: with them, it would not be collected, and __del__ would not log the error.
             self.complete(error=error.with_traceback(None))
         except BaseException as error:
             self.complete(error=error)
@@ -82,13 +82,13 @@ class QueuedWork(Work):
                 raise
 
     def complete(self, *, source: int = -1, error: BaseException | None = None) -> None:
-        """Note that it is done, well or not; the first time counts."""
+        """Mark it as done, with or without an error; only the first time counts."""
         with self._completion_lock:
             if self._is_done:
                 return
             self._source, self._error, self._is_done = source, error, True
             self._work_queue.unset_futures.extend(self._pending)
-        self._action = _do_nothing  # lets go of what it holds
+        self._action = _do_nothing  # drops what it references
         pending, self._pending = self._pending, []
         self._done.release()
         if pending and not self._is_running:
@@ -97,12 +97,12 @@ class QueuedWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
 
-        Ctrl-C ends the waiting. It ends the call too if this thread runs it, which breaks the group; else, as with any
-        timeout, the call goes on and the group is whole.
+        Ctrl-C ends the wait. If this thread runs the call, it ends the call too, which breaks the group; otherwise, as
+        after a timeout, the call continues and the group stays usable.
 
         Raises:
             GroupError: The call failed.
-            CollectiveTimeoutError: It is not done within `timeout`; it goes on.
+            CollectiveTimeoutError: It is not done within `timeout`; it continues.
         """
         if not self._is_done:
             seconds = timeout.total_seconds()
@@ -111,7 +111,7 @@ class QueuedWork(Work):
                 if self._done.acquire(timeout=seconds):
                     self._done.release()
                 elif not self._is_done:
-                    raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it goes on.")
+                    raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it continues.")
             else:
                 self._work_queue.finish(self, self._done)
         if self._error is not None:
@@ -120,21 +120,21 @@ class QueuedWork(Work):
         return True
 
     def __del__(self) -> None:
-        """Say that it failed if nobody has asked; the next call is another one, and must not fail for this one."""
+        """Log its error if no code has read it; a later call must not fail because of this one."""
         if isinstance(self._error, CollectiveMismatchError) and not self._is_error_seen:
-            _LOGGER.error("An asynchronous call failed, and nobody waited for it: %s", self._error)
+            _LOGGER.error("An asynchronous call failed, and no code waited for it: %s", self._error)
 
     def is_completed(self) -> bool:
-        """Return whether it is done, well or not."""
+        """Return whether it is done, with or without an error."""
         return self._is_done
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is done, or somebody is at it."""
+        """Whether it is done or running."""
         return self._is_done or self._is_running
 
     def is_success(self) -> bool:
-        """Return whether it is done well."""
+        """Return whether it is done without an error."""
         self._is_error_seen = self._is_error_seen or self._is_done
         return self._is_done and self._error is None
 
@@ -156,7 +156,7 @@ class QueuedWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that a received message came from."""
+        """Return the rank that sent the received message."""
         return self._source
 
     def _source_rank(self) -> int:
@@ -167,7 +167,7 @@ class QueuedWork(Work):
 
         An error of the call is an error of the future, for C++ as well; there it is a RuntimeError with our text.
         """
-        self._is_error_seen = True  # who has the future sees the error
+        self._is_error_seen = True  # the future delivers the error
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
         with self._completion_lock:
@@ -190,7 +190,7 @@ class WorkQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._run_lock = threading.RLock()  # but nobody takes it twice
+        self._run_lock = threading.RLock()  # but no thread takes it twice
         self._queue: deque[QueuedWork] = deque()
         self.unset_futures: deque[torch.futures.Future[None]] = deque()
         """Futures of calls that are done, to be completed after the lock is released."""
@@ -201,10 +201,10 @@ class WorkQueue:
         self._completion_threads: list[threading.Thread] = []
         self._is_closed = False
         self.is_in_background = False
-        """Whether the call that runs is run by the queue's own thread."""
+        """Whether the current call runs in the queue's own thread."""
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
-        """Do `action` in order and return when it is done; at once and in this thread if nothing is before it.
+        """Run `action` in order and return when it is done; at once and in this thread if the queue is empty.
 
         Raises:
             GroupError: What `action` raises.
@@ -228,13 +228,13 @@ class WorkQueue:
         return call
 
     def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
-        """Have `action` done in order, whether or not anybody waits for it."""
+        """Queue `action`, to be run in order whether or not a thread waits for it."""
         call = QueuedWork(action, tensors, self)
         self.submit(call, soon=True)
         return call
 
     def try_now(self, action: Callable[[bool], Result]) -> Result:
-        """Do `action` at once, and tell it whether it has the lock: if nothing runs and nothing waits."""
+        """Run `action` at once; its argument is whether it has the lock: if no call runs and none is queued."""
         try:
             return self._try_lock(lambda has_lock: action(has_lock and not self._queue))
         finally:
@@ -246,7 +246,7 @@ class WorkQueue:
 
         Args:
             call: The call.
-            soon: Whether it should make progress although nobody waits for it.
+            soon: Whether it should make progress although no thread waits for it.
         """
         self._queue.append(call)
         if soon:
@@ -256,7 +256,7 @@ class WorkQueue:
         """Return when `call`, which is in the queue or running, is done; `done` is released when it is."""
 
         def run_if(has_lock: bool) -> bool:
-            # Only if it is next: what is before it may be a receive that ends later than it does.
+            # Only if it is next: the call before it may be a receive that ends later.
             if has_lock and self._queue and self._queue[0] is call:
                 self._run_next()
             return has_lock
@@ -268,7 +268,7 @@ class WorkQueue:
             if self._queue or self.unset_futures:
                 self.start()
         while not call.is_completed():
-            if done.acquire(timeout=_LOOK_SECONDS):
+            if done.acquire(timeout=_RECHECK_SECONDS):
                 done.release()
             else:
                 self.start()
@@ -279,25 +279,25 @@ class WorkQueue:
             if len(self._threads) <= self._num_completing and not self._is_closed:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()
-                self._threads.append(thread)  # not before: there may be no thread to be had, or Ctrl-C may come
+                self._threads.append(thread)  # not before: starting it may fail, or Ctrl-C may interrupt
         self._wake.release()
 
     def complete_futures_now(self) -> None:
-        """Complete the futures of a call that another one completed, whose thread may go on for long."""
+        """Complete the futures of a call that another call completed, whose thread may stay busy for long."""
         with self._starting:
             if self._is_closed:
-                return  # who closes tells
+                return  # close() completes them
             thread = threading.Thread(target=self._complete_futures, name=self._name, daemon=True)
-            with suppress(RuntimeError):  # no thread is to be had: they are completed after the lock is released
+            with suppress(RuntimeError):  # no thread can be started: they are completed after the lock is released
                 thread.start()
-            self._completion_threads = [*(teller for teller in self._completion_threads if teller.is_alive()), thread]
+            self._completion_threads = [*(other for other in self._completion_threads if other.is_alive()), thread]
 
     def close(self, timeout_seconds: float) -> None:
-        """Run nothing more; a call that runs already has so long to end."""
+        """Run no more calls; one that is running may take `timeout_seconds` to end."""
         with self._starting:
             self._is_closed = True
             threads, self._threads = [*self._threads, *self._completion_threads], []
-        self._wake.release()  # each thread that ends passes it on
+        self._wake.release()  # each thread that ends wakes the next one
         for thread in threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout_seconds)
@@ -320,7 +320,7 @@ class WorkQueue:
         self._wake.release()
 
     def _try_lock(self, action: Callable[[bool], Result]) -> Result:
-        """Do `action` at once, and tell it whether it has the lock: if no other thread has it. [Note: Ctrl-C]."""
+        """Run `action` at once; its argument is whether no other thread has the lock. [Note: Ctrl-C]."""
         if self._run_lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
             return action(False)
         try:
@@ -357,9 +357,9 @@ class WorkQueue:
             call.run()
         finally:
             if call.has_begun:
-                with suppress(ValueError, IndexError):  # who closes the queue takes them too
+                with suppress(ValueError, IndexError):  # close() removes calls too
                     self._queue.remove(call)
 
 
 def _do_nothing() -> None:
-    """Stand for an action that is done."""
+    """Replace an action that is done."""

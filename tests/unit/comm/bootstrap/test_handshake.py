@@ -146,17 +146,17 @@ def test_different_backends_are_named_to_all_at_once(call: Call) -> None:
 
 def test_missing_ranks_are_named(call: Call) -> None:
     outcomes = call(HashStore(), [worker(0, 4), worker(2, 4)], timeout=timedelta(seconds=0.2))
-    assert_all_raise(outcomes, "Ranks 1, 3 did not come: ranks 0, 2 waited", "WORLD_SIZE is too large")
+    assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited", "WORLD_SIZE is too large")
 
 
 def test_a_long_wait_is_not_silent(call: Call) -> None:
-    with pytest.warns(UserWarning, match="Ranks 1, 3 of 4 did not come in 0.1 s; ranks 0, 2 will wait") as said:
+    with pytest.warns(UserWarning, match="Ranks 1, 3 of 4 did not connect in 0.1 s; ranks 0, 2 will wait") as said:
         call(HashStore(), [worker(0, 4), worker(2, 4)], timeout=timedelta(seconds=1), warning_seconds=0.1)
     assert len(said) == 1
 
 
 def test_many_missing_ranks_are_counted() -> None:
-    assert "Ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not come: rank 0 waited" in str(
+    assert "Ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not connect: rank 0 waited" in str(
         answer(HashStore(), worker(0, 100), timeout=timedelta(seconds=0.01))
     )
 
@@ -168,7 +168,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all(call: Call) -> None:
     patient.start()
     outcomes.append(answer(store, worker(0), timeout=timedelta(seconds=0.2)))
     patient.join()
-    assert_all_raise(outcomes, "Rank 2 did not come")
+    assert_all_raise(outcomes, "Rank 2 did not connect")
 
 
 def test_what_keeps_one_worker_away_is_told_to_all(call: Call) -> None:
@@ -226,7 +226,7 @@ def test_a_world_is_not_complete_with_a_dead_worker(call: Call) -> None:
     store = HashStore()
     kill_while_waiting(store, worker(0, process="the killed"))
     outcomes = call(store, [worker(1), worker(2)], timeout=timedelta(seconds=2), **SHORT)
-    assert_all_raise(outcomes, "Rank 0 did not come: ranks 1, 2 waited")
+    assert_all_raise(outcomes, "Rank 0 did not connect: ranks 1, 2 waited")
 
 
 def test_what_the_dead_were_told_does_not_count(call: Call) -> None:
@@ -248,10 +248,10 @@ def test_a_stranger_is_sent_away_from_a_complete_world(call: Call) -> None:
     assert_all_raise(
         [answer(store, worker(1, 2, process="a stranger"), **hosted)],
         "The world at there:29500 is complete without this worker, a stranger",
-        "ranks 0 to 1, and this one was told rank 1 of 2",
+        "ranks 0 to 1, and this one has rank 1 of 2",
         "set MASTER_PORT",
     )
-    assert "told rank 2 of 3" in str(answer(store, worker(2, 3, process="a stranger"), **hosted))
+    assert "this one has rank 2 of 3" in str(answer(store, worker(2, 3, process="a stranger"), **hosted))
 
 
 def test_a_worker_that_comes_before_rank_0_has_left_is_asked_to_open_the_next_store() -> None:

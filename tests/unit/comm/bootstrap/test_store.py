@@ -115,7 +115,7 @@ def test_the_store_of_another_can_be_looked_at() -> None:
 
 
 def test_who_is_missing_depends_on_who_serves(closed_port: int) -> None:
-    with pytest.raises(GroupError, match="rank 0, which is to serve it, did not come"):
+    with pytest.raises(GroupError, match="rank 0, which serves it, did not start in time"):
         open_store(here(closed_port), 1, 2, SHORT)
     with pytest.raises(GroupError, match="Look at the log of torchrun"):
         open_store(here(closed_port, TORCHELASTIC_USE_AGENT_STORE="True"), 0, 2, SHORT)

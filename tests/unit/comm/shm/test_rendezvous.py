@@ -27,7 +27,10 @@ def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: 
     monkeypatch.setattr(hosts, "_WARNING_SECONDS", 0.0)
     store = dist.HashStore()
     store.set("host/1", "[]")
-    with caplog.at_level(logging.WARNING, "lockstep"), pytest.raises(GroupError, match="Ranks 4, 7 of 4 did not come"):
+    with (
+        caplog.at_level(logging.WARNING, "lockstep"),
+        pytest.raises(GroupError, match="Ranks 4, 7 of 4 did not connect"),
+    ):
         rendezvous.connect_ranks(
             store, 0, FileLayout(4), Deadline.after(timedelta(seconds=0.6)), GroupMembers(names=[1, 3, 4, 7])
         )
@@ -46,6 +49,6 @@ def test_who_waits_for_a_lost_rank_is_told_at_once() -> None:
 def test_waiting_over_tcp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     # It waited in slices once, and torch printed a warning for each that was over: in every correct script.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(GroupError, match="Rank 1 of 2 did not come"):
+    with pytest.raises(GroupError, match="Rank 1 of 2 did not connect"):
         rendezvous.connect_ranks(store, 0, FileLayout(2), Deadline.after(timedelta(seconds=0.6)))
     assert capfd.readouterr().err == ""

@@ -134,7 +134,7 @@ def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: WorkQueue, tim
 def test_a_wait_may_end_before_the_call(lane: WorkQueue) -> None:
     gate = Gate()
     work = lane.put(gate, [])
-    with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s; it goes on"):
+    with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s; it continues"):
         work.wait(timedelta(seconds=0.01))
     gate.opened.set()
     assert work.wait(timedelta(seconds=PATIENCE))
@@ -390,4 +390,4 @@ def test_a_mismatch_that_nobody_asks_for_is_said(
         call = lane.put(lambda: None, [ONE])
         assert call.wait()
         wait_until(lambda: len(caplog.records) == num_words)
-    assert all("nobody waited for it: they differ" in record.getMessage() for record in caplog.records)
+    assert all("no code waited for it: they differ" in record.getMessage() for record in caplog.records)
