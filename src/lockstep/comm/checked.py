@@ -112,7 +112,7 @@ class GlooComparer:
         if said:
             rank, _, reason = said.partition(" ")
             return PeerLostError(f"Rank {rank} failed: {reason}", rank=int(rank))
-        return PeerLostError(f"A rank was lost, or did not connect, in {call.decode()}: {error}")
+        return PeerLostError(f"A rank was lost, or did not reach {call.decode()}: {error}")
 
 
 @final
