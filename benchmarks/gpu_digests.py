@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from gpu_device import DEVICE, IS_CUDA, name
 from gpu_workers import Outcome, describe, hand_in, is_worker, join, run_workers
-from tables import print_row, tell
+from tables import log, print_row
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -198,7 +198,7 @@ class Job:
 
 
 def play(job: Job) -> tuple[Job, list[Outcome]]:
-    tell(f"{job.mode}, {job.title()} ...")
+    log(f"{job.mode}, {job.title()} ...")
     arguments = ["--mode", job.mode, "--backend", job.backend]
     return job, run_workers(__file__, arguments, world_size=job.world_size, limit=LIMIT_SECONDS[job.mode != EAGER])
 

@@ -1,5 +1,6 @@
 """What every test relies on."""
 
+import gc
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 _FOLDERS = Path(__file__).parent
-_MARKS = {"unit": "unit", "process": "process", "conformance": "process", "gpu": "gpu"}
+_MARKS = {"unit": "unit", "process": "process", "conformance": "process", "mistakes": "process", "gpu": "gpu"}
 """The mark of all tests of a folder; those beside the folders are unit tests."""
 
 
@@ -23,3 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_MARKS.get(folder, "unit"))
         if folder == "conformance":
             item.add_marker("conformance")
+
+
+def pytest_collection_finish() -> None:
+    """Make this process cheap for small tensors and many objects, before the first test runs."""
+    import torch  # not in the process that hands the tests out
+
+    # Each thread that computes, as ranks that are threads do, would have helpers of its own, which wait in a loop.
+    torch.set_num_threads(1)
+    # What was imported, about a million objects, has no part in the garbage collections of the tests.
+    gc.collect()
+    gc.freeze()

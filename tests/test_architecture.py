@@ -1,9 +1,9 @@
-"""The house holds: imports point down its floors, pure modules have no effects, one file reads the environment."""
+"""The packages of the project: imports point down, pure modules have no effects, one file reads the environment."""
 
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "lockstep"
 
-FLOORS = (
+LAYERS = (
     "errors",
     "settings",
     "events",
     "torch_private",
     "compiler",
     "processes",
+    "channel",
     "devices",
     "shards",
     "comm",
@@ -26,6 +27,8 @@ FLOORS = (
     "parallel",
     "data",
     "checkpoint",
+    "plugins",
+    "drop_in",
     "engine",
     "elastic",
     "runs",
@@ -34,7 +37,7 @@ FLOORS = (
     "recipes",
     "cli",
 )
-"""From the ground up: a room may import from its own floor and from those before it."""
+"""Packages, and modules beside them, from the lowest: one may import from itself and from those before it."""
 
 PURE = (
     "lockstep.devices.choose",
@@ -44,6 +47,7 @@ PURE = (
     "lockstep.devices.visible",
     "lockstep.comm.bootstrap.identity",
     "lockstep.comm.bootstrap.node_list",
+    "lockstep.comm.nccl_defects",
     "lockstep.comm.segments",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
@@ -61,15 +65,18 @@ PURE = (
     "lockstep.runs.retention",
     "lockstep.launch.environment",
     "lockstep.launch.lines",
+    "lockstep.launch.membership",
+    "lockstep.channel.lines",
+    "lockstep.channel.table",
 )
 EFFECTS = {
     *("asyncio", "datetime", "io", "os", "pathlib", "random", "select", "selectors", "shutil", "signal", "socket"),
     *("subprocess", "sys", "tempfile", "threading", "time", "torch.cuda", "torch.distributed"),
 }
 PRIVATE_NAMES = "lockstep.torch_private"
-"""The room that alone may use names which torch does not promise."""
-PYTHONS_NAMES = {"_Unpickler", "_current_frames", "_exit", "_getframe", "_is_owned"}
-"""Attributes of Python's own library: of pickle, sys, os and an RLock."""
+"""The package that alone may use names which torch does not promise."""
+PYTHONS_NAMES = {"_Unpickler", "_abc_caches_clear", "_current_frames", "_exit", "_getframe", "_is_owned"}
+"""Attributes of Python's own library: of pickle, abc, sys, os and an RLock."""
 NAMES_IN_FILES = {
     "lockstep.checkpoint.interop.distributed": {"_get_layout"},
     "lockstep.checkpoint.interop.names": {"_orig_mod"},
@@ -91,47 +98,65 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield what a file imports, wherever in the file: deferred and TYPE_CHECKING imports count."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text("utf-8"))
+
+
+@functools.cache
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parse(module)))
+
+
+@functools.cache
+def imports(module: str) -> frozenset[str]:
+    """Return what a module imports, wherever in the file: deferred and TYPE_CHECKING imports count."""
+    found: set[str] = set()
+    for node in nodes(module):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
+            assert node.level == 0, f"{module} imports relatively"
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES or name in EFFECTS else str(node.module)
+                found.add(name if name in MODULES or name in EFFECTS else str(node.module))
+    return frozenset(found)
 
 
-def room(module: str) -> str | None:
+def layer(module: str) -> str | None:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else None
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room(module) for module in MODULES} - {None} <= set(FLOORS)
+def test_every_package_has_a_layer() -> None:
+    assert {layer(module) for module in MODULES} - {None} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room(name) is not None])
-def test_imports_point_down(module: str) -> None:
-    here = FLOORS.index(str(room(module)))
-    for imported in imports(MODULES[module]):
+def upward_imports(module: str) -> Iterator[str]:
+    """Yield the modules of the project that a module imports and that are not below it, nor in its own package."""
+    here = LAYERS.index(str(layer(module)))
+    for imported in imports(module):
         if imported.split(".")[0] == "lockstep":
-            target = room(imported)
-            assert target is not None, f"{module} imports the front door"
-            assert FLOORS.index(target) <= here, f"{module} imports {imported}, which is on a floor above"
+            target = layer(imported)
+            if target is None or LAYERS.index(target) > here:  # None: the package itself, which imports all others
+                yield imported
+
+
+def test_imports_point_down() -> None:
+    found = {module: list(upward_imports(module)) for module in MODULES if layer(module) is not None}
+    assert not {module: upward for module, upward in found.items() if upward}
 
 
 def test_modules_form_no_cycle() -> None:
-    graph = {module: {name for name in imports(path) if name in MODULES} for module, path in MODULES.items()}
-    settled: set[str] = set()
+    graph = {module: {name for name in imports(module) if name in MODULES} for module in MODULES}
+    finished: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, f"cycle: {' -> '.join((*trail, module))}"
-        if module not in settled:
+        if module not in finished:
             for imported in sorted(graph[module]):
                 visit(imported, (*trail, module))
-            settled.add(module)
+            finished.add(module)
 
     for module in graph:
         visit(module, ())
@@ -139,17 +164,14 @@ def test_modules_form_no_cycle() -> None:
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_modules_have_no_effects(module: str) -> None:
-    path = MODULES[module]
-    assert not {name for name in imports(path) if name in EFFECTS or name.split(".")[0] in EFFECTS}
-    names = {node.id for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Name)}
+    assert not {name for name in imports(module) if name in EFFECTS or name.split(".")[0] in EFFECTS}
+    names = {node.id for node in nodes(module) if isinstance(node, ast.Name)}
     assert not names & {"open", "print", "input"}
 
 
 def test_only_settings_touches_the_environment() -> None:
-    for module, path in MODULES.items():
-        attributes = {
-            node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)
-        }
+    for module in MODULES:
+        attributes = {node.attr for node in nodes(module) if isinstance(node, ast.Attribute)}
         if module != "lockstep.settings":
             assert not attributes & {"environ", "getenv", "putenv"}, f"{module} touches the environment"
 
@@ -158,35 +180,34 @@ def test_no_module_is_named_for_nothing() -> None:
     assert not {part for module in MODULES for part in module.split(".")} & EMPTY_NAMES
 
 
-def shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+def shared_class_names(trees: Mapping[str, Iterable[ast.AST]]) -> dict[str, list[str]]:
     """Return the names that several classes have, with their modules; `_Foo` and `Foo` are one name."""
     modules: dict[str, list[str]] = {}
-    for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+    for module, tree in trees.items():
+        for node in tree:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name.lstrip("_"), []).append(module)
     return {name: found for name, found in modules.items() if len(found) > 1}
 
 
 def test_no_two_classes_have_one_name() -> None:
-    found = shared_class_names({module: path.read_text("utf-8") for module, path in MODULES.items()})
+    found = shared_class_names({module: nodes(module) for module in MODULES})
     assert not found, f"several classes have one name; rename all but one: {found}"
 
 
 def test_a_shared_class_name_is_found() -> None:
     sources = {"a": "class Foo: ...", "b": "if True:\n    class _Foo: ...", "c": "class Bar:\n    class Foos: ..."}
-    assert shared_class_names(sources) == {"Foo": ["a", "b"]}
+    trees = {module: ast.walk(ast.parse(source)) for module, source in sources.items()}
+    assert shared_class_names(trees) == {"Foo": ["a", "b"]}
 
 
-def test_every_room_explains_itself() -> None:
-    for module, path in MODULES.items():
-        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-        assert docstring, f"{module} has no docstring"
+def test_every_module_explains_itself() -> None:
+    assert not [module for module in MODULES if not ast.get_docstring(parse(module))]
 
 
 def test_nothing_in_the_package_imports_a_test_library() -> None:
-    for module, path in MODULES.items():
-        assert not {name.split(".")[0] for name in imports(path)} & {"unittest", "pytest"}, module
+    for module in MODULES:
+        assert not {name.split(".")[0] for name in imports(module)} & {"unittest", "pytest"}, module
 
 
 def is_private(name: str) -> bool:
@@ -194,25 +215,25 @@ def is_private(name: str) -> bool:
 
 
 @functools.cache
-def names_of_torch() -> set[str]:
-    """Return the private names that the room of private names uses, as attributes, imports or text."""
+def names_of_torch() -> frozenset[str]:
+    """Return the private names in `PRIVATE_NAMES`: its attributes, imports and texts."""
     found = set()
-    for module, path in MODULES.items():
+    for module in MODULES:
         if module.startswith(PRIVATE_NAMES):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for node in nodes(module):
                 if isinstance(node, ast.Attribute):
                     found.add(node.attr)
                 elif isinstance(node, ast.alias):
                     found.update(node.name.split("."))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.add(node.value)
-    return {name for name in found if is_private(name) and name.isidentifier()}
+    return frozenset(name for name in found if is_private(name) and name.isidentifier())
 
 
-def defined_names(tree: ast.Module) -> set[str]:
+def defined_names(tree: Iterable[ast.AST]) -> set[str]:
     """Return the names that a module gives to its own functions, classes and attributes of its own objects."""
     found = set()
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
@@ -226,17 +247,16 @@ def is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in {"self", "cls"}
 
 
-def private_attributes(tree: ast.Module, torchs: set[str]) -> Iterator[str]:
-    allowed = PYTHONS_NAMES | (defined_names(tree) - torchs)
-    for node in ast.walk(tree):
+def private_attributes(tree: Iterable[ast.AST], allowed: set[str]) -> Iterator[str]:
+    for node in tree:
         if not isinstance(node, ast.Attribute) or is_own(node.value):
             continue
         if is_private(node.attr) and node.attr not in allowed:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def private_imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def private_imports(tree: Iterable[ast.AST]) -> Iterator[str]:
+    for node in tree:
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -244,34 +264,41 @@ def private_imports(tree: ast.Module) -> Iterator[str]:
                     yield f"line {node.lineno}: import of {origin}{alias.name}"
 
 
-def private_texts(module: str, tree: ast.Module, torchs: set[str]) -> Iterator[str]:
+def private_texts(tree: Iterable[ast.AST], allowed: set[str], defined: set[str]) -> Iterator[str]:
     """Yield texts that are private names: those of torch anywhere, others where an attribute's name is expected."""
-    allowed = NAMES_IN_FILES["*"] | NAMES_IN_FILES.get(module, set())
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if (node.value in torchs or PRIVATE_PATH.fullmatch(node.value)) and node.value not in allowed:
+            names_torch = node.value in names_of_torch() or PRIVATE_PATH.fullmatch(node.value)
+            if names_torch and node.value not in allowed:
                 yield f"line {node.lineno}: {node.value!r}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+        elif isinstance(node, ast.Call) and last_name(node.func) in BY_NAME:
             texts = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
-            for name in texts - allowed - defined_names(tree):
+            for name in texts - allowed - defined:
                 if isinstance(name, str) and is_private(name):
                     yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def private_uses(module: str, source: str) -> list[str]:
+def last_name(function: ast.expr) -> str | None:
+    """Return `name` of `name`, `a.name` and `a.b().name`."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else None
+
+
+def private_uses(module: str, tree: Sequence[ast.AST]) -> list[str]:
     """Return where a module uses private names that are not its own."""
-    tree, torchs = ast.parse(source), names_of_torch()
+    defined = defined_names(tree)
     return [
-        *private_attributes(tree, torchs),
+        *private_attributes(tree, PYTHONS_NAMES | (defined - names_of_torch())),
         *private_imports(tree),
-        *private_texts(module, tree, torchs),
+        *private_texts(tree, NAMES_IN_FILES["*"] | NAMES_IN_FILES.get(module, set()), defined),
     ]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(PRIVATE_NAMES)])
-def test_private_names_stand_in_one_room(module: str) -> None:
-    found = private_uses(module, MODULES[module].read_text("utf-8"))
-    assert not found, f"{module} uses private names; give them a public one in {PRIVATE_NAMES}: {found}"
+def test_private_names_are_used_in_one_package() -> None:
+    found = {name: private_uses(name, nodes(name)) for name in MODULES if not name.startswith(PRIVATE_NAMES)}
+    found = {name: uses for name, uses in found.items() if uses}
+    assert not found, f"private names; give them a public one in {PRIVATE_NAMES}: {found}"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +321,7 @@ def test_private_names_stand_in_one_room(module: str) -> None:
     ],
 )
 def test_a_private_name_is_found(source: str) -> None:
-    assert private_uses("lockstep.anything", source)
+    assert private_uses("lockstep.anything", tuple(ast.walk(ast.parse(source))))
 
 
 @pytest.mark.parametrize(
@@ -309,4 +336,4 @@ def test_a_private_name_is_found(source: str) -> None:
     ],
 )
 def test_names_of_ones_own_are_not(source: str) -> None:
-    assert not private_uses("lockstep.anything", source)
+    assert not private_uses("lockstep.anything", tuple(ast.walk(ast.parse(source))))

@@ -28,6 +28,11 @@ class here can be made from one string.
 from dataclasses import dataclass
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 worker" or "3 workers", for messages."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class LockstepError(RuntimeError):
     """Root of the tree."""
 

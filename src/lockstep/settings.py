@@ -44,10 +44,22 @@ _RECORDED = frozenset(
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
 """A variable whose name has one of these may hold a secret and is not recorded."""
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
+_CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_KERNEL_VARIABLES = {
+    "cpu": (
+        *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+        *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
+    ),
+    "cuda": (
+        *(_CUBLAS_VARIABLE, "CUBLASLT_WORKSPACE_SIZE", "DISABLE_ADDMM_CUDA_LT", "NVIDIA_TF32_OVERRIDE"),
+        "TORCH_CUDNN_V8_API_DISABLED",
+    ),
+}
+"""Variables from which libraries choose their kernels, by the type of device."""
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is less than this."""
 _YES = frozenset({"1", "true", "yes", "on"})
-_NO = frozenset({"0", "false", "no", "off", ""})
+_NO = frozenset({"0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +96,17 @@ def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: source[name] for name in _LAUNCHER_VARIABLES if source.get(name)}
 
 
+def write_place(rank: int, world_size: int) -> None:
+    """Set the variables that hold the place of a worker of `ls.launch`, for code that reads them.
+
+    Args:
+        rank: Its rank.
+        world_size: How many workers there are, all on this host.
+    """
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+
+
 def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process is a worker that `ls.launch` started.
 
@@ -114,8 +137,8 @@ def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDev
     return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
 
 
-def read_check(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether LOCKSTEP_CHECK asks for the calls of all ranks to be compared.
+def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
+    """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set.
 
     Args:
         environ: Mapping to read instead of this process' environment.
@@ -125,6 +148,8 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool:
     """
     text = (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "")
     value = text.strip().lower()
+    if not value:
+        return None
     if value not in _YES | _NO:
         raise UsageError(
             f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to compare the calls of all ranks, or 0, false, "
@@ -210,21 +235,67 @@ def worker_environment(
     environ: Mapping[str, str] | None = None,
     *,
     defaults: Mapping[str, str] = MappingProxyType({}),
-    seed: int | None = None,
+    seed: int = 0,
 ) -> dict[str, str]:
-    """Return the environment for a child process: this process' variables, with `overrides` and `defaults`.
+    """Return the environment for a worker: this process' variables, with `overrides` and `defaults`.
 
-    Python's hash of a str depends on PYTHONHASHSEED, which is random by default. Then a vocabulary that is built from a
-    set has another order in every process. Here it is derived from `seed`, unless the user has set it.
+    Two variables are read once, when a process or a library of it starts. So they are set here, for all workers alike,
+    unless the user has set them. Python's hash of a str depends on PYTHONHASHSEED, which is random by default: then a
+    vocabulary that is built from a set has another order in every process. cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the
+    first matrix product, which may come before the trainer that asks for deterministic operators.
 
     Args:
         overrides: Variables that replace those of this process.
         environ: Mapping to use instead of this process' environment.
         defaults: Variables for which this process' values have precedence.
-        seed: Seed of the worker's global generators; None to not set PYTHONHASHSEED.
+        seed: The number from which PYTHONHASHSEED is made.
     """
-    key = {} if seed is None else {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS)}
-    return {**defaults, **key, **(os.environ if environ is None else environ), **overrides}
+    source = os.environ if environ is None else environ
+    read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), _CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
+    unset = {name: value for name, value in read_once.items() if not source.get(name)}  # empty counts as not set
+    return {**defaults, **source, **unset, **overrides}
+
+
+def read_cublas_workspace(environ: Mapping[str, str] | None = None) -> str:
+    """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get(_CUBLAS_VARIABLE, "")
+
+
+def read_kernel_variables(device_type: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables from which a device's libraries choose their kernels; empty for those that are not set.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return {name: source.get(name, "") for name in _KERNEL_VARIABLES.get(device_type, ())}
+
+
+def read_python_path(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return PYTHONPATH; None if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("PYTHONPATH")
+
+
+def set_python_path(value: str | None) -> None:
+    """Set PYTHONPATH for the processes that this one starts; None to delete it."""
+    if value is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = value
+
+
+def set_rendezvous(address: str, port: int) -> None:
+    """Set MASTER_ADDR and MASTER_PORT, as launchers do."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
 
 
 def set_determinism_variables(deterministic: bool) -> None:
@@ -234,4 +305,4 @@ def set_determinism_variables(deterministic: bool) -> None:
     """
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+        os.environ.setdefault(_CUBLAS_VARIABLE, CUBLAS_WORKSPACE)

@@ -48,12 +48,14 @@ def make_loop(wrap: Callable[[nn.Module], nn.Module], clip: float | None) -> Cal
     model = wrap(make_net())
     inputs, targets = make_data()
     data = (inputs.pin_memory(), targets.pin_memory()) if DEVICE.type == "cuda" else (inputs, targets)
-    return partial(loop_step, model, torch.optim.SGD(model.parameters(), lr=1e-3), data, clip)
+    return partial(
+        loop_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, fused=DEVICE.type == "cuda"), data, clip
+    )
 
 
 def make_trainer(num_shards: int, clip: float | None) -> Callable[[], Any]:
     model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=DEVICE.type == "cuda")
     trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=num_shards, max_grad_norm=clip)
     loader = ls.ShardedLoader(
         TensorDataset(*make_data()), batch_size=16, num_shards=num_shards, pin_memory=DEVICE.type == "cuda"

@@ -39,7 +39,9 @@ _CALL_SECONDS = 50.0
 """How long a call may take."""
 _LATER_SECONDS = 3.0
 """How long the other ranks may take after one has failed."""
-_SERVER = get_context("forkserver")
+SERVER = get_context("forkserver")
+# What is loaded by the server need not be loaded by each rank.
+SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", __name__])
 
 
 @final
@@ -99,12 +101,10 @@ class Ranks:
         self._store = tempfile.mkdtemp(dir=folder)
         self._lines: list[Connection] = []
         self._processes = []
-        # What is loaded by the server need not be loaded by each rank.
-        _SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", __name__])
         for number in range(size):
-            ours, theirs = _SERVER.Pipe()
+            ours, theirs = SERVER.Pipe()
             rank = Rank(number, size, self._store, theirs)
-            process = _SERVER.Process(target=rank.run, args=(function, arguments))
+            process = SERVER.Process(target=rank.run, args=(function, arguments))
             process.start()
             theirs.close()
             self._lines.append(ours)

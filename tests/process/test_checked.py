@@ -1,19 +1,23 @@
 """Gloo groups whose calls are compared first: with `check=True`, and where shm ranks are not on one host."""
 
 import os
+import re
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import Rank, Ranks, call_on_ranks
 
 import lockstep as ls
 from lockstep.comm import checked, hosts
+from lockstep.comm.gloo_comparer import GlooComparer
 
 Answers = dict[str, Any]
 MISTAKES = (
@@ -24,14 +28,18 @@ WAYS = ("shared memory", "gloo", "apart")
 """Agreement over shared memory, over Gloo, and the group of ranks that seem to be on several hosts."""
 
 
+PATCHES = pytest.MonkeyPatch()
+"""Of a rank; they stay until it ends."""
+
+
 def join(way: str, run: ls.Run) -> None:
     """Make the default group anew, checked in one of the ways."""
     store = dist.PrefixStore(way, dist.distributed_c10d._get_default_store())
     ls.destroy_process_group()
     if way == "apart":
-        vars(hosts)["host_identity"] = lambda: f"boot {run.rank // 2}"
+        PATCHES.setattr(hosts, "host_identity", lambda: f"boot {run.rank // 2}")
     elif way == "gloo":
-        vars(checked)["make_shared_memory_comparer"] = lambda *_: None
+        PATCHES.setattr(checked, "make_shared_memory_comparer", lambda *_, **_options: None)
     backend = "shm" if way == "apart" else "gloo"
     ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
 
@@ -178,6 +186,90 @@ def test_the_variable_asks_for_checks() -> None:
     assert ["rank 1 calls" in message for message in call_on_ranks(2, check_by_variable)] == [True, True]
 
 
+def make_groups(run: ls.Run, base: dist.Store, name: str) -> None:
+    """Make the default group anew, of Gloo and without a word about checks."""
+    store = dist.PrefixStore(name, base)
+    ls.destroy_process_group()
+    ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=40))
+
+
+def reduce_later(length: int) -> None:
+    work: Any = dist.all_reduce(torch.ones(length), async_op=True)
+    work.wait()
+
+
+def mistakes_of_two(rank: int) -> dict[str, Callable[[], object]]:
+    """Calls of one of two ranks that are not those of the other."""
+    is_odd = rank == 1
+    return {
+        "operation": dist.barrier if is_odd else lambda: dist.all_reduce(torch.ones(3)),
+        "shape": lambda: dist.all_reduce(torch.ones(3 + rank)),
+        "asynchronous": lambda: reduce_later(3 + rank),
+        "root": lambda: dist.broadcast(torch.ones(3), rank),
+        "a group on one rank": (lambda: dist.all_reduce(torch.ones(1))) if is_odd else lambda: dist.new_group([0, 1]),
+        "two groups": lambda: dist.new_group([rank]),
+        "in a group": lambda: dist.all_reduce(torch.ones(3 + rank), group=dist.new_group([0, 1])),
+        "in a group of gloo": lambda: dist.all_reduce(torch.ones(3 + rank), group=dist.new_group(backend="gloo")),
+        "one of several": lambda: [dist.all_reduce(torch.ones(3 + (number == 20 and is_odd))) for number in range(30)],
+    }
+
+
+def make_calls_by_default(run: ls.Run) -> Answers:
+    answers: Answers = {}
+    base = dist.distributed_c10d._get_default_store()
+    for name, mistake in mistakes_of_two(run.rank).items():
+        make_groups(run, base, name)
+        began = time.monotonic()
+        answers[name] = message_of(mistake)
+        assert time.monotonic() - began < 10
+    make_groups(run, base, "right")
+    # Many calls, of which one rank is ahead.
+    for number in range(100):
+        if run.rank == number // 50:
+            time.sleep(0.001)
+        dist.broadcast(torch.ones(2), 0)
+    answers["right"] = [name for name, is_right in right_answers(run.rank, run.world_size).items() if not is_right]
+    groups = (None, dist.new_group([0, 1]), dist.new_group(backend="gloo"))
+    answers["backends"] = [dist.get_backend(group) for group in groups]
+    dist.monitored_barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    began = time.monotonic()
+    if run.rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        answers["waited"] = time.monotonic() - began
+    base.set(f"done {run.rank}", "")
+    base.wait([f"done {1 - run.rank}"])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def default_answers() -> list[Answers]:
+    return call_on_ranks(2, make_calls_by_default)
+
+
+@pytest.mark.parametrize("mistake", mistakes_of_two(0))
+def test_gloo_compares_calls_by_default(default_answers: list[Answers], mistake: str) -> None:
+    # `new_group` on one rank waited for half an hour, and Gloo aborted the process or added what it got.
+    first, second = (answer[mistake] for answer in default_answers)
+    assert first == second
+    assert "rank 0 calls " in first
+    assert "rank 1 calls " in first
+    assert len(re.findall(r" at /\S*test_checked\.py:\d+", first)) == 2
+
+
+def test_calls_that_are_right_are_made(default_answers: list[Answers]) -> None:
+    assert [answer["right"] for answer in default_answers] == [[], []]
+
+
+def test_groups_go_by_the_backend_that_was_asked_for(default_answers: list[Answers]) -> None:
+    assert [answer["backends"] for answer in default_answers] == [["gloo"] * 3] * 2
+
+
+def test_a_timeout_that_is_changed_holds_for_comparisons_too(default_answers: list[Answers]) -> None:
+    assert default_answers[0]["waited"] < 10
+
+
 def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
     """Ctrl-C while rank 0 waits for rank 1 in an agreement; it goes on with the call that comes next."""
     join(way, run)
@@ -211,7 +303,7 @@ def test_a_rank_that_is_interrupted_is_no_longer_in_step() -> None:
 def test_agreement_does_not_use_the_default_device() -> None:
     # Gloo has no tensors on "meta", and that was taken for the loss of a rank.
     with torch.device("meta"):
-        agreement = checked.GlooComparer(dist.HashStore(), 0, timedelta(seconds=5), [0])
+        agreement = GlooComparer(dist.HashStore(), 0, timedelta(seconds=5), [0])
         agreement.compare_calls(b"barrier()")
         agreement.close()
 
@@ -236,3 +328,25 @@ def test_the_others_hear_what_a_worker_died_of(way: str) -> None:
     assert len(consequences) == 2
     for reason in consequences:
         assert "lost rank 1: Rank 1 failed: ValueError: no such file" in reason
+
+
+def die_within_a_call(rank: Rank) -> tuple[int, str]:
+    """Rank 1 is killed after calls were compared, when rank 0 is in Gloo's all-reduce."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2)
+    group: Any = dist.group.WORLD
+    if rank.number == 1:
+        group._comparer.publish_call(b"all_reduce(sum, float32 [100000])")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ls.PeerLostError) as lost:
+        dist.all_reduce(torch.ones(100_000))
+    return lost.value.rank, str(lost.value)
+
+
+def test_a_rank_that_dies_within_a_call_of_gloo_is_named(tmp_path: Path) -> None:
+    # It was "Connection reset by peer" or "Connection closed by peer", which names no rank.
+    with Ranks(tmp_path, 2, die_within_a_call) as ranks:
+        number, message = ranks.result(0)
+    assert number == 1
+    assert "Rank 1 (process " in message
+    assert "killed" in message

@@ -473,8 +473,7 @@ def batches(rank: int, answers: Answers) -> None:
         return lambda model: model(torch.ones(shape)).mean().backward()
 
     def look_first(model: nn.Module) -> None:
-        if rank == 0:
-            model(torch.ones(2, 3))
+        model(torch.ones(2 + rank, 3))
         of(4, 3)(model)
 
     def accumulate(model: Any) -> None:
@@ -497,7 +496,6 @@ def batches(rank: int, answers: Answers) -> None:
         "attention": said(_Attention(), of(5 + rank, 4, 4)),
         "packed, times differ": said(Recurrent(), pack(5 + rank, 2)),
         "without backward": said(linear(), look_first),
-        "in no_sync": said(linear(), accumulate),
         "tensors differ": said(Gated(), gate),
     }
     answers["uneven batches"] = {
@@ -505,6 +503,7 @@ def batches(rank: int, answers: Answers) -> None:
         "batch first": said(Recurrent(batch_first=True), of(4 + rank, 5, 3)),
         "packed": said(Recurrent(), pack(5, 4 + rank)),
         "two forwards": said(linear(), two_forwards),
+        "in no_sync": said(linear(), accumulate),
     }
 
 
@@ -521,13 +520,14 @@ def test_equal_batches_are_not_warned_of(answers: list[ScenarioAnswers]) -> None
         assert [name for name, said in found["batches"].items() if said] == []
 
 
-def test_uneven_batches_are_warned_of_on_one_rank_at_the_users_line(answers: list[ScenarioAnswers]) -> None:
+def test_uneven_batches_are_warned_of_at_the_users_line(answers: list[ScenarioAnswers]) -> None:
     for name, found in answers[0]["uneven batches"].items():
         (said,) = found
-        numbers = "6 samples and rank 0 on 5" if name == "two forwards" else "5 samples and rank 0 on 4"
+        sizes = {"two forwards": "6 samples and rank 0 on 5", "in no_sync": "9 samples and rank 0 on 6"}
+        numbers = sizes.get(name, "5 samples and rank 0 on 4")
         assert f"test_ddp_changes.py: In one step rank 1 trained on {numbers}" in said
         assert 'warnings.filterwarnings("ignore", message="In one step rank")' in said
-    assert [name for name, said in answers[1]["uneven batches"].items() if said] == []
+    assert all(len(said) == 1 for said in answers[1]["uneven batches"].values())
 
 
 # -- Calls that meet others --------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def meetings(rank: int, answers: Answers) -> None:
 def test_a_call_of_ours_that_meets_another_says_what_it_is_for(answers: list[ScenarioAnswers]) -> None:
     for found in answers:
         said = found["forward meets backward"]
-        assert "for the buffers of a wrapped model before a forward in training (on one rank alone, call eval()" in said
+        assert "for the buffers of a wrapped model before a forward in training (call train() on every rank;" in said
         assert "for the buffers of a wrapped model after its backward" in said
 
 

@@ -53,9 +53,13 @@ def no_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def holder() -> Iterator[int]:
-    """Return the pid of a process that stands for somebody's training."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "train.py"])
+def holder(tmp_path: Path) -> Iterator[int]:
+    """Return the pid of a process that stands for somebody's training, and has opened CUDA's library."""
+    library = tmp_path / "libcuda.so.1"
+    library.touch()
+    with library.open() as stream:
+        code = "import time; time.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-c", code, "train.py"], pass_fds=[stream.fileno()])
     yield process.pid
     process.kill()
     process.wait()
@@ -138,3 +142,62 @@ def test_train_says_where_it_trains(tmp_path: Path) -> None:
     done = run("train", str(config), "--force")
     assert done.returncode == 0, done.stderr
     assert "devices: CPU, 1 worker\n" in done.stdout
+
+
+def test_the_links_between_workers_are_tested_with_each_backend() -> None:
+    done = run("devices", "--test", "--json", "cpu:2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [device["name"] for device in found["devices"]] == ["cpu", "cpu"]
+    assert [(each["backend"], each["device"]) for each in found["links"]] == [("shm", "cpu"), ("gloo", "cpu")]
+    for each in found["links"]:
+        [report] = each["reports"]
+        assert (report["ranks"], report["problem"]) == ([0, 1], "")
+        assert report["seconds"] > 0
+
+
+IN_A_CONTAINER = """
+import json, os, subprocess, sys
+from lockstep.devices.holders import look_up_holder
+def seen(pid):
+    holder = look_up_holder(pid, memory_bytes=1, is_graphics=False)
+    return [holder.user is not None, holder.is_self]
+wait = [sys.executable, "-c", "input()"]
+other = subprocess.Popen(wait, stdin=subprocess.PIPE)
+before = seen(os.getpid())
+with open(sys.argv[1]) as library:
+    user = subprocess.Popen(wait, stdin=subprocess.PIPE, pass_fds=[library.fileno()])
+    found = {"own, without a GPU": before, "own": seen(os.getpid()), "user": seen(user.pid), "other": seen(other.pid)}
+    with open("/proc/self/status") as status:  # of the namespace of /proc
+        [outer] = [int(line.split()[1]) for line in status if line.startswith("NSpid")]
+    print(json.dumps({**found, "own by its outer id": seen(outer)}))
+for process in (user, other):
+    process.communicate(b"\\n")
+"""
+
+
+def in_a_namespace(*options: str, library: Path) -> dict[str, list[bool]]:
+    """Run IN_A_CONTAINER in a new namespace of process ids."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", *options]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("may not make namespaces")
+    command = [*unshare, sys.executable, "-c", IN_A_CONTAINER, str(library)]
+    found: dict[str, list[bool]] = json.loads(subprocess.check_output(command, text=True, timeout=50))
+    return found
+
+
+def test_an_id_of_the_hosts_is_not_taken_for_a_process_of_the_container(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").touch()
+    found = in_a_namespace("--mount-proc", library=tmp_path / "libcuda.so.1")
+    assert found == {
+        "own, without a GPU": [False, False],
+        "own": [True, True],
+        "user": [True, False],
+        "other": [False, False],  # the driver's id is by chance that of a process here, which uses no GPU
+        "own by its outer id": [True, True],
+    }
+
+
+def test_a_process_is_itself_by_the_id_that_the_host_has_for_it(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").touch()
+    assert in_a_namespace(library=tmp_path / "libcuda.so.1")["own by its outer id"] == [True, True]

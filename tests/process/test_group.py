@@ -4,13 +4,13 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import SERVER
 
 import lockstep as ls
 from lockstep.errors import GroupError
@@ -49,9 +49,8 @@ def test_every_way_in_makes_one_group(method: str, tmp_path: Path) -> None:
         "file": f"file://{tmp_path}/rendezvous",
         "store": f"store:{free_port()}",
     }
-    context = get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=join_and_sum, args=(rank, places[method], queue)) for rank in (0, 1)]
+    queue = SERVER.Queue()
+    processes = [SERVER.Process(target=join_and_sum, args=(rank, places[method], queue)) for rank in (0, 1)]
     for process in processes:
         process.start()
     found = [queue.get(timeout=50) for _ in processes]
@@ -122,3 +121,23 @@ def test_a_group_can_be_made_again_after_tearing_down(single_group: Callable[[],
         with pytest.raises(GroupError, match="already"):
             single_group()
         ls.destroy_process_group()
+
+
+def join_again(run: ls.Run) -> tuple[str, float]:
+    ls.destroy_process_group()
+    ls.init_process_group("gloo")
+    total = torch.tensor([run.rank + 1.0])
+    dist.all_reduce(total)
+    return dist.get_backend(), total.item()
+
+
+def test_a_launched_worker_may_make_another_group() -> None:
+    # "Port ... is in use by a worker of another training": it is the store of the launcher.
+    assert ls.launch(join_again, devices="cpu:2") == [("gloo", 3.0)] * 2
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_of_nothing_is_refused(seconds: int) -> None:
+    # Zero meant the default, half an hour.
+    with pytest.raises(ValueError, match="expected more than zero"):
+        ls.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=seconds))

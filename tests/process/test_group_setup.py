@@ -1,4 +1,4 @@
-"""What `ls.init_process_group` says when workers disagree, and that it works where they do not. Real processes."""
+"""The messages of `ls.init_process_group` when workers disagree, and groups of workers that agree. Real processes."""
 
 import os
 import socket
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process.ranks import SERVER
 
 import lockstep as ls
 
@@ -27,11 +27,11 @@ AT_ONCE_SECONDS = 15
 NOWHERE = "no-such-host.invalid"
 
 
-class Heard(NamedTuple):
-    """What came of a worker's set-up."""
+class SetUp(NamedTuple):
+    """The outcome of a worker's set-up."""
 
-    said: str
-    """What was raised; empty if the group was made."""
+    message: str
+    """The error that was raised; empty if the group was made."""
     seconds: float
     """How long it took."""
 
@@ -66,20 +66,19 @@ def serve(pipe: Connection) -> None:
                 ls.destroy_process_group()
             case (environment, options):
                 start = time.monotonic()
-                said = set_up(environment, options)
-                pipe.send(Heard(said, time.monotonic() - start))
+                message = set_up(environment, options)
+                pipe.send(SetUp(message, time.monotonic() - start))
             case call:
                 pipe.send(call())
 
 
-class Crew:
-    """Three processes that set up and leave groups as they are told: starting one for each test would take minutes."""
+class SetUpWorkers:
+    """Three processes in which tests make and destroy groups: starting them for each test would take minutes."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
-        pipes = [context.Pipe() for _ in range(NUM_WORKERS)]
+        pipes = [SERVER.Pipe() for _ in range(NUM_WORKERS)]
         self._pipes = [ours for ours, _ in pipes]
-        self._processes = [context.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        self._processes = [SERVER.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
         for process in self._processes:
             process.start()
         for pipe in self._pipes:
@@ -90,10 +89,10 @@ class Crew:
     def start(self, place: int, environment: dict[str, Any] | None = None, **options: Any) -> None:
         self._pipes[place].send((environment or {}, {"timeout": LONG, **options}))
 
-    def hear(self, place: int) -> Heard:
-        heard = self._receive(place)
-        assert isinstance(heard, Heard)
-        return heard
+    def outcome(self, place: int) -> SetUp:
+        outcome = self._receive(place)
+        assert isinstance(outcome, SetUp)
+        return outcome
 
     def leave(self) -> None:
         for pipe in self._pipes:
@@ -113,11 +112,11 @@ class Crew:
         assert self._pipes[place].poll(seconds), f"worker {place} hangs"
         return self._pipes[place].recv()
 
-    def told(self, port: int, *ranks: tuple[int, int], **options: Any) -> list[Heard]:
-        """Set up as many workers as there are pairs of rank and world size, each told its pair by env://."""
+    def set_up(self, port: int, *ranks: tuple[int, int], **options: Any) -> list[SetUp]:
+        """Set up as many workers as there are pairs of rank and world size, by env://."""
         for place, (rank, world_size) in enumerate(ranks):
             self.start(place, environ(port, rank, world_size), **options)
-        return [self.hear(place) for place in range(len(ranks))]
+        return [self.outcome(place) for place in range(len(ranks))]
 
 
 def environ(port: int, rank: int, world_size: int, host: str = "127.0.0.1") -> dict[str, Any]:
@@ -125,25 +124,25 @@ def environ(port: int, rank: int, world_size: int, host: str = "127.0.0.1") -> d
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[list[Crew]]:
-    crews = [Crew()]
-    yield crews
-    for crew in crews:
-        crew.stop()
+def pools() -> Iterator[list[SetUpWorkers]]:
+    pools = [SetUpWorkers()]
+    yield pools
+    for workers in pools:
+        workers.stop()
 
 
 @pytest.fixture
-def crew(crews: list[Crew]) -> Iterator[Crew]:
-    crew = crews.pop()
+def workers(pools: list[SetUpWorkers]) -> Iterator[SetUpWorkers]:
+    workers = pools.pop()
     done = False
     try:
-        yield crew
-        crew.leave()
-        done = all(isinstance(answer, int) for answer in crew.call(os.getpid))
+        yield workers
+        workers.leave()
+        done = all(isinstance(answer, int) for answer in workers.call(os.getpid))
     finally:  # after a failure its workers may be anywhere
         if not done:
-            crew.stop()
-        crews.append(crew if done else Crew())
+            workers.stop()
+        pools.append(workers if done else SetUpWorkers())
 
 
 RESTARTED = """
@@ -178,146 +177,150 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple["subpr
     process.communicate()
 
 
-def assert_all_say(heard: Sequence[Heard], *parts: str) -> None:
-    for said, _ in heard:
-        assert said.startswith("GroupError: ")
+def assert_all_raise(outcomes: Sequence[SetUp], *parts: str) -> None:
+    for message, _ in outcomes:
+        assert message.startswith("GroupError: ")
         for part in parts:
-            assert part in said
+            assert part in message
 
 
 @pytest.mark.usefixtures("restarted")
-def test_two_workers_with_one_rank_are_told_at_once(crew: Crew) -> None:
-    heard = crew.told(free_port(), (0, 3), (1, 3), (1, 3))
-    assert_all_say(heard, "Two workers have rank 1 of 3: process ")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+def test_two_workers_with_one_rank_are_reported_at_once(workers: SetUpWorkers) -> None:
+    outcomes = workers.set_up(free_port(), (0, 3), (1, 3), (1, 3))
+    assert_all_raise(outcomes, "Two workers have rank 1 of 3: process ")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
-def test_two_workers_with_rank_0_are_told_at_once(crew: Crew) -> None:
+def test_two_workers_with_rank_0_are_reported_at_once(workers: SetUpWorkers) -> None:
     # One of them cannot serve the store, since the other does.
-    heard = crew.told(free_port(), (0, 3), (0, 3), (1, 3))
-    assert_all_say(heard, "Two workers have rank 0 of 3: process ")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+    outcomes = workers.set_up(free_port(), (0, 3), (0, 3), (1, 3))
+    assert_all_raise(outcomes, "Two workers have rank 0 of 3: process ")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
-def test_workers_told_different_world_sizes_are_told_at_once(crew: Crew) -> None:
-    heard = crew.told(free_port(), (0, 2), (1, 3), (2, 3))
-    assert_all_say(heard, "different world sizes: rank ", "rank 0 (process ", "WORLD_SIZE")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+def test_workers_given_different_world_sizes_are_reported_at_once(workers: SetUpWorkers) -> None:
+    outcomes = workers.set_up(free_port(), (0, 2), (1, 3), (2, 3))
+    assert_all_raise(outcomes, "different world sizes: rank ", "rank 0 (process ", "WORLD_SIZE")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
-def test_workers_asked_for_different_backends_are_told_at_once(crew: Crew) -> None:
+def test_workers_asked_for_different_backends_are_reported_at_once(workers: SetUpWorkers) -> None:
     port = free_port()
     for place, backend in enumerate(["gloo", "nccl", "gloo"]):
-        crew.start(place, environ(port, place, 3), backend=backend)
-    heard = [crew.hear(place) for place in range(3)]
-    assert_all_say(heard, "rank 1 (process ", "'nccl'", "'gloo'", "same backend")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+        workers.start(place, environ(port, place, 3), backend=backend)
+    outcomes = [workers.outcome(place) for place in range(3)]
+    assert_all_raise(outcomes, "rank 1 (process ", "'nccl'", "'gloo'", "same backend")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
-def test_workers_of_which_one_checks_are_told_at_once(crew: Crew) -> None:
+def test_workers_of_which_one_checks_are_reported_at_once(workers: SetUpWorkers) -> None:
     port = free_port()
     for place, check in enumerate([False, True]):
-        crew.start(place, environ(port, place, 2), check=check)
-    heard = [crew.hear(place) for place in range(2)]
-    assert_all_say(heard, "different backends", "'gloo'", "'gloo with check=True'")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+        workers.start(place, environ(port, place, 2), check=check)
+    outcomes = [workers.outcome(place) for place in range(2)]
+    assert_all_raise(outcomes, "different backends", "'gloo with check=False'", "'gloo with check=True'")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL")
-def test_a_backend_that_nobody_has_is_named_by_all(crew: Crew) -> None:
-    assert_all_say(crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="nccl"), "has no backend 'nccl'")
+def test_a_backend_that_no_rank_has_is_named_by_all(workers: SetUpWorkers) -> None:
+    assert_all_raise(workers.set_up(free_port(), (0, 3), (1, 3), (2, 3), backend="nccl"), "has no backend 'nccl'")
 
 
-def test_a_backend_that_there_is_not_is_named_with_those_there_are(crew: Crew) -> None:
-    heard = crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="shn")
-    assert_all_say(heard, "has no backend 'shn'; it has: ", "gloo", "shm")
-    assert not any(name in said for said, _ in heard for name in ("checked", "fake", "undefined", "cannot take part"))
+def test_an_unknown_backend_is_named_with_those_that_exist(workers: SetUpWorkers) -> None:
+    outcomes = workers.set_up(free_port(), (0, 3), (1, 3), (2, 3), backend="shn")
+    assert_all_raise(outcomes, "has no backend 'shn'; it has: ", "gloo", "shm")
+    assert not any(
+        name in message for message, _ in outcomes for name in ("checked", "fake", "undefined", "cannot take part")
+    )
 
 
-def test_shm_for_tensors_of_a_gpu_is_refused(crew: Crew) -> None:
-    # It carried CPU tensors.
-    heard = crew.told(free_port(), (0, 3), (1, 3), (2, 3), backend="cuda:shm")
-    assert_all_say(heard, "shm is for CPU tensors, but 'cuda:shm' uses it for others", "Give 'cpu:shm,cuda:nccl'")
+def test_shm_for_tensors_of_a_gpu_is_refused(workers: SetUpWorkers) -> None:
+    # It was accepted, and the group carried CPU tensors alone.
+    outcomes = workers.set_up(free_port(), (0, 3), (1, 3), (2, 3), backend="cuda:shm")
+    assert_all_raise(outcomes, "shm is for CPU tensors, but 'cuda:shm' uses it for others", "Give 'cpu:shm,cuda:nccl'")
 
 
-def test_a_negative_rank_is_told_what_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_negative_rank_is_refused_with_the_range_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ls.GroupError, match="RANK is '-1' in the environment, expected a number from 0 to WORLD_SIZE"):
         ls.init_process_group("gloo")
 
 
-def test_a_missing_worker_is_named_when_time_is_up(crew: Crew) -> None:
+def test_a_missing_worker_is_named_when_time_is_up(workers: SetUpWorkers) -> None:
     # Three worlds at once, each of one worker that waits for another, and connects first.
     waits = timedelta(seconds=5)
-    crew.start(0, environ(free_port(), 0, 2), timeout=waits)
-    crew.start(1, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=2, timeout=waits)
-    crew.start(2, store=free_port(), rank=0, world_size=2, timeout=waits)
-    heard = [crew.hear(place) for place in range(3)]
-    assert_all_say(heard, "Rank 1 did not connect: rank 0 waited ", "WORLD_SIZE is too large")
-    assert max(seconds for _, seconds in heard) < AT_ONCE_SECONDS
+    workers.start(0, environ(free_port(), 0, 2), timeout=waits)
+    workers.start(1, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=2, timeout=waits)
+    workers.start(2, store=free_port(), rank=0, world_size=2, timeout=waits)
+    outcomes = [workers.outcome(place) for place in range(3)]
+    assert_all_raise(outcomes, "Rank 1 did not connect: rank 0 waited ", "WORLD_SIZE is too large")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
-def test_all_that_wait_name_those_that_are_missing(crew: Crew, tmp_path: Path) -> None:
+def test_all_that_wait_name_the_ranks_that_are_missing(workers: SetUpWorkers, tmp_path: Path) -> None:
     for place, rank in enumerate([0, 2]):
-        crew.start(place, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=4, timeout=SHORT)
-    heard = [crew.hear(place) for place in range(2)]
-    assert_all_say(heard, "Ranks 1, 3 did not connect: ranks 0, 2 waited 2", "for a world of 4 workers")
+        workers.start(place, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=4, timeout=SHORT)
+    outcomes = [workers.outcome(place) for place in range(2)]
+    assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited 2", "for a world of 4 workers")
 
 
-def test_a_missing_rank_0_is_named_when_time_is_up(crew: Crew) -> None:
+def test_a_missing_rank_0_is_named_when_time_is_up(workers: SetUpWorkers) -> None:
     port = free_port()
-    crew.start(0, environ(port, 1, 2), timeout=SHORT)
-    assert_all_say([crew.hear(0)], f"Rank 1 found no rendezvous at 127.0.0.1:{port} in", "rank 0, which serves it")
+    workers.start(0, environ(port, 1, 2), timeout=SHORT)
+    assert_all_raise(
+        [workers.outcome(0)], f"Rank 1 found no rendezvous at 127.0.0.1:{port} in", "rank 0, which serves it"
+    )
 
 
-def test_a_program_on_the_port_is_named(crew: Crew) -> None:
+def test_a_program_on_the_port_is_named(workers: SetUpWorkers) -> None:
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
         port = foreign.getsockname()[1]
-        first, second = crew.told(port, (0, 2), (1, 2), timeout=SHORT)
-    assert_all_say([first], f"Port {port} is in use by another program on this host", "MASTER_PORT")
-    assert_all_say([second], f"127.0.0.1:{port} in", "a program listens there, but it does not answer")
+        first, second = workers.set_up(port, (0, 2), (1, 2), timeout=SHORT)
+    assert_all_raise([first], f"Port {port} is in use by another program on this host", "MASTER_PORT")
+    assert_all_raise([second], f"127.0.0.1:{port} in", "a program listens there, but it does not answer")
 
 
-def test_a_host_that_cannot_be_resolved_is_named(crew: Crew) -> None:
+def test_a_host_that_cannot_be_resolved_is_named(workers: SetUpWorkers) -> None:
     port = free_port()
     for rank in (0, 1):
-        crew.start(rank, environ(port, rank, 2, NOWHERE), timeout=SHORT)
-    heard = [crew.hear(rank) for rank in (0, 1)]
-    assert_all_say(heard, f"at {NOWHERE}:{port}", f"the name '{NOWHERE}' cannot be resolved", "Set MASTER_ADDR")
+        workers.start(rank, environ(port, rank, 2, NOWHERE), timeout=SHORT)
+    outcomes = [workers.outcome(rank) for rank in (0, 1)]
+    assert_all_raise(outcomes, f"at {NOWHERE}:{port}", f"the name '{NOWHERE}' cannot be resolved", "Set MASTER_ADDR")
 
 
-def test_a_worker_too_many_is_told_at_once_and_leaves_the_others_alone(crew: Crew) -> None:
+def test_a_worker_too_many_is_reported_at_once_and_leaves_the_others_alone(workers: SetUpWorkers) -> None:
     port = free_port()
-    assert [said for said, _ in crew.told(port, (0, 2), (1, 2))] == ["", ""]
-    crew.start(2, environ(port, 1, 2))
-    said, seconds = crew.hear(2)
-    assert f"The world at 127.0.0.1:{port} is complete without this worker, process " in said
+    assert [message for message, _ in workers.set_up(port, (0, 2), (1, 2))] == ["", ""]
+    workers.start(2, environ(port, 1, 2))
+    message, seconds = workers.outcome(2)
+    assert f"The world at 127.0.0.1:{port} is complete without this worker, process " in message
     assert seconds < AT_ONCE_SECONDS
-    crew.start(2, environ(port, 0, 2))
-    said = crew.hear(2).said
-    assert f"Port {port} is in use by process " in said
-    assert ", a worker of another training" in said
+    workers.start(2, environ(port, 0, 2))
+    message = workers.outcome(2).message
+    assert f"Port {port} is in use by process " in message
+    assert ", a worker of another training" in message
 
 
-def test_groups_are_made_anew_without_waiting_for_each_other(crew: Crew) -> None:
+def test_groups_are_made_anew_without_waiting_for_each_other(workers: SetUpWorkers) -> None:
     # Nothing makes rank 0, which serves the store, leave its group before the others come for the next.
     port = free_port()
     for _ in range(4):
-        assert [said for said, _ in crew.told(port, (0, 3), (1, 3), (2, 3))] == [""] * 3
-        crew.leave()
+        assert [message for message, _ in workers.set_up(port, (0, 3), (1, 3), (2, 3))] == [""] * 3
+        workers.leave()
 
 
-def test_groups_are_made_anew_over_one_file(crew: Crew, tmp_path: Path) -> None:
-    # torch removes the file with its last user, though the next may have come a moment before: so here is one more.
+def test_groups_are_made_anew_over_one_file(workers: SetUpWorkers, tmp_path: Path) -> None:
+    # torch removes the file with its last user, though another may just have opened it. This one keeps it.
     user = dist.FileStore(f"{tmp_path}/rendezvous", NUM_WORKERS)
     for _ in range(3):
         for rank in range(3):
-            crew.start(rank, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=3)
-        assert [crew.hear(rank).said for rank in range(3)] == [""] * 3
-        crew.leave()
+            workers.start(rank, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=3)
+        assert [workers.outcome(rank).message for rank in range(3)] == [""] * 3
+        workers.leave()
     assert user.num_keys() > 0
 
 
@@ -331,9 +334,9 @@ def use_what_torch_has() -> tuple[float, int, float]:
     return total.item(), dist.get_world_size(), default._get_backend(torch.device("cpu")).options._timeout.seconds
 
 
-def test_what_torch_does_with_a_group_works(crew: Crew) -> None:
-    assert [said for said, _ in crew.told(free_port(), (0, 3), (1, 3), (2, 3))] == [""] * 3
-    assert crew.call(use_what_torch_has) == [(3.0, 3, LONG.seconds)] * 3
+def test_what_torch_does_with_a_group_works(workers: SetUpWorkers) -> None:
+    assert [message for message, _ in workers.set_up(free_port(), (0, 3), (1, 3), (2, 3))] == [""] * 3
+    assert workers.call(use_what_torch_has) == [(3.0, 3, LONG.seconds)] * 3
 
 
 def test_no_directory_for_a_file_is_named(tmp_path: Path) -> None:

@@ -250,3 +250,21 @@ def test_a_user_who_may_not_write_is_told(tmp_path: Path) -> None:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(0o555)
     assert "Permission denied" in refuses(tmp_path)
+
+
+SCRIPT = """
+import sys, time, torch
+from pathlib import Path
+from lockstep.checkpoint import Checkpoint, Manifest, Saver
+manifest = Manifest(epoch=0, step=0, global_step=0, num_shards=1, seed=0, digest="", optimizer=None, scheduler=None,
+                    config=None)
+Saver().save(Path("a.ckpt"), Checkpoint(model={"w": torch.ones(9)}, optimizer={}, manifest=manifest),
+             lambda path: (time.sleep(0.5), Path("after").touch()))
+raise KeyboardInterrupt
+"""
+
+
+def test_a_program_that_ends_without_closing_waits_for_its_save(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    assert b"KeyboardInterrupt" in ended.stderr
+    assert (tmp_path / "after").exists()

@@ -42,6 +42,10 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+END_SECONDS = 15.0
+"""How long workers may take to end after their launcher: a second, and more where other programs use the cores."""
+
+
 def assert_all_end(processes: list[psutil.Process], within: float) -> None:
     _, alive = psutil.wait_procs(processes, timeout=within)
     for process in alive:
@@ -63,7 +67,7 @@ class Seen(NamedTuple):
     """Where the launcher listens."""
     can_take_port: bool
     second_group: str
-    """What it is told that makes a group again."""
+    """The error for a worker that makes a group again."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +123,7 @@ def test_each_worker_returns_its_result_in_rank_order(seen: list[Seen]) -> None:
     assert [(found.run[0], found.total) for found in seen] == [(0, 66), (1, 66), (2, 66)]
 
 
-def test_a_worker_knows_its_place_and_its_settings(seen: list[Seen]) -> None:
+def test_a_worker_has_its_rank_and_its_settings(seen: list[Seen]) -> None:
     torch.manual_seed(3)
     draw = torch.rand(()).item()
     for rank, found in enumerate(seen):
@@ -140,8 +144,8 @@ def test_a_worker_that_closes_its_output_still_reports(seen: list[Seen]) -> None
     assert seen[1].run[0] == 1
 
 
-def test_the_rendezvous_is_on_loopback_only(seen: list[Seen]) -> None:
-    assert all(found.listening == {"127.0.0.1"} for found in seen)
+def test_the_launcher_listens_on_no_port(seen: list[Seen]) -> None:
+    assert all(found.listening == set() for found in seen)
 
 
 def test_nobody_can_take_the_port_meanwhile(seen: list[Seen]) -> None:
@@ -281,6 +285,28 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     assert out.strip() == "[40]", err
 
 
+SHADOWED = ("types", "json", "signal", "pickle", "lockstep", "torch")
+
+
+def test_the_current_directory_is_not_searched_for_modules(tmp_path: Path) -> None:
+    # Workers searched it before they got the launcher's search path, so they ran what others had put there.
+    for name in SHADOWED:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the current directory')")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mine.py").write_text("OFFSET = 40")
+    script = tmp_path / "code" / "script.py"
+    script.write_text(
+        "import lockstep as ls\n"
+        "def main(run):\n"
+        "    import mine\n"
+        "    return run.rank + mine.OFFSET\n"
+        "print(ls.launch(main, devices='cpu'))\n"
+    )
+    command = [sys.executable, str(script)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert found.stdout.strip() == "[40]", found.stderr
+
+
 BACKENDS = """
 import functools, torch
 import torch.backends.cudnn as cudnn
@@ -327,7 +353,7 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
     started = workers_of(process.pid)
     assert len(started) >= workers
     process.send_signal(how)
-    assert_all_end(started, within=4.0 if how is signal.SIGINT else 2.0)
+    assert_all_end(started, within=END_SECONDS)
     _, err = process.communicate(timeout=20)
     assert process.returncode == -how
     if how is signal.SIGINT:
@@ -397,14 +423,16 @@ def test_an_interrupt_while_a_worker_starts_leaves_none(
 
 
 NOTEBOOK = """
-import code
+import builtins, code
+vars(builtins).update(display=None, get_ipython=None, __IPYTHON__=True)  # as IPython does
 cell = '''
 import torch
 import lockstep as ls
 offset = 5
 def work(run):
     torch.backends.cudnn.benchmark = False
-    return run.rank + offset
+    display("shown", run.rank)
+    return run.rank + offset, get_ipython()
 print(ls.launch(work, devices="cpu"))
 '''
 code.InteractiveInterpreter({"__name__": "__main__"}).runcode(compile(cell, "<cell>", "exec"))
@@ -413,7 +441,7 @@ code.InteractiveInterpreter({"__name__": "__main__"}).runcode(compile(cell, "<ce
 
 def test_a_function_of_a_notebook_cell_is_sent_by_value() -> None:
     found = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=50, check=False)
-    assert found.stdout.strip() == "[5]", found.stderr
+    assert found.stdout.splitlines() == ["shown 0", "[(5, None)]"], found.stderr
 
 
 @pytest.mark.usefixtures("seen")  # the first launch of a process may open what stays

@@ -130,11 +130,11 @@ def test_the_pods_of_the_examples_manifest(example_digest: str) -> None:
         (container,) = replicas[kind]["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         assert container["command"] == ["python", EXAMPLE[0]]
-        told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PET_NNODES": 2}
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PET_NNODES": 2}
         pods.append(
             subprocess.Popen(
                 [sys.executable, *EXAMPLE],
-                env={**os.environ, **{name: str(value) for name, value in told.items()}},
+                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -154,7 +154,7 @@ def test_a_trainer_alone_joins_the_tasks_of_srun(
     bare.write_text(BARE)
     output = run(
         ["srun", "--nodes=2", "--ntasks=3", sys.executable, str(bare)],
-        {**cluster.variables, "MASTER_ADDR": "127.0.0.1"},  # node1 and node2 are names of this host that nobody knows
+        {**cluster.variables, "MASTER_ADDR": "127.0.0.1"},  # node1 and node2 are names that no name server has
     )
     assert_all_have(output, digest, 1, times=3)
 

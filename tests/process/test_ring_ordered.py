@@ -428,7 +428,7 @@ def test_ordered_takes_any_tensor(answers: list[ScenarioAnswers], prefix: str) -
         ("dtype", "ValueError: Rank 1 has dtype torch.float64, rank 0 has torch.float32"),
         ("num_shards", "ValueError: Rank 1 has num_shards"),
         ("length of layout", "ValueError: The layout lists 1 ranks, and the group has"),
-        ("other layout", ", and the layout says ["),
+        ("other layout", ", and the layout has ["),
         ("layout", "ValueError: Shard 0 is held twice"),
         ("no num_shards", "TypeError: num_shards is missing"),
         ("nothing held", "holds no partial, so shape and dtype of the result are not known. Give out."),

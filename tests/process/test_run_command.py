@@ -93,6 +93,7 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
         assert [environment[name] for name in names] == [*[str(rank)] * 3, "2", "2", "0", "3"]
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert environment["PYTHONHASHSEED"] == "0"  # a vocabulary made from a set had another order on every rank
         assert not read_is_launched(environment)
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
     assert len({environment["TORCHELASTIC_RUN_ID"] for environment in environments}) == 1
@@ -235,7 +236,7 @@ time.sleep(60)
 """
 
 
-def test_the_first_failure_is_told_and_the_rest_are_stopped(tmp_path: Path, marker: str) -> None:
+def test_the_first_failure_is_reported_and_the_rest_are_stopped(tmp_path: Path, marker: str) -> None:
     write(tmp_path, FAILING)
     found = run(tmp_path, "--workers", "3", "--log-dir", "new/logs", "script.py", marker)
     assert found.returncode == 1
@@ -277,19 +278,19 @@ def test_a_process_that_is_left_and_writes_on_does_not_keep_the_launcher(tmp_pat
     wait_until(lambda: not bearing(marker), what="the writers, whose pipes are closed now")
 
 
-def test_a_worker_that_is_killed_is_told_with_the_signal_and_its_last_words(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_reported_with_the_signal_and_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text(
         "#!/bin/sh\nif [ $RANK = 0 ]; then trap '' TERM; while :; do sleep 0.1; done; fi\n"
-        "echo last words >&2\nyes | head -1\nkill -SEGV $$\n"
+        "echo last line >&2\nyes | head -1\nkill -SEGV $$\n"
     )
     (tmp_path / "worker").chmod(0o755)
     found = run(tmp_path, "--workers", "2", "--no-python", "--grace", "0.2", "./worker")
     assert found.returncode == 128 + signal.SIGSEGV
     assert found.stdout == "[rank 1] y\n"
-    assert "[rank 1] last words" in found.stderr
+    assert "[rank 1] last line" in found.stderr
     # `yes` died of a closed pipe without a word: SIGPIPE is as it was.
     assert found.stderr.endswith(
-        "error: Worker 1 failed first: killed by SIGSEGV\n\nThe last lines that worker 1 wrote to stderr:\nlast words\n"
+        "error: Worker 1 failed first: killed by SIGSEGV\n\nThe last lines that worker 1 wrote to stderr:\nlast line\n"
     )
 
 
@@ -322,14 +323,14 @@ def start_waiting(folder: Path, marker: str, *arguments: str, **options) -> subp
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True])
-def test_nothing_survives_a_polite_end(tmp_path: Path, marker: str, is_stubborn: bool) -> None:
+def test_nothing_survives_an_orderly_end(tmp_path: Path, marker: str, is_stubborn: bool) -> None:
     number, *extra = (signal.SIGTERM, "stubborn") if is_stubborn else (signal.SIGINT,)
     process = start_waiting(tmp_path, marker, *extra, stderr=subprocess.PIPE)
     process.send_signal(number)
     wait_until_gone(marker, process)
-    _, told = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=10)
     assert process.returncode == 128 + number
-    assert told.decode().endswith("every worker has ended.\n")
+    assert err.decode().endswith("every worker has ended.\n")
 
 
 def test_scripts_that_save_when_asked_to_stop_can_say_so(tmp_path: Path) -> None:
@@ -432,7 +433,7 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_from_ending(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ([], "Missing argument 'SCRIPT'"),
         (["missing.py"], "The script missing.py does not exist; expected a Python file. For a module use -m"),
@@ -445,18 +446,18 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_from_ending(tmp_pat
         (["--workers", "3", "--devices", "cpu:2", "plain"], "Leave one of the two out"),
         (["--devices", "99", "plain"], "asks for GPU 99"),
         (["--threads-per-worker", "0", "plain"], "Invalid value for '--threads-per-worker'"),
-        (["--log-dir", "plain/logs", "plain"], "The log directory plain/logs cannot be made"),
+        (["--log-dir", "plain/logs", "plain"], "The log directory plain/logs cannot be created"),
         (["--nnodes", "2", "plain"], "starts workers on one host"),
         (["--rdzv-endpoint=node0:29400", "plain"], "It has no options for other hosts"),
         (["--master-port", "29501", "plain"], "picks the port itself"),
     ],
 )
 def test_a_mistake_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "", "plain")
     found = CliRunner().invoke(app, ["run", *arguments])
     assert found.exit_code == 2
-    assert told in " ".join(found.stderr.replace("│", "").split())
+    assert expected in " ".join(found.stderr.replace("│", "").split())
     assert "Traceback" not in found.stderr

@@ -169,8 +169,10 @@ def test_the_ranks_of_a_subgroup_are_called_by_what_the_user_knows(tmp_path: Pat
             ranks.hear(number)
         ranks.send_signal(2, signal.SIGKILL)
         (late,), (different, roots, message, lost, late_too) = ranks.result(0), ranks.result(1)
-    assert "rank 1 calls all_reduce(sum, float32 [1]); rank 2 calls all_reduce(sum, float32 [2])" in different
-    assert "rank 1 calls broadcast(from rank 2, float32 [1]); rank 2 calls broadcast(from rank 2, " in roots
+    assert "rank 1 calls all_reduce(sum, float32 [1]) at " in different
+    assert "; rank 2 calls all_reduce(sum, float32 [2]) at " in different
+    assert "rank 1 calls broadcast(from rank 2, float32 [1]) at " in roots
+    assert "; rank 2 calls broadcast(from rank 2, " in roots
     assert "Rank 1 sends 1 elements of float32 but rank 2 receives 2 elements of float32" in message
     for text in (late, lost, late_too):
         assert text.startswith("Rank 2 (process ")

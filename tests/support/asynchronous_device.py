@@ -30,7 +30,9 @@ from unittest import mock
 import torch
 from tests.support.device_modes import Operations, Transfers
 from tests.support.fake_device import DEVICE, FakeDevice, FakeEvent, FakeStream, as_current, current_device
-from tests.support.memory_accesses import MEMORY
+from tests.support.memory_accesses import MEMORY, is_on_device
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
 
 
 @contextmanager
@@ -80,6 +82,10 @@ class _Patches:
         patch(torch.accelerator, "current_accelerator", lambda _device: torch.device(DEVICE.type))
         patch(torch.accelerator, "synchronize", lambda device: device.synchronize())
         patch(torch.accelerator, "current_device_index", lambda _device: 0)
+        patch(torch.Tensor, "record_stream", lambda _device: None)  # memory that is freed is not followed
+        for module in (clip_grad, optimizer):
+            name = "_group_tensors_by_device_and_dtype"
+            self._stack.enter_context(mock.patch.object(module, name, _name_devices(getattr(module, name))))
         run_backward = torch.autograd._engine_run_backward
 
         def run_with_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -114,6 +120,20 @@ def _choose(real: Callable[..., Any], here: Callable[[FakeDevice], Any]) -> Call
         return real(*args, **kwargs) if device is None else here(device)
 
     return chosen
+
+
+def _name_devices(group_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch's grouping of tensors, which is C++, name the device on which they are."""
+
+    def grouped(lists: Any, with_indices: bool = False) -> Any:
+        found = group_tensors(lists, with_indices)
+        if current_device() is None:
+            return found
+        assert len({is_on_device(tensor) for tensors in lists for tensor in tensors if tensor is not None}) == 1
+        on_device = is_on_device(lists[0][0])
+        return {(DEVICE if on_device else device, dtype): group for (device, dtype), group in found.items()}
+
+    return grouped
 
 
 _PATCHES: Final = _Patches()

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 _WAITS: Final = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero")
 """Operations whose result the host must have."""
+_FROM_THE_HOST: Final = torch.tensor, torch.as_tensor, Tensor.new_tensor
+"""Functions that copy values of the host to the device, from memory that is not pinned."""
 
 
 def _names_device(device: Any) -> bool:
@@ -51,8 +53,6 @@ class Transfers(TorchFunctionMode):
             pinned = args[0].clone()
             mark(pinned, is_on_device=False, is_pinned=True)
             return pinned
-        if func is Tensor.record_stream:
-            return None
         return self._make(func, args, kwargs)
 
     def _look(self, func: Any, tensor: Tensor) -> Any:
@@ -71,6 +71,8 @@ class Transfers(TorchFunctionMode):
             kwargs["device"] = "cpu" if place else kwargs["device"]
         with self._device.new_tensors(is_on_device=place):
             result = func(*args, **kwargs)
+        if func in _FROM_THE_HOST and (place or (func is Tensor.new_tensor and is_on_device(args[0]))):
+            self._device.wait_on_host(self._device.stream.clock, f"{func.__name__} of values of the host")
         if isinstance(result, Tensor) and (is_pinned or (place is not None and known(result) is None)):
             mark(result, is_on_device=bool(place), is_pinned=is_pinned)
         return result
@@ -94,10 +96,29 @@ class Transfers(TorchFunctionMode):
         return moved
 
 
-def _follow_copy(device: FakeDevice, source: Tensor, target: Tensor, *, is_to_host: bool, non_blocking: bool) -> None:
-    """Follow a copy from the device or to it, on the current stream."""
+def _follow_copy(
+    device: FakeDevice,
+    source: Tensor,
+    target: Tensor,
+    *,
+    is_to_host: bool,
+    non_blocking: bool,
+    is_number: bool = False,
+) -> None:
+    """Follow a copy from the device or to it, on the current stream.
+
+    Args:
+        device: The device.
+        source: What is copied.
+        target: Where to.
+        is_to_host: Whether it comes from the device.
+        non_blocking: Whether the host does not wait.
+        is_number: Whether it may be the number of `tensor[index] = number`, which torch makes on a real device.
+    """
     if not is_to_host and not (non_blocking and memory_of(source).is_pinned):
         device.run(device.host, [source], [], "a copy to the device")  # torch has read it when the call returns
+        if not is_number:
+            device.wait_on_host(device.stream.clock, "a copy to the device, from memory that is not pinned or blocking")
         device.run(device.stream, [], [target], "a copy to the device")
         return
     device.run(device.stream, [source], [target], "a copy between host and device")
@@ -140,7 +161,10 @@ class Operations(TorchDispatchMode):
         if name == "copy_" and is_on_device(args[0]) != is_on_device(args[1]):
             result = func(*args, **kwargs)
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            _follow_copy(self._device, args[1], args[0], is_to_host=is_on_device(args[1]), non_blocking=not waits)
+            is_to_host, is_number = is_on_device(args[1]), not args[1].dim()
+            _follow_copy(
+                self._device, args[1], args[0], is_to_host=is_to_host, non_blocking=not waits, is_number=is_number
+            )
             return result
         if func.is_view or name == "detach":
             return func(*args, **kwargs)

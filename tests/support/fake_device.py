@@ -16,6 +16,8 @@ NAME: Final = "privateuseone:0"
 """How torch spells the device: that of a backend of somebody else's, of which there is none here."""
 DEVICE: Final = torch.device(NAME)
 _HOST: Final = 0
+_MUCH: Final = 10
+"""As many operations as are something to do for a device."""
 _NOT_THE_CALLER: Final = str(Path(torch.__file__).parent), str(Path(__file__).parent), "<"
 _CURRENT: Final = threading.local()
 
@@ -94,6 +96,9 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        if self._owner.is_late(self.clock):
+            merge(self._owner.host.clock, self.clock)
+            return
         self._owner.wait_on_host(self.clock, "an event")
 
     def query(self) -> bool:
@@ -124,6 +129,7 @@ class FakeDevice:
         self.waits: list[str] = []
         self.is_paused = False
         self._is_waiting_an_error = False
+        self._at_beginning: Clock = {}
         self._new_is_on_device: bool | None = None
 
     def new_stream(self) -> FakeStream:
@@ -134,12 +140,18 @@ class FakeDevice:
 
     @contextmanager
     def no_blocking_reads(self) -> Iterator[None]:
-        """Within, it is an error that the host waits for the device."""
+        """Within, it is an error that the host waits for the device.
+
+        It may wait for an event that was recorded before, once it has given the device something to do within: that
+        leaves the device no time without work.
+        """
         self._is_waiting_an_error = True
+        self._at_beginning = dict(self.stream.clock)
         try:
             yield
         finally:
             self._is_waiting_an_error = False
+            self._at_beginning = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,6 +182,11 @@ class FakeDevice:
         if self._is_waiting_an_error:
             raise BlockingReadError(f"The host waits for {self.waits[-1]}.")
         merge(self.host.clock, clock)
+
+    def is_late(self, clock: Clock) -> bool:
+        """Whether `clock` lies before the present `no_blocking_reads`, in which the stream has got more to do."""
+        number, before = self.stream.stream_id, self._at_beginning
+        return bool(before) and covers(before, clock) and self.stream.clock[number] >= before[number] + _MUCH
 
     def read_on_host(self, tensor: Tensor, what: str) -> None:
         """Let the host read a tensor, which waits if it is on the device."""

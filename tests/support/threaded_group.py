@@ -16,16 +16,18 @@ import torch
 from tests.support import collectives
 from tests.support.collectives import Combine, PerRank
 from tests.support.fake_device import untracked
+from tests.support.memory_accesses import is_on_device
 from tests.support.threaded_work import Collective, GroupState, ThreadedWork
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, Work
+from torch.distributed import Store, Work
 
 from lockstep.comm.calls import describe_call, explain_mismatch
+from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.errors import CollectiveMismatchError, GroupError
 
 
 @final
-class ThreadedProcessGroup(ProcessGroup):
+class ThreadedProcessGroup(PythonProcessGroup):
     """A group of threads; the methods are those of `torch.distributed.ProcessGroup`.
 
     Args:
@@ -34,12 +36,11 @@ class ThreadedProcessGroup(ProcessGroup):
     """
 
     def __init__(self, state: GroupState, rank: int) -> None:
-        super().__init__(rank, len(state.threads))  # type: ignore[call-arg]  # torch's stub lacks this form
+        super().__init__(rank, len(state.threads))
         self.state = state
-        self._num_collectives = 0
+        self._nums_collectives = {False: 0, True: 0}
         self._num_subgroups: dict[tuple[int, ...], int] = {}
         self._is_closed = False
-        self._name = ""
 
     def make_subgroup(self, ranks: Sequence[int]) -> "ThreadedProcessGroup":
         """Return a new group of some ranks of this one; each of them calls, also when this group is broken."""
@@ -152,12 +153,6 @@ class ThreadedProcessGroup(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "threaded"
 
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        self._name = name
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
@@ -165,20 +160,11 @@ class ThreadedProcessGroup(ProcessGroup):
     def _get_backend(self, device: torch.device) -> "ThreadedProcessGroup":
         return self
 
-    @property
-    def supports_splitting(self) -> bool:
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        return False
-
     def get_group_store(self) -> Store:
         return self.state.store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(self._nums_collectives.values())
 
     def abort(self) -> None:
         self.state.broken = self.state.broken or GroupError(f"Rank {self.rank()} has aborted this group.")
@@ -213,8 +199,11 @@ class ThreadedProcessGroup(ProcessGroup):
         kinds = tuple((tensor.dtype, tensor.shape) for tensor in inputs) if compares else ()
         described = describe_call(name, kinds, detail)
         given = _copies(inputs)
-        number, self._num_collectives = self._num_collectives, self._num_collectives + 1
-        collective = self.state.join(number, self.rank(), described, given)
+        # As in a group with a backend for each kind of device, which are in step each by itself.
+        on_device = any(map(is_on_device, (*inputs, *outputs)))
+        number = self._nums_collectives[on_device]
+        self._nums_collectives[on_device] += 1
+        collective = self.state.join((on_device, number), self.rank(), described, given)
         work = ThreadedWork(self.state, self.rank(), described.decode(), inputs, outputs)
         work.missing = lambda: [rank for rank in range(self.size()) if rank not in collective.described]
         work.receive = lambda: _combine(collective, combine)[self.rank()]

@@ -67,12 +67,12 @@ class GroupState:
         self.store: Store = HashStore()
         self.broken: GroupError | None = None
         self._lock = threading.RLock()
-        self._collectives: dict[int, Collective] = {}
+        self._collectives: dict[tuple[bool, int], Collective] = {}
         self._open_messages: list[Message] = []
         self._subgroups: dict[tuple[tuple[int, ...], int], GroupState] = {}
 
-    def join(self, number: int, rank: int, described: bytes, given: list[Tensor]) -> Collective:
-        """Take part in collective `number` of the group."""
+    def join(self, number: tuple[bool, int], rank: int, described: bytes, given: list[Tensor]) -> Collective:
+        """Take part in a collective of the group; `number` is whether it is the device's, and which of these it is."""
         with self._lock:
             collective = self._collectives.setdefault(number, Collective())
             collective.described[rank] = described

@@ -18,12 +18,24 @@ def test_calls_are_not_compared_when_refused(text: str) -> None:
     assert not read_check({})
 
 
-def test_an_unknown_word_for_checking_is_told() -> None:
+def test_an_unknown_word_for_checking_is_an_error() -> None:
     with pytest.raises(UsageError, match="LOCKSTEP_CHECK is 'maybe', expected 1, true, yes or on"):
         read_check({"LOCKSTEP_CHECK": "maybe"})
 
 
 def test_all_workers_hash_text_alike() -> None:
-    # A vocabulary made from a set had another order in every process.
+    # A vocabulary made from a set had another order in every process, under `lockstep run` too.
     assert worker_environment({}, {}, seed=2**32 + 7)["PYTHONHASHSEED"] == "7"
-    assert worker_environment({}, {"PYTHONHASHSEED": "random"})["PYTHONHASHSEED"] == "random"
+    assert worker_environment({}, {"PYTHONHASHSEED": ""})["PYTHONHASHSEED"] == "0"
+    assert worker_environment({}, {"PYTHONHASHSEED": "random"}, seed=1)["PYTHONHASHSEED"] == "random"
+
+
+def test_cublas_is_reproducible_from_the_first_product_of_a_worker_on() -> None:
+    # The trainer set it in its constructor, which is too late after a first matrix product.
+    assert worker_environment({}, {})["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert worker_environment({}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_overrides_come_before_the_users_values_and_these_before_defaults() -> None:
+    made = worker_environment({"A": "ours"}, {"A": "theirs", "B": "theirs"}, defaults={"B": "default", "C": "default"})
+    assert {name: made[name] for name in "ABC"} == {"A": "ours", "B": "theirs", "C": "default"}

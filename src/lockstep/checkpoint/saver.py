@@ -181,9 +181,9 @@ class Saver:
             thread.join()
 
     def _write_at_low_priority(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause) -> None:
-        if sys.platform == "linux":  # elsewhere setpriority would change the priority of the whole process
+        if sys.platform == "linux":  # elsewhere this would change the priority of the whole process
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                os.nice(_NICENESS)
         self._write(path, checkpoint, after, pause)
 
     def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause = no_pause) -> None:

@@ -6,6 +6,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lockstep.devices.asynchrony import is_asynchronous
+
 
 @final
 class StateCopy:
@@ -26,11 +28,12 @@ class StateCopy:
         previous, self._buffers = self._buffers, {}  # memory that is not reused below is freed
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            key = name, tensor.is_cuda  # is_cuda also says whether the buffer is pinned; is_pinned() would be slow
+            is_pinned = is_asynchronous(tensor.device)  # the buffer's; is_pinned() would be slow
+            key = name, is_pinned
             buffer = previous.pop(key, None)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+            copies[name] = self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=is_pinned)
+        for device in {tensor.device for tensor in tensors.values() if is_asynchronous(tensor.device)}:
+            torch.accelerator.synchronize(device)
         return copies

@@ -1,4 +1,7 @@
-"""`lockstep devices`: list the GPUs, the processes that use them, and which ones a request would get now."""
+"""`lockstep devices`: list the GPUs, the processes that use them, and which ones a request would get now.
+
+With `--test`, start a worker on each of the devices that a request gets, and check that they add up correctly.
+"""
 
 import json
 from collections.abc import Iterable
@@ -11,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.failures import failures_shown
-from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, take_inventory
+from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
+from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
 from lockstep.devices.describe import describe_bytes, describe_holder, gpu_number
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, UsageError
 
 _DEFAULT_REQUESTS = ("auto", "auto:3")
 _WIDTH_IN_FILES = 160
@@ -26,20 +30,44 @@ def devices(
         list[str] | None,
         typer.Argument(metavar="REQUEST", help="What to try: auto:2, auto:3>=20GiB, 0,2 ... Default: auto auto:3"),
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Check sums over every pair of devices of one REQUEST (default: auto).")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --test: take GPUs that others use, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
     """Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.
 
-    The exit code is 0, also where there is no GPU.
+    The exit code is 0, also where there is no GPU. With --test it is 1 if a sum was wrong or a call did not end.
     """
     with failures_shown(debug=debug):
+        if test:
+            raise typer.Exit(_test(requests or ["auto"], force=force, as_json=as_json))
         inventory = take_inventory()
         answers = [(request, _try(request, inventory)) for request in requests or _DEFAULT_REQUESTS]
         if as_json:
             typer.echo(json.dumps(_as_document(inventory, answers), indent=2, default=_as_text))
         else:
             _show(inventory, answers)
+
+
+def _test(requests: list[str], *, force: bool, as_json: bool) -> int:
+    """Check the links between the devices of a request; return the exit code."""
+    if len(requests) != 1:
+        raise UsageError(f"--test takes one request, but {len(requests)} are given: {' '.join(requests)}.")
+    placement = place_workers(requests[0], force=force)
+    if len(placement.devices) == 1:
+        raise UsageError(f"--test needs two devices or more, but the request gets one: {placement.reason}.")
+    if not as_json:
+        typer.echo(f"devices: {placement.reason}")
+    links = check_placement(placement)
+    if as_json:
+        document = {"devices": [asdict(device) for device in placement.devices], "links": as_document(links)}
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        show_links(links, placement)
+    return 0 if are_right(links) else FAILURE_EXIT
 
 
 def _try(request: str, inventory: Inventory) -> Placement | DeviceError:
@@ -104,7 +132,7 @@ def _gpu_table(inventory: Inventory) -> Table:
 
 def _remarks(gpu: Gpu, inventory: Inventory) -> list[str]:
     remarks = [_describe(holder, inventory) for holder in gpu.holders]
-    if unseen := find_unseen_bytes(gpu):
+    if unseen := find_unseen_bytes(gpu, inventory):
         remarks.append(f"a process that cannot be seen from here ({describe_bytes(unseen)})")
     if not gpu.is_visible:
         remarks.append(f"hidden by CUDA_VISIBLE_DEVICES={inventory.cuda_visible_devices}")

@@ -67,6 +67,9 @@ def run(  # the options are the interface
     ] = None,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", "--no_python", help="SCRIPT is an executable.")] = False,
+    drop_in: Annotated[
+        bool, typer.Option("--drop-in", help="Use Lockstep's classes in place of torch's, in a script without them.")
+    ] = False,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -114,6 +117,7 @@ def run(  # the options are the interface
             local_rank_option="--local_rank" if pass_local_rank_underscore else "--local-rank" * pass_local_rank,
             has_prefix=not no_prefix,
             log_dir=log_dir,
+            drop_in=drop_in,
             grace_seconds=grace,
         )
         typer.echo(job.describe(), err=True)

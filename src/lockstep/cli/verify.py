@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.devices import Placement, parse_request, place_workers, resized
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, counted
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
 from lockstep.runs.config import Config, read_config
@@ -59,7 +59,9 @@ def _compare(config: Config, placement: Placement, counts: Sequence[int], num_st
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as reference:
         for number, count in enumerate(counts):
             before = counts[:number].count(count)
-            label = _count_words(count) + (", again" if before else "") + (f" ({before + 1})" if before > 1 else "")
+            label = (
+                counted(count, "worker") + (", again" if before else "") + (f" ({before + 1})" if before > 1 else "")
+            )
             typer.echo(f"{label}: {num_steps} steps ...", err=True)
             ranks = _run(config, placement.first(count), num_steps, Path(reference), is_first=number == 0)
             runs[label] = ranks[0]
@@ -106,10 +108,6 @@ def _read_counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise UsageError(f"--workers is {text!r}, expected numbers of workers such as 1,2,3.")
     return counts * 2 if len(counts) == 1 else counts
-
-
-def _count_words(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _show_table(runs: Mapping[str, ShortRun]) -> None:

@@ -1,7 +1,7 @@
 """Communication: process groups and what is built on their collectives.
 
 A *group* is a `torch.distributed.ProcessGroup`; there is no other interface to communication in Lockstep. A
-*world* is what one worker knows of its group: its rank, how many there are, and the group, or None when it is alone.
+*world* is the place of one worker: its rank, how many workers there are, and the group, or None when it is alone.
 
 Invariants: one default group per process; tearing down twice is fine; code that takes a world works without a
 group, as the only worker.
@@ -12,7 +12,7 @@ from lockstep.comm.bootstrap.process_group import destroy_process_group, init_pr
 from lockstep.comm.broadcast import broadcast_tensors, start_broadcast
 from lockstep.comm.buffers import allocate_buffer
 from lockstep.comm.calls import calls_for
-from lockstep.comm.capabilities import GroupCapabilities, capabilities_of
+from lockstep.comm.capabilities import GroupCapabilities, capabilities_of, raise_if_broken
 from lockstep.comm.exit_notice import report_failure, send_exit_notices
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
@@ -36,6 +36,7 @@ __all__ = [
     "launched_world",
     "ordered_all_reduce",
     "ordered_hook",
+    "raise_if_broken",
     "report_failure",
     "ring_all_reduce",
     "ring_hook",

@@ -1,11 +1,15 @@
-"""The backends that Lockstep adds to torch.distributed: "shm", and "checked", which `check=True` asks for."""
+"""The backends that Lockstep adds to torch.distributed: "shm", and "checked" for groups of torch that compare calls."""
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.checked import CheckedProcessGroup, check_group
 from lockstep.comm.deadline import Deadline
@@ -14,27 +18,71 @@ from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group
+from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.errors import PeerLostError
-from lockstep.torch_private import default_group
+from lockstep.torch_private import GroupRequest, intercept_group_making, intercept_timeouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedBackends:
+    """What a group of torch's backends is made of whose calls are compared."""
+
+    names: Mapping[str, str]
+    """The backend of each device."""
+    waits: bool
+    """Whether every call waits for all ranks to make it."""
 
 
 def register_backends() -> None:
-    """Make torch.distributed know them; doing so again changes nothing (local)."""
-    if not dist.is_available():
+    """Register them with torch.distributed; doing so again changes nothing (local)."""
+    if not dist.is_available() or hasattr(dist.Backend, "SHM"):
         return
-    if not hasattr(dist.Backend, "SHM"):
-        dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
-    if not hasattr(dist.Backend, "CHECKED"):
-        dist.Backend.register_backend("checked", _make_checked, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("checked", _make_checked, extended_api=True, devices=["cpu", "cuda"])
+    intercept_group_making(_make_group)
+    intercept_timeouts(_set_timeout)
 
 
-def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGroup:
-    """Make the group that torch asks for (collective over its ranks)."""
+def _make_group(request: GroupRequest) -> Any:
+    """Make the group that torch requests; every rank of the default group must request the same (collective)."""
+    default: Any = dist.GroupMember.WORLD
+    names = dist.BackendConfig(dist.Backend(request.backend)).get_device_backend_map()
+    if not request.ranks:
+        set_up = current_set_up()
+        is_checked = set_up is not None and set_up.compares_calls
+        waits = set_up is None or set_up.waits
+    else:
+        if request.name.isdecimal() and capabilities_of(default).compares_calls:
+            # Ranks that make different groups, or another call, would wait for each other until the timeout.
+            detail = f"ranks {list(request.ranks)}, {request.backend}, group number {request.name}"
+            default.compare_calls(describe_call("new_group", (), detail))
+        is_checked = isinstance(default, CheckedProcessGroup) and (
+            set(names.values()) <= {"gloo", *default.backend_names.values()}
+        )
+        is_checked |= isinstance(default, ShmProcessGroup) and default.accelerators.compares_calls
+        waits = not isinstance(default, CheckedProcessGroup) or default.waits
+    if names.get("cpu") == "shm":
+        others = {device: name for device, name in names.items() if name != "shm"}
+        return request.make("shm", AcceleratorBackends(names=others, compares_calls=is_checked))
+    return request.make("checked", CheckedBackends(names=names, waits=waits)) if is_checked else request.make()
+
+
+def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:
+    """Change the timeout of a group of ours; return whether it is one."""
+    if not isinstance(group, ShmProcessGroup | CheckedProcessGroup):
+        return False
+    group.set_timeout(timeout)
+    return True
+
+
+def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | CheckedProcessGroup:
+    """Make the group that torch requests (collective over its ranks)."""
     report_uncaught_exceptions()
     members = _read_members(options)
     set_up = _read_set_up(options, members)
     group: ShmProcessGroup | CheckedProcessGroup
-    found, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up)
+    others = accelerators if isinstance(accelerators, AcceleratorBackends) else NO_ACCELERATORS
+    found, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up, others)
     if isinstance(found, NotShared):
         if options.group_rank == 0:
             warnings.warn(
@@ -42,33 +90,29 @@ def _make_shm(options: Any, _: Any = None) -> ShmProcessGroup | CheckedProcessGr
                 stacklevel=2,
             )
         known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
-        group = check_group(options.store, options.group_rank, options.timeout, {"cpu": "gloo"}, members, known)
+        names = {"cpu": "gloo", **others.names}
+        group = check_group(options.store, options.group_rank, options.timeout, names, members, known)
     else:
         group = found
     remember_hosts(group, hosts)
     return group
 
 
-def _make_checked(options: Any, backends: Mapping[str, str] | None = None) -> CheckedProcessGroup:
-    """Make the group that torch asks for (collective over its ranks).
-
-    `backends` is what `init_process_group` gave as options: a backend for each device. A subgroup gets none, for
-    `new_group` passes the name of the default group's backend but not its options.
-    """
+def _make_checked(options: Any, backends: CheckedBackends) -> CheckedProcessGroup:
+    """Make the group that torch requests, of a backend for each device (collective over its ranks)."""
     report_uncaught_exceptions()
-    if backends is None:
-        default: Any = default_group()
-        backends = default.backend_names
     members = _read_members(options)
     set_up = _read_set_up(options, members)
-    group = check_group(options.store, options.group_rank, options.timeout, backends, members, set_up)
+    group = check_group(
+        options.store, options.group_rank, options.timeout, backends.names, members, set_up, waits=backends.waits
+    )
     if set_up.hosts is not None:
         remember_hosts(group, set_up.hosts)
     return group
 
 
 def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
-    """Return what is known of the group that torch asks for: of a subgroup, what the default group knows (local)."""
+    """Return what is known of the group that torch requests: of a subgroup, from the default group (local)."""
     known = current_set_up()
     if known is not None:
         return known
@@ -80,7 +124,7 @@ def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
 
 
 def _read_members(options: Any) -> GroupMembers:
-    """Return who the ranks of the group are that torch asks for (local)."""
+    """Return who the ranks of the group are that torch requests (local)."""
     names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
 
     def find_lost() -> PeerLostError | None:

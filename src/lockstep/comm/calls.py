@@ -1,4 +1,4 @@
-"""What ranks say to each other about a call, so that different calls are an error and not a sum of unrelated tensors.
+"""Descriptions of calls, which ranks compare: different calls are an error then, not a sum of unrelated tensors.
 
 Pure: descriptions in, texts out. A description is a short line such as `all_reduce(sum, float32 [2, 3])`; ranks
 compare it byte for byte and a person reads it in the message.
@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from lockstep.errors import CollectiveMismatchError
 
@@ -22,7 +24,7 @@ _PURPOSE: Final = ContextVar("what the calls of this thread are for", default=""
 
 @contextmanager
 def calls_for(purpose: str) -> Iterator[None]:
-    """Let calls within say what they are for: a person who reads of them did not write them.
+    """Add a purpose to the descriptions of the calls within: the user who reads them did not write these calls.
 
     Args:
         purpose: The same on every rank; ranks compare it, so that a call of the user's is not taken for one of these.
@@ -56,16 +58,34 @@ def _describe(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...
     return text
 
 
-def explain_mismatch(calls: Mapping[int, bytes]) -> CollectiveMismatchError:
+def pack_text(text: bytes) -> Tensor:
+    """Return a text of at most `LONGEST_CALL` bytes, the rest is cut, as a tensor of bytes on the CPU."""
+    page = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
+    cut = text[:LONGEST_CALL]
+    if cut:
+        page[: len(cut)] = torch.frombuffer(bytearray(cut), dtype=torch.uint8)
+    return page
+
+
+def unpack_text(page: Tensor) -> bytes:
+    """Return the text that `pack_text` packed."""
+    return bytes(page.tolist()).rstrip(b"\0")
+
+
+def explain_mismatch(
+    calls: Mapping[int, bytes], lines: Mapping[int, str] = MappingProxyType({})
+) -> CollectiveMismatchError:
     """Return the error for ranks that make different calls.
 
     Args:
         calls: Description of the call of every rank.
+        lines: The line of the user's code that makes it, on the ranks where there is one.
     """
-    ranks: dict[bytes, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
-        ranks.setdefault(call, []).append(rank)
-    said = "; ".join(f"{_name_ranks(who)} {call.decode(errors='replace')}" for call, who in ranks.items())
+        line = lines.get(rank)
+        ranks.setdefault(f"{call.decode(errors='replace')}{f' at {line}' if line else ''}", []).append(rank)
+    said = "; ".join(f"{_name_ranks(who)} {call}" for call, who in ranks.items())
     return CollectiveMismatchError(
         f"The ranks of the group do not make the same call: {said}. Every rank must make the same calls in the same "
         "order, with tensors of the same shape and dtype. Nothing was exchanged."

@@ -1,12 +1,12 @@
-"""What a process group can do beside torch's collectives, asked through one function and not by its class.
+"""What a process group can do beside torch's collectives: read by one function, and not from its class.
 
 Groups of Lockstep's own backends have an attribute `capabilities`; of torch's own groups only the hosts may be known.
-The protocols below say which methods a capability stands for.
+The protocols below have the methods that each capability stands for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class GroupCapabilities:
     """What a group can do."""
 
     owns_memory: bool = False
-    """It hands out CPU tensors that it reduces without copying them; see `OwnsMemory`."""
+    """It allocates CPU tensors that it reduces without copying them; see `OwnsMemory`."""
     adds_in_order: bool = False
     """It adds CPU tensors in the order of the tree; see `AddsInOrder`."""
     is_host_local: bool = False
@@ -32,11 +32,11 @@ class GroupCapabilities:
     compares_calls: bool = False
     """Its ranks compare their calls before data is exchanged; see `ComparesCalls`."""
     reports_exits: bool = False
-    """A rank can tell the others that it makes no more calls, and why; see `ReportsExits`."""
+    """A rank can report to the others that it makes no more calls, and why; see `ReportsExits`."""
 
 
 class OwnsMemory(Protocol):
-    """A group that hands out tensors."""
+    """A group that allocates tensors."""
 
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
@@ -64,20 +64,36 @@ class ComparesCalls(Protocol):
     """A group that compares calls."""
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
+        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
 
 
 class ReportsExits(Protocol):
-    """A group whose ranks know of each other's end."""
+    """A group whose ranks find out that another one has ended."""
+
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group that cannot be used any more (local)."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of `error` (local)."""
+        """Report to the other ranks that this one exits because of `error` (local)."""
 
     def send_exit_notice(self) -> None:
-        """Tell the other ranks that this one makes no more calls (local)."""
+        """Report to the other ranks that this one makes no more calls (local)."""
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, if that is known (local)."""
+        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
+
+
+def raise_if_broken(group: ProcessGroup | None) -> None:
+    """Raise if a rank was lost while a device was in a call of the group (local).
+
+    To be called after every read of what a call wrote on a device, and before the value is used: a call that was ended
+    because a rank was lost leaves any value. Groups of torch's own, without checks, raise nothing here.
+
+    Raises:
+        PeerLostError: A rank was lost.
+    """
+    if group is not None and capabilities_of(group).reports_exits:
+        cast("ReportsExits", group).raise_if_broken()
 
 
 def capabilities_of(group: ProcessGroup) -> GroupCapabilities:

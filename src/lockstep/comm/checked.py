@@ -1,131 +1,111 @@
 """A process group around one of torch's that compares the calls of all ranks before it makes them.
 
-Gloo and NCCL trust their callers: ranks that call different collectives get sums of unrelated tensors, or hang. This
-group makes them agree first, as the shm backend always does: over shared memory where the ranks are on one host, else
-over a Gloo group of its own. That costs one small exchange per call, and a call waits for all ranks to make it.
+Gloo and NCCL compare nothing: ranks that call different collectives get sums of unrelated tensors, hang or abort. This
+group compares the calls first, as the shm backend does: over shared memory where the ranks are on one host, else over a
+Gloo group of its own. Either a call waits for all ranks to make it, and nothing is exchanged if they differ; or, by
+default on one host, ranks compare without waiting. [`shm/published_calls.py`]
 
-Messages between two ranks (`send`, `recv`) are handed on unchecked.
+Messages between two ranks (`send`, `recv`) are not compared. An error of the backend that comes from the loss of a rank
+names that rank.
 """
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
-from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
+from lockstep.comm.explained_work import ExplainedWork
 from lockstep.comm.gloo import gloo_connected_in_time
+from lockstep.comm.gloo_comparer import GlooComparer
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, known_hosts
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
+from lockstep.comm.user_line import find_user_line
 from lockstep.compiler import keep_compiler_out_of_methods
-from lockstep.errors import GroupError, PeerLostError
-from lockstep.torch_private import backend_of, register_backend, set_default_backend, set_timeout
+from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
+from lockstep.settings import read_stall_seconds
+from lockstep.torch_private import backend_of, make_backend, register_backend, set_default_backend
 
 Result = TypeVar("Result")
-_BACKEND_TYPES: Final = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 
 
 class CallComparer(Protocol):
-    """How ranks tell each other what they call."""
+    """How the ranks of a group compare their calls."""
+
+    waits: bool
+    """Whether a call waits for all ranks to make it; then the group stays usable after a mismatch."""
+
+    def publish_call(self, call: bytes) -> None:
+        """Compare a call with those that the other ranks have made by now, without waiting for them.
+
+        Raises:
+            CollectiveMismatchError: They differ. Ranks that have made theirs raise it in `check`.
+            PeerLostError: A rank is lost.
+        """
+
+    def check(self) -> None:
+        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call (collective).
+        """Return when every rank has made the same call (collective).
 
         Raises:
             CollectiveMismatchError: They differ; on every rank alike.
             PeerLostError: A rank is lost.
         """
 
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group of which a rank is known to be lost (local)."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a comparison may take (local)."""
+
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of `error`."""
+        """Report to the other ranks that this one exits because of `error` (local)."""
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, if that is known."""
+        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
+
+    def explain_error(self, error: RuntimeError) -> GroupError | None:
+        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
+
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for a rank that was lost, failed or left, if that is known (local)."""
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Let later comparisons raise `error`, and publish it (local)."""
 
     def send_exit_notice(self) -> None:
-        """Tell the other ranks that this one goes, and which exception it handles, if it does."""
+        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
-
-
-@final
-class GlooComparer:
-    """Agreement of ranks on several hosts."""
-
-    def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
-        self._store = store
-        self._names = names
-        self._name = names[rank]
-        size = len(names)
-        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("compare/gloo", store), rank, size, timeout)
-
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call (collective)."""
-        mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
-        mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
-        pages = [torch.empty_like(mine) for _ in self._names]
-        try:
-            self._gloo.allgather([pages], [mine]).wait()
-        except RuntimeError as error:
-            raise self._explain_lost(call, error) from error
-        calls = {name: bytes(page.tolist()).rstrip(b"\0") for name, page in zip(self._names, pages, strict=True)}
-        if any(other != call for other in calls.values()):
-            raise explain_mismatch(calls)
-
-    def report_failure(self, error: BaseException) -> None:
-        """Leave word in the store, which outlives this rank unless this rank holds it."""
-        try:
-            self._store.set("failure_reason", f"{self._name} {type(error).__name__}: {error}")
-        except RuntimeError:  # the store is lost, and no rank can read it
-            return
-
-    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:  # noqa: ARG002 - the protocol's
-        """Return None: processes of other hosts are not watched."""
-        return None
-
-    def send_exit_notice(self) -> None:
-        """Leave word of the exception that is being handled, as in a `finally`, if there is one."""
-        error = sys.exc_info()[1]
-        if error is not None:
-            self.report_failure(error)
-
-    def close(self) -> None:
-        """Let go of the Gloo group."""
-        self._gloo = None
-
-    def _explain_lost(self, call: bytes, error: RuntimeError) -> PeerLostError:
-        try:
-            said = self._store.get("failure_reason").decode() if self._store.check(["failure_reason"]) else ""
-        except RuntimeError:  # the rank that holds the store is lost too
-            said = ""
-        if said:
-            rank, _, reason = said.partition(" ")
-            return PeerLostError(f"Rank {rank} failed: {reason}", rank=int(rank))
-        return PeerLostError(f"A rank was lost, or did not reach {call.decode()}: {error}")
+        """Free what it holds (local)."""
 
 
 @final
 @keep_compiler_out_of_methods
 @add_collectives
 class CheckedProcessGroup(ProcessGroup):
-    """Torch's backends for the devices that were asked for, which compare every call first.
+    """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
 
     Args:
         inner: The group that makes the calls.
-        comparer: How ranks agree on a call.
+        comparer: Compares a call between the ranks.
         backends: Names of the backends by device, for `backend_names`.
         names: What messages call each rank: its rank in the default group.
     """
@@ -140,22 +120,44 @@ class CheckedProcessGroup(ProcessGroup):
         self._broken: GroupError | None = None
         self.backend_names = dict(backends)
         """Backend of each device."""
+        self.waits = comparer.waits
+        """Whether every call waits for all ranks to make it."""
         for device, name in backends.items():
             place = torch.device(device)
             backend = backend_of(inner, place)
-            register_backend(self, place, _BACKEND_TYPES[name], backend)
-        set_default_backend(self, _BACKEND_TYPES[next(iter(backends.values()))])
-        self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner)
+            register_backend(self, place, _type_of(name), backend)
+        set_default_backend(self, _type_of(next(iter(backends.values()))))
+        self._has_device = not {"gloo"}.issuperset(backends.values())
+        self._device_watch = DeviceWatch(
+            WatchedGroup(
+                find_lost=comparer.find_any_lost,
+                find_failed=comparer.find_any_failed,
+                mark_broken=comparer.mark_broken,
+                abort=inner.abort,
+            ),
+            read_stall_seconds(),
+        )
+        self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner, self._device_watch)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
         """Compare one call of the table's, then make it (collective)."""
         call = collective.read(arguments, keywords)
         description = collective.describe(call, self._names)
-        return self._compare_then(description, lambda: self._forward(collective.methods[0], call.arguments))
+        compare = self._comparer.compare_calls if self._comparer.waits else self._comparer.publish_call
+        return self._compare_then(compare, description, lambda: self._forward(collective.methods[0], call.arguments))
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
-        self._compare_then(call, lambda: None)
+        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
+        self._compare_then(self._comparer.compare_calls, call, lambda: None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective).
+
+        Args:
+            timeout: How long to wait; None for the group's.
+            wait_all_ranks: Whether rank 0 waits for all ranks before it names those that are missing.
+        """
+        self._require_inner().monitored_barrier(timeout, wait_all_ranks)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Send, unchecked."""
@@ -172,7 +174,7 @@ class CheckedProcessGroup(ProcessGroup):
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Tensor:
-        """Return a tensor of zeros, in memory like any other: what a shm group gives from its own (local)."""
+        """Return a tensor of zeros in ordinary memory; a shm group returns one in its own memory (local)."""
         return torch.zeros(read_allocation(size, dtype, device), dtype=dtype, device="cpu")
 
     @property
@@ -184,15 +186,32 @@ class CheckedProcessGroup(ProcessGroup):
         )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name, as torch wants it."""
+        """Return `"checked"`."""
         return "checked"
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a call may take (local)."""
+        self._require_inner().set_timeout(timeout)
+        self._comparer.set_timeout(timeout)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of `error` (local)."""
+        """Report to the other ranks that this one exits because of `error` (local)."""
         self._comparer.report_failure(error)
 
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
+        self._require_inner()
+        self._comparer.raise_if_broken()
+
+    def send_exit_notice(self) -> None:
+        """Report to the other ranks that this one makes no more calls (local)."""
+        self._comparer.send_exit_notice()
+
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, if that is known (local)."""
+        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
         return self._comparer.find_lost(peers) if self._close.alive else None
 
     def shutdown(self) -> None:
@@ -202,20 +221,48 @@ class CheckedProcessGroup(ProcessGroup):
         self._close()
         self._inner = None
 
-    def _compare_then(self, call: bytes, action: Callable[[], Result]) -> Result:
+    def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
         try:
-            self._comparer.compare_calls(call)
+            compare(call)
             return action()
+        except CollectiveMismatchError:
+            if not self._comparer.waits:
+                self._abort()
+            raise
         except (KeyboardInterrupt, SystemExit) as error:
-            # The others may be in a call that this rank has not made: its next one would meet that.
+            # The other ranks may be in a call that this rank has not made, and its next call would be another one.
             self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
             self._comparer.report_failure(error)
             raise
 
     def _forward(self, name: str, arguments: Sequence[Any]) -> Work:
-        work: Work = getattr(self._require_inner(), name)(*(value for value in arguments if value is not None))
-        return work
+        try:
+            work = getattr(self._require_inner(), name)(*arguments)
+        except GroupError:
+            raise
+        except RuntimeError as error:
+            explained = self._comparer.explain_error(error)
+            if explained is None:
+                raise
+            raise explained from error
+        if self._has_device:
+            line = find_user_line()
+            self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
+        is_message = name in {"send", "recv", "recv_anysource"}
+        check = None if self._comparer.waits or self._has_device or is_message else self._check
+        return ExplainedWork(work, self._comparer.explain_error, check)
+
+    def _check(self) -> None:
+        try:
+            self._comparer.check()
+        except GroupError:
+            self._abort()
+            raise
+
+    def _abort(self) -> None:
+        """End the backend's calls: other ranks do not make them, and destroying the group would wait for their end."""
+        self._inner.abort()
 
     def _require_inner(self) -> Any:
         if self._broken is not None:
@@ -232,6 +279,8 @@ def check_group(
     backends: Mapping[str, str],
     members: GroupMembers,
     set_up: GroupSetUp,
+    *,
+    waits: bool = True,
 ) -> CheckedProcessGroup:
     """Make a checked group (collective over its ranks).
 
@@ -242,39 +291,41 @@ def check_group(
         backends: Name of torch's backend for each device type.
         members: Who the ranks are.
         set_up: When the group must be made, and what is known of its hosts.
+        waits: Whether every call waits for all ranks to make it. Otherwise, on one host, a call costs little more, and
+            the group cannot be used after a mismatch.
 
     Raises:
-        GroupError: A backend that cannot be checked; some rank did not connect in time.
+        GroupError: Some rank did not connect in time.
+        RuntimeError: This torch lacks a backend.
     """
     size = len(members.names)
     inner = ProcessGroup(store, rank, size)
-    makers: Mapping[str, Callable[[Store], Any]] = {
-        "gloo": lambda place: dist.ProcessGroupGloo(place, rank, size, timeout),
-        "nccl": lambda place: dist.ProcessGroupNCCL(place, rank, size, _nccl_options(timeout)),
-    }
     made: dict[str, Any] = {}
     with ExitStack() as until_made:
         if "gloo" in backends.values():
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         for device, name in backends.items():
-            if name not in makers:
-                raise GroupError(f"check=True knows the backends gloo and nccl (and shm checks always), not {name!r}.")
             if name not in made:
-                made[name] = makers[name](PrefixStore(f"inner/{name}", store))
-            register_backend(inner, torch.device(device), _BACKEND_TYPES[name], made[name])
-    set_default_backend(inner, _BACKEND_TYPES[next(iter(backends.values()))])
-    shared = make_shared_memory_comparer(PrefixStore("compare/shm", store), rank, timeout, members, set_up)
+                place = PrefixStore(f"inner/{name}", store)
+                made[name] = (
+                    dist.ProcessGroupGloo(place, rank, size, timeout)
+                    if name == "gloo"
+                    else make_backend(name, place, rank, size, timeout)
+                )
+            register_backend(inner, torch.device(device), _type_of(name), made[name])
+    set_default_backend(inner, _type_of(next(iter(backends.values()))))
+    place = PrefixStore("compare/shm", store)
+    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
     comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
     return CheckedProcessGroup(inner, comparer, backends, members.names)
 
 
-def _nccl_options(timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    set_timeout(options, timeout)
-    return options
+def _type_of(name: str) -> ProcessGroup.BackendType:
+    return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def _close(pid: int, comparer: CallComparer, inner: ProcessGroup) -> None:
+def _close(pid: int, comparer: CallComparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
     if os.getpid() == pid:  # a forked child has copies of these, but is no member
+        device_watch.close()
         comparer.close()
         inner.shutdown()

@@ -1,4 +1,4 @@
-"""The table of collectives: what Lockstep knows of each one of torch.distributed, described once.
+"""The table of collectives: everything about each one of torch.distributed, described once.
 
 Comparing calls (`checked.py`) and the shm backend (`shm/group.py`) read it; their methods are made from it. `send`,
 `recv` and `monitored_barrier` are not in it: they are not calls that all ranks make alike.
@@ -6,12 +6,13 @@ Comparing calls (`checked.py`) and the shm backend (`shm/group.py`) read it; the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.collective_call import CollectiveCall, read_root
@@ -21,6 +22,9 @@ from lockstep.comm.shm.arithmetic import operation_name
 from lockstep.comm.shm.phases import PhaseExchange
 
 _Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
+_PLAIN_OPTIONS: Final = (ReduceOp, ReduceOp.RedOpType, int, timedelta)
+"""What torch's methods take one by one, instead of an options object."""
+_MOST_PLAIN_OPTIONS: Final = 3
 _Group = TypeVar("_Group", bound=type)
 
 
@@ -68,11 +72,13 @@ class Collective:
             keywords: What it got by name.
 
         Raises:
-            TypeError: An argument is missing, or unknown.
+            TypeError: An argument is missing, unknown, or one too many.
         """
         num_tensors = len(self.parameters) - 1
         if keywords or len(arguments) < num_tensors:
             arguments = self._bind(arguments, keywords)
+        if len(arguments) > num_tensors:
+            arguments = self._without_absent_options(arguments, num_tensors)
         outputs, inputs = self.tensors(arguments)
         call = CollectiveCall(self.name, arguments, outputs, inputs, arguments[num_tensors:])
         if self.root:
@@ -95,7 +101,7 @@ class Collective:
             details.append(call.reductions[0].name if call.reductions else operation_name(call.op))
         if self.root:
             root = call.root
-            # torch's backends refuse a root that is not there, each in its own words
+            # A root that does not exist is refused by the backend.
             details.append(f"{self.root} rank {names[root] if 0 <= root < len(names) else root}")
         tensors = self.compared_tensors(call)
         if self.compared is Compared.DTYPE or self.compared is Compared.ROWS:
@@ -112,7 +118,22 @@ class Collective:
         unknown = [name for name in keywords if name not in rest]
         if missing or unknown:
             raise TypeError(f"{self.name}: missing arguments {missing}, unknown arguments {unknown}.")
-        return [*arguments, *(keywords[name] for name in rest if keywords.get(name) is not None)]
+        return [*arguments, *(keywords.get(name) for name in rest)]
+
+    def _without_absent_options(self, arguments: Sequence[Any], num_tensors: int) -> Sequence[Any]:
+        options = arguments[num_tensors:]
+        is_object = [hasattr(option, "timeout") for option in options]
+        if is_object == [True]:
+            return arguments
+        unknown = [option for option in options if option is not None and not isinstance(option, _PLAIN_OPTIONS)]
+        if any(is_object) or unknown or len(options) > _MOST_PLAIN_OPTIONS:
+            raise TypeError(
+                f"{self.name}: got {[*options]} after {', '.join(self.parameters[:-1]) or 'no tensors'}, expected one "
+                "options object of torch, or a reduce operation, a root and a timeout."
+            )
+        while options and options[-1] is None:
+            options = options[:-1]
+        return [*arguments[:num_tensors], *options]
 
 
 class MakesCollectives(Protocol):
@@ -343,7 +364,7 @@ COLLECTIVES: Final = (
     ),
     Collective(
         name="barrier",
-        summary="Return when every rank has come here.",
+        summary="Return when every rank has reached it.",
         methods=("barrier",),
         parameters=("opts",),
         tensors=_none,

@@ -2,7 +2,7 @@
 
 Gloo has one timeout, for connecting and for every later message, so it cannot be given what is left: messages would
 time out early ever after. It may take the whole limit once more. Where much of the limit is used already, ranks are
-therefore connected twice, first with what is left: then the second connection meets ranks that have just answered.
+therefore connected twice, first with what is left: the second connection is between ranks that have just answered.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
     except RuntimeError as error:
         raise GroupError(
             f"Gloo could not connect rank {members.names[rank]} to the other workers within the "
-            f"{deadline.limit.total_seconds():g} s that the set-up may take. All had come to the rendezvous, so one "
+            f"{deadline.limit.total_seconds():g} s that the set-up may take. All had reached the rendezvous, so one "
             "was lost since, or is stuck, or a firewall is in between; look at the logs of the others. Gloo said: "
             f"{str(error).splitlines()[0]}"
         ) from error

@@ -13,8 +13,8 @@ _LONG_BYTES = 1 << 44
 def host_identity() -> str:
     """Return a text that is equal for two processes exactly if they can share memory.
 
-    It is made of the boot of the kernel, the namespaces and the user; host names and LOCAL_WORLD_SIZE say something
-    else. A process that cannot share memory with anyone returns a text that starts with `"alone"` and says why.
+    It is made of the boot of the kernel, the namespaces and the user; host names and LOCAL_WORLD_SIZE mean something
+    else. A process that cannot share memory with anyone returns a text that starts with `"alone"` and has the reason.
     """
     reason = _why_not()
     if reason:

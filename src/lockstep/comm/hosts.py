@@ -25,9 +25,9 @@ from lockstep.errors import GroupError, PeerLostError
 _LOGGER = logging.getLogger("lockstep")
 _FIRST_PAUSE_SECONDS = 0.0005
 _LAST_PAUSE_SECONDS = 0.05
-"""How often a rank that waits for others checks whether they have come or are lost: often at first."""
+"""How often a rank that waits for others checks whether they have connected or are lost: often at first."""
 _WARNING_SECONDS = 10.0
-"""After how long a rank that waits says for which others."""
+"""After how long a rank that waits logs for which others."""
 
 
 def _find_none_lost() -> None:
@@ -39,7 +39,7 @@ class GroupMembers:
     """Who the ranks of a group are."""
 
     names: Sequence[int]
-    """What messages call them: their ranks in the default group."""
+    """Their numbers in messages: their ranks in the default group."""
     find_lost: Callable[[], PeerLostError | None] = _find_none_lost
     """Return the error for a member that is known to be lost, or None."""
 
@@ -78,7 +78,7 @@ class GroupHosts:
         )
 
     def why_not_shared(self, names: Sequence[int]) -> str:
-        """Say why the ranks cannot share memory; nothing if they can.
+        """Return why the ranks cannot share memory; empty if they can.
 
         Args:
             names: What messages call each rank.
@@ -97,11 +97,11 @@ class GroupHosts:
 
 
 def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
-    """Tell the other ranks which host this one is on, and return theirs (collective).
+    """Publish which host this rank is on, and return those of all (collective).
 
     Raises:
         GroupError: Some rank did not connect in time, or the store is lost.
-        PeerLostError: A rank was lost before all had come.
+        PeerLostError: A rank was lost before all had connected.
     """
     keys = [f"host/{peer}" for peer in range(len(members.names))]
     with store_loss_explained():
@@ -126,7 +126,7 @@ def store_loss_explained() -> Iterator[None]:
 
 
 def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, deadline: Deadline) -> None:
-    """Wait until every rank has set its key; after a while say which have not.
+    """Wait until every rank has set its key; after a while log which have not.
 
     Raises:
         GroupError: Some rank did not connect in time.
@@ -157,7 +157,7 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
 
 
 def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
-    """Say which ranks did not connect to make a group."""
+    """Return the message that some ranks did not connect to make a group."""
     return (
         f"{_name_ranks(missing).capitalize()} of {size} did not connect to make the "
         f"group within {limit.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
@@ -173,12 +173,16 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSetUp:
-    """What `init_process_group` knows of the group that torch is making for it."""
+    """What `init_process_group` has found out about the group that torch makes for it."""
 
     hosts: GroupHosts | None
     """Where its ranks are; None for a worker that is alone."""
     deadline: Deadline
     """When the group must be made."""
+    compares_calls: bool = False
+    """Whether the group is to compare calls, where its backend does not."""
+    waits: bool = True
+    """Whether each of those calls waits for all ranks to make it."""
 
 
 _SET_UP: Final = ContextVar[GroupSetUp | None]("the set-up under way in this thread", default=None)
@@ -188,7 +192,7 @@ _HOSTS: Final = weakref.WeakKeyDictionary[ProcessGroup, GroupHosts]()
 
 @contextmanager
 def setting_up(set_up: GroupSetUp) -> Iterator[None]:
-    """Hand what is known down to the backends that torch makes within."""
+    """Pass what is known to the backends that torch makes within."""
     before = _SET_UP.set(set_up)
     try:
         yield
@@ -202,7 +206,7 @@ def current_set_up() -> GroupSetUp | None:
 
 
 def remember_hosts(group: ProcessGroup, hosts: GroupHosts) -> None:
-    """Hold the hosts of a group as long as the group is there (local)."""
+    """Keep the hosts of a group as long as the group exists (local)."""
     _HOSTS[group] = hosts
 
 

@@ -1,4 +1,4 @@
-"""Between the ranks of a group: messages, and the checks and the flat form that tensors take before them."""
+"""What ranks exchange: messages and gathers, and the checks and the flat form of tensors before them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +10,10 @@ from torch.distributed import ProcessGroup
 from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError
 
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The name of torch 2.13, or of those before it."""
 _TAG = 0x10C5
-"""Keeps our messages apart from those that a user has under way with tag 0, on backends that know tags."""
+"""Distinguishes our messages from those that a user has under way with tag 0, on backends with tags."""
 
 _SUMMABLE = frozenset({
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -112,7 +114,7 @@ def post_messages(
 
     Args:
         sends: Rank within the group and what to send it: contiguous, any dtype, left alone until the work is done.
-        receives: Rank within the group and where to put what comes from it: as many bytes as it sends.
+        receives: Rank within the group and where to put what it sends: as many bytes.
         world: The group.
     """
 
@@ -125,7 +127,39 @@ def post_messages(
     return dist.batch_isend_irecv(messages) if messages else []
 
 
+def pass_on(sent: Tensor, target: int, received: Tensor, source: int, world: World) -> list[dist.Work]:
+    """Start sending one tensor to a rank and receiving one from a rank (collective: every rank of the group calls).
+
+    Args:
+        sent: What rank `target` gets: contiguous, any dtype, left alone until the work is done.
+        target: A rank of the group.
+        received: Where to put what rank `source` sends: as many bytes.
+        source: A rank of the group.
+        world: The group.
+    """
+    if sent.device.type == "cpu":
+        return post_messages([(target, sent)], [(source, received)], world)
+    # One call: Gloo has no messages for other devices, and NCCL would run two messages one after another.
+    num_sent, num_received = [0] * world.world_size, [0] * world.world_size
+    num_sent[target], num_received[source] = sent.nbytes, received.nbytes
+    places = received.view(torch.uint8), sent.view(torch.uint8)
+    work = dist.all_to_all_single(*places, num_received, num_sent, group=world.group, async_op=True)
+    return [] if work is None else [work]
+
+
+def gather_single(output: Tensor, piece: Tensor, world: World) -> list[dist.Work]:
+    """Start gathering pieces of one length in one tensor (collective: every rank of the group calls).
+
+    Args:
+        output: Where the pieces go, in rank order: flat, contiguous. May contain `piece` in its place.
+        piece: What this rank contributes.
+        world: The group.
+    """
+    work = _all_gather_single(output, piece, group=world.group, async_op=True)
+    return [] if work is None else [work]
+
+
 def wait_all(works: Sequence[dist.Work]) -> None:
-    """Wait for messages; on a GPU the current stream waits, and the host goes on."""
+    """Wait for messages; on a GPU the current stream waits, and the host does not."""
     for work in works:
         work.wait()

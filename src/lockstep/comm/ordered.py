@@ -29,7 +29,8 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.capabilities import AddsInOrder, capabilities_of
 from lockstep.comm.messages import check_summable, joined_world, write_back
-from lockstep.comm.ordered_messages import FlatReduction, OrderedMessages, PartialLayout, flatten_reduction
+from lockstep.comm.ordered_messages import OrderedMessages
+from lockstep.comm.ordered_reduction import FlatReduction, PartialLayout, flatten_reduction, is_one_addition_each
 from lockstep.comm.ring import resolved
 from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.segments import HeldPartials, check_held_partials, check_layout
@@ -66,7 +67,7 @@ def ordered_all_reduce(
         out: Where the sum goes, of the partials' shape, dtype and device; may be one of them. By default one tensor is
             overwritten, and for partials a new tensor is made. A rank that holds no partial needs it.
         layout: The nodes that every rank holds, in rank order, the same on every rank. Without it, ranks that hold
-            partials tell each other first, which takes two collectives more: for the first call, not for every step.
+            partials exchange it first, which takes two collectives more: for the first call, not for every step.
 
     Returns:
         `out`, the tensor, or the new tensor.
@@ -74,7 +75,7 @@ def ordered_all_reduce(
     Raises:
         CollectiveMismatchError: The ranks pass tensors of different shape, dtype or kind of device, or different
             layouts, or make different calls; on every rank alike. On groups that compare no calls, only calls of this
-            function and of `ring_all_reduce` are told from each other.
+            function and of `ring_all_reduce` are distinguished.
         GroupError: There is no group, or this worker is not in it.
         TypeError: Something that is not a tensor, a mapping of tensors or a group; `num_shards` is missing.
         ValueError: A tensor is sparse, or of a dtype that torch cannot add, or unlike the others; `out` is expanded;
@@ -107,8 +108,8 @@ def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
     sum is divided, not what is added: where half precision may overflow, scale the loss.
 
     Args:
-        state: The group to average over, that of the wrapper: a bucket does not say it. None for the default group;
-            under a wrapper over a subgroup that would wait for ranks which do not come.
+        state: The group to average over, that of the wrapper: a bucket does not contain it. None for the default group;
+            under a wrapper over a subgroup it would wait for ranks that make no such call.
         bucket: The bucket, reduced in place.
 
     Raises:
@@ -150,10 +151,11 @@ class OrderedReductions:
         group = self._world.group
         has_own_order = self._group_adds_in_order and list(layout) == self._one_each
         is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
-        if out.device.type == "cpu" and is_in_place and (has_own_order or _is_one_addition(out, layout)):
+        is_cpu = out.device.type == "cpu"
+        if is_in_place and ((is_cpu and has_own_order) or is_one_addition_each(layout, out.dtype)):
             work = dist.all_reduce(out, group=group, async_op=not waits)
             return _do_nothing if work is None else work.wait
-        if not self._group_adds_in_order or out.device.type != "cpu":
+        if not (self._group_adds_in_order and is_cpu):
             self._messages.start(partials, out, layout)
             return self._messages.finish
         reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
@@ -165,11 +167,6 @@ class OrderedReductions:
             write_back(reduction.out, out)
 
         return finish
-
-
-def _is_one_addition(out: Tensor, layout: PartialLayout) -> bool:
-    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
-    return [len(nodes) for nodes in layout] == [1, 1] and out.dtype in {torch.float32, torch.float64}
 
 
 def _do_nothing() -> None:
@@ -188,7 +185,7 @@ class _Inputs:
     out: Tensor
     """Where the result goes."""
     is_one_tensor: bool
-    """Whether every rank holds its own shard, so that all know who holds what."""
+    """Whether every rank holds its own shard, so that the layout is known."""
 
 
 def _check_inputs(
@@ -257,7 +254,7 @@ def _describe_call(inputs: _Inputs, layout: PartialLayout) -> bytes:
 def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: int) -> None:
     if set(expected) != set(partials):
         raise ValueError(
-            f"Rank {rank} holds {list(partials)}, and the layout says {list(expected)}. Make both from the same shards "
+            f"Rank {rank} holds {list(partials)}, and the layout has {list(expected)}. Make both from the same shards "
             "and the same number of ranks."
         )
 

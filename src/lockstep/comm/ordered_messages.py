@@ -1,19 +1,22 @@
-"""Ordered all-reduces by messages, several under way: exchange of partials, addition by the owner, gathering of sums.
+"""Ordered all-reduces, several under way: exchange of partials, addition by the owner, gathering of sums.
 
-`lockstep.comm.ordered` says what is exchanged, and why so.
+`lockstep.comm.ordered` explains what is exchanged, and why so.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.messages import flatten, post_messages, wait_all, write_back
+from lockstep.comm.messages import wait_all, write_back
+from lockstep.comm.ordered_reduction import FlatReduction, PartialLayout, flatten_reduction, is_one_addition
+from lockstep.comm.ordered_transports import OrderedTransport, Received, transport_for
 from lockstep.comm.segments import Bounds, plan_chunks
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node, add_in_tree_order
@@ -21,27 +24,6 @@ from lockstep.shards.tree import Node, add_in_tree_order
 _CHUNK_BYTES = 16 << 20
 """Most that a rank receives in the exchange of one chunk."""
 _MAX_IN_FLIGHT = 2
-_ALIGNMENT_BYTES = 64
-
-PartialLayout = Sequence[Sequence[Node]]
-"""The nodes that each rank holds, in rank order."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatReduction:
-    """One reduction of flat tensors."""
-
-    partials: dict[Node, Tensor]
-    """What this rank holds: 1-D, contiguous, real, one length."""
-    out: Tensor
-    """Where the result goes: likewise; may be one of the partials."""
-    layout: list[list[Node]]
-    """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
-    num_shards: int
-    """Number of shards."""
-    world: World
-    """The ranks."""
 
 
 @final
@@ -53,15 +35,17 @@ class _ChunkInFlight:
     """Of which it is a chunk."""
     segments: list[Bounds]
     """The segment of every rank."""
-    received: dict[Node, Tensor]
-    """Other ranks' partials of this rank's segment, once the messages are through."""
+    received: Received
+    """Other ranks' partials of this rank's segment, when the works are done."""
     works: list[dist.Work]
-    """The messages."""
+    """The messages, or collectives."""
+    transport: OrderedTransport
+    """What moves them."""
 
 
 @final
 class OrderedMessages:
-    """Ordered all-reduces by messages, one after the other: the next is exchanged while one is added and gathered.
+    """Ordered all-reduces, one after the other: the next is exchanged while one is added and gathered.
 
     Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
     own, beside what the caller computes.
@@ -93,12 +77,21 @@ class OrderedMessages:
         with self._beside(out.device):
             reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
             self._started.append((reduction, out))
+            if is_one_addition(reduction):
+                self._gathers.append(_all_reduce(reduction))
+                return
+            transport = transport_for(out.device)
             num_partials = sum(len(nodes) for nodes in reduction.layout)
             segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
             for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
                 if len(self._in_flight) == _MAX_IN_FLIGHT:
                     self._gathers += _add_and_gather(self._in_flight.popleft())
-                self._in_flight.append(_exchange(reduction, segments, self._make_landings(reduction, segments)))
+                received, works = transport.exchange(reduction, segments, partial(self._make_room, out.device))
+                self._in_flight.append(
+                    _ChunkInFlight(
+                        reduction=reduction, segments=segments, received=received, works=works, transport=transport
+                    )
+                )
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -115,22 +108,10 @@ class OrderedMessages:
         self._gathers = []
         if self._side is not None:
             torch.accelerator.current_stream(device).wait_stream(self._side)
-        # Only now: memory that is let go of while a stream reads it would be given to the next tensor.
+        # Only now: memory that is freed while a stream reads it would be given to the next tensor.
         self._started = []
 
-    def _make_landings(self, reduction: FlatReduction, segments: list[Bounds]) -> dict[Node, Tensor]:
-        """Return room for what other ranks hold of this rank's segment: that of the chunk before the last one."""
-        start, stop = segments[self._world.rank]
-        foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
-        num_bytes = (stop - start) * reduction.out.element_size()
-        room = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        place = self._landing_place(max(len(foreign) * room, 1), reduction.out.device)
-        return {
-            node: place[index * room : index * room + num_bytes].view(reduction.out.dtype)
-            for index, node in enumerate(foreign)
-        }
-
-    def _landing_place(self, num_bytes: int, device: torch.device) -> Tensor:
+    def _make_room(self, device: torch.device, num_bytes: int) -> Tensor:
         """Return memory that no chunk in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
         number, self._num_chunks = self._num_chunks % _MAX_IN_FLIGHT, self._num_chunks + 1
         if len(self._landing_places) <= number:
@@ -138,7 +119,7 @@ class OrderedMessages:
         place = self._landing_places[number]
         if place.numel() < num_bytes or place.device != device:
             place = self._landing_places[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return place
+        return place[:num_bytes]
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
@@ -154,36 +135,6 @@ class OrderedMessages:
             yield
 
 
-def flatten_reduction(
-    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: PartialLayout, world: World
-) -> FlatReduction:
-    """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
-    return FlatReduction(
-        partials={node: flatten(partial, world.world_size) for node, partial in partials.items()},
-        out=flatten(out, world.world_size),
-        layout=[sorted(nodes) for nodes in layout],
-        num_shards=num_shards,
-        world=world,
-    )
-
-
-def _exchange(reduction: FlatReduction, segments: list[Bounds], landings: dict[Node, Tensor]) -> _ChunkInFlight:
-    """Start sending the owners of segments this rank's partials, and receiving those of its own segment."""
-    world = reduction.world
-    start, stop = segments[world.rank]
-    received = {node: landing[: stop - start] for node, landing in landings.items()}
-    works = post_messages(
-        sends=[
-            (peer, reduction.partials[node][slice(*segments[peer])])
-            for peer in _peers(world)
-            for node in reduction.layout[world.rank]
-        ],
-        receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
-        world=world,
-    )
-    return _ChunkInFlight(reduction=reduction, segments=segments, received=received, works=works)
-
-
 def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
     """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
 
@@ -194,18 +145,24 @@ def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
     world, out = reduction.world, reduction.out
     own = slice(*finished.segments[world.rank])
     partials = {node: (landing, True) for node, landing in finished.received.items()}
-    in_out = [node for node, partial in reduction.partials.items() if partial.data_ptr() == out.data_ptr()]
-    for node, partial in reduction.partials.items():
+    in_out = [node for node, held in reduction.partials.items() if held.data_ptr() == out.data_ptr()]
+    for node, held in reduction.partials.items():
         # If several partials are one tensor, each sum needs it as it was.
-        partials[node] = partial[own], in_out == [node]
+        partials[node] = held[own], in_out == [node]
     total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
     if total.data_ptr() != out[own].data_ptr():
         out[own].copy_(total)
-    return post_messages(
-        sends=[(peer, out[own]) for peer in _peers(world)],
-        receives=[(peer, out[slice(*finished.segments[peer])]) for peer in _peers(world)],
-        world=world,
-    )
+    return finished.transport.gather(reduction, finished.segments)
+
+
+def _all_reduce(reduction: FlatReduction) -> dist.Work:
+    """Start the group's own all-reduce of one partial on each of two ranks. [Note: one addition]."""
+    (own,) = reduction.partials.values()
+    if own.data_ptr() != reduction.out.data_ptr():
+        reduction.out.copy_(own)
+    work: dist.Work | None = dist.all_reduce(reduction.out, group=reduction.world.group, async_op=True)
+    assert work is not None
+    return work
 
 
 def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
@@ -214,8 +171,3 @@ def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor,
         if is_writable:
             return torch.add(left[0], right[0], out=target), True
     return left[0] + right[0], True
-
-
-def _peers(world: World) -> list[int]:
-    """Return the other ranks, the next one first: so no two ranks begin with the same."""
-    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]

@@ -4,7 +4,7 @@ P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters 
 and Distributed Computing 69(2), 2009: each rank talks to its two neighbours only, and sends 2 (W - 1) / W times the
 tensor, which no algorithm that starts with one tensor on each of W ranks can undercut.
 
-A chunk is sent on once it has come and been added; meanwhile the next one is on its way:
+A chunk is sent on when it has been received and added; meanwhile the next one is on its way:
 
     turn          0          1          2          3          4
     send, take    chunk 0    chunk 1    chunk 2    chunk 0    chunk 1   of the next segment
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.messages import check_summable, flatten, joined_world, post_messages, wait_all, write_back
+from lockstep.comm.messages import check_summable, flatten, joined_world, pass_on, wait_all, write_back
 from lockstep.comm.same_call import describe_use, require_same_call
 from lockstep.comm.segments import Transfer, plan_ring, ring_transfers
 from lockstep.comm.world import World
@@ -36,7 +36,7 @@ _MAX_IN_FLIGHT = 2
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `tensor` over the ranks of `group`, in place (collective: every rank of the group calls).
 
-    Before the first chunk the ranks tell each other shape and dtype, in a small message.
+    Before the first chunk the ranks compare shape and dtype, in a small message.
 
     Memory beside the tensor: two chunks of 2 MiB; for a non-contiguous tensor a contiguous copy.
 
@@ -51,7 +51,7 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     Raises:
         CollectiveMismatchError: The ranks pass tensors of different shape, dtype or kind of device, or make different
             calls; on every rank alike. On groups that compare no calls, only calls of this function and of
-            `ordered_all_reduce` are told from each other.
+            `ordered_all_reduce` are distinguished.
         GroupError: There is no group, or this worker is not in it.
         TypeError: `tensor` or `group` is something else.
         ValueError: The tensor is sparse, expanded, or of a dtype that torch cannot add.
@@ -73,8 +73,8 @@ def ring_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futu
     returns when the bucket is reduced: nothing of the backward overlaps with it.
 
     Args:
-        state: The group to average over, that of the wrapper: a bucket does not say it. None for the default group;
-            under a wrapper over a subgroup that would wait for ranks which do not come.
+        state: The group to average over, that of the wrapper: a bucket does not contain it. None for the default group;
+            under a wrapper over a subgroup it would wait for ranks that make no such call.
         bucket: The bucket, reduced in place.
 
     Raises:
@@ -124,11 +124,8 @@ def _reduce(flat: Tensor, world: World) -> None:
 def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _TransferInFlight:
     (sent_start, sent_stop), (start, stop) = transfer.sent, transfer.received
     landing = landing[: stop - start] if transfer.is_added else flat[start:stop]
-    works = post_messages(
-        sends=[((world.rank + 1) % world.world_size, flat[sent_start:sent_stop])],
-        receives=[((world.rank - 1) % world.world_size, landing)],
-        world=world,
-    )
+    following, previous = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    works = pass_on(flat[sent_start:sent_stop], following, landing, previous, world)
     return _TransferInFlight(transfer=transfer, landing=landing, works=works)
 
 

@@ -1,7 +1,7 @@
 """Comparing what ranks pass to a collective that is made of messages, before the first message.
 
-Messages carry bytes: four float32 that are sent to a rank which expects four int32 would be added as such. Groups that
-compare calls by themselves are asked to; on all others each rank sends its description to each.
+Messages carry bytes: four float32 that are sent to a rank that expects four int32 would be added as int32. Groups that
+compare calls by themselves do so; on all others each rank sends its description to each other one.
 """
 
 from typing import cast
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
+from lockstep.comm.calls import describe_call, explain_mismatch, pack_text, unpack_text
 from lockstep.comm.capabilities import ComparesCalls, capabilities_of
-from lockstep.comm.messages import post_messages, wait_all
+from lockstep.comm.messages import gather_single, post_messages, wait_all
+from lockstep.comm.user_line import find_user_line
 from lockstep.comm.world import World
 from lockstep.torch_private import device_types
 
@@ -26,7 +27,7 @@ def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
 
 
 def require_same_call(call: bytes, device: torch.device, world: World) -> None:
-    """Return when every rank has come with the same call (collective).
+    """Return when every rank has made the same call (collective).
 
     Args:
         call: Its description.
@@ -43,12 +44,22 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
         return
     # On the CPU where the group has a backend for it: no rank waits for a GPU or a missing receiver.
     has_cpu = any(known.type == "cpu" for known in device_types(world.group))
-    mine = torch.zeros(LONGEST_CALL, dtype=torch.uint8, device="cpu")
-    mine[: len(call)] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
-    mine = mine if has_cpu else mine.to(device)
-    pages = {peer: torch.empty_like(mine) for peer in range(world.world_size) if peer != world.rank}
-    wait_all(post_messages([(peer, mine) for peer in pages], list(pages.items()), world))
-    calls = {peer: bytes(page.tolist()).rstrip(b"\0") for peer, page in (*pages.items(), (world.rank, mine))}
-    if any(other != call for other in calls.values()):
+    where = torch.device("cpu") if has_cpu else device
+    calls = _exchange_texts(call, where, world)
+    if any(other != call for other in calls):
+        lines = [line.decode(errors="replace") for line in _exchange_texts(find_user_line().encode(), where, world)]
         names = dist.get_process_group_ranks(world.group)
-        raise explain_mismatch({names[peer]: other for peer, other in calls.items()})
+        raise explain_mismatch(dict(zip(names, calls, strict=True)), dict(zip(names, lines, strict=True)))
+
+
+def _exchange_texts(text: bytes, device: torch.device, world: World) -> list[bytes]:
+    """Return the text of every rank, in rank order (collective)."""
+    mine = pack_text(text).to(device)
+    if device.type != "cpu":
+        output = mine.new_empty(world.world_size * mine.numel())
+        wait_all(gather_single(output, mine, world))
+        return [unpack_text(page) for page in output.view(world.world_size, -1)]
+    pages = [mine if peer == world.rank else torch.empty_like(mine) for peer in range(world.world_size)]
+    others = [(peer, page) for peer, page in enumerate(pages) if peer != world.rank]
+    wait_all(post_messages([(peer, mine) for peer, _ in others], others, world))
+    return [unpack_text(page) for page in pages]

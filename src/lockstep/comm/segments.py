@@ -1,6 +1,6 @@
 """Where the parts of a tensor travel when it is summed over a group, and who holds what (pure).
 
-A *segment* is the part of a tensor that one rank adds up, or that goes around the ring from rank to rank. Long tensors
+A *segment* is the part of a tensor that one rank adds up, or that is passed around the ring. Long tensors
 are cut further, so that memory beside the tensor stays small and adding overlaps with sending. A *chunk* is what is
 sent at a time: the ring cuts each segment into chunks; ordered reduction cuts the tensor into chunks, and each chunk
 into segments.
@@ -30,9 +30,9 @@ class Transfer:
     sent: Bounds
     """Elements that go to the next rank."""
     received: Bounds
-    """Elements that come from the rank before."""
+    """Elements that the previous rank sends."""
     is_added: bool
-    """Whether what comes is added to what is there, or takes its place."""
+    """Whether what is received is added to what is there, or replaces it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What one worker knows of its group."""
+"""The place of one worker in its group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class World:
     group: ProcessGroup | None
     """Their group; None for a worker that is alone."""
     is_torchs: bool = True
-    """Whether torch made the group, and so knows when it is destroyed."""
+    """Whether torch made the group, so that it is seen when torch destroys it."""
 
     @property
     def has_group(self) -> bool:
@@ -48,8 +48,11 @@ class World:
             except Exception as error:  # noqa: BLE001 - it is raised on every rank
                 failure = error
         result, failure = self.gather_objects((result, failure))[0]
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its traceback has this frame: a cycle, which would keep what the frames hold
         return cast("Result", result)
 
 

@@ -21,14 +21,14 @@ class ShardAssignment:
         num_shards: Number of shards of the run.
 
     Attributes:
-        asked: The furthest step that was asked for here.
+        last_requested: The furthest step that was requested here.
 
     Raises:
         ValueError: More workers than shards.
     """
 
     def __init__(self, world_size: int, num_shards: int) -> None:
-        self.asked = Cursor()
+        self.last_requested = Cursor()
         self._asking = threading.RLock()
         self._before = self._now = even_ranges(world_size, num_shards)
         self._since = Cursor()
@@ -36,12 +36,12 @@ class ShardAssignment:
     def ranges(self, cursor: Cursor) -> tuple[range, ...]:
         """Return the shards of every worker, in rank order, in the step at `cursor`."""
         with self._asking:
-            self.asked = max(self.asked, cursor)
+            self.last_requested = max(self.last_requested, cursor)
             return self._now if cursor >= self._since else self._before
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Block requests of other threads, so that `asked` does not change in this context."""
+        """Block requests of other threads, so that `last_requested` does not change in this context."""
         with self._asking:
             yield
 
@@ -49,14 +49,14 @@ class ShardAssignment:
         """Whether a change is decided that does not hold yet in the step at `cursor`."""
         return cursor < self._since
 
-    def change(self, ranges: Sequence[range], *, after: Cursor, asked: Cursor) -> None:
-        """Let workers run other shards when `after` is over, from the first step beyond `asked` on.
+    def change(self, ranges: Sequence[range], *, after: Cursor, last_requested: Cursor) -> None:
+        """Let workers run other shards when `after` is over, from the first step beyond `last_requested` on.
 
         Args:
             ranges: The shards of every worker, in rank order.
             after: The step that is over.
-            asked: The furthest step that any worker has asked for.
+            last_requested: The furthest step that any worker has requested.
         """
         self._before = self.ranges(after)
         self._now = tuple(ranges)
-        self._since = Cursor(asked.epoch, asked.step + 1)
+        self._since = Cursor(last_requested.epoch, last_requested.step + 1)

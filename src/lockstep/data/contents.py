@@ -1,22 +1,40 @@
-"""A number for the contents of a data set, which distinguishes two of one length without loading samples.
+"""A number for the contents of a data set, which distinguishes two of one length.
 
-Loading a sample may be slow, random, or have side effects. So only tensors in torch's own containers are read; any
-other data set gets the number 0.
+Loading a sample may be slow, so tensors in torch's own containers are read where they are. Of another data set a few
+samples are loaded, in a random state of their own. Where they differ between ranks, so do all others as a rule: files
+in the order of `os.listdir`, a vocabulary that was built from a set.
+
+[Note: equal contents] Hosts may differ in how they round: floating-point numbers enter as a sum and a sum of squares,
+of which three digits count. The path of a file may differ from host to host, and does not enter.
 """
 
+import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+OTHER_DATA = (
+    "Samples that every rank has loaded by itself, with the same random states, differ. Look for what differs between "
+    "the processes: files in the order of os.listdir (sort them), a vocabulary built from a set (sort it, or set "
+    "PYTHONHASHSEED), a path, a random generator that the data set seeds by itself."
+)
+"""What to look for where the data of ranks differ."""
 _NUM_READ = 64
 """Samples that are read, evenly spaced."""
+_NUM_PARTS = 10_000
+"""The most parts of a slice that are read."""
+_MAX_DEPTH = 8
+"""How deep containers may be nested."""
 
 
 def content_number(dataset: Dataset[object]) -> int:
-    """Return a number that is the same for the same data; 0 if the data cannot be read (local)."""
+    """Return a number that is the same for the same data; 0 if they are not tensors of torch's containers (local)."""
     if isinstance(dataset, TensorDataset) and all(tensor.layout is torch.strided for tensor in dataset.tensors):
         return zlib.crc32(b"".join(map(_some_bytes, dataset.tensors)))
     if isinstance(dataset, Subset):
@@ -25,6 +43,56 @@ def content_number(dataset: Dataset[object]) -> int:
     if isinstance(dataset, ConcatDataset):
         return _combine([content_number(part) for part in dataset.datasets])
     return 0
+
+
+def slice_number(data: object) -> int:
+    """Return a number that is the same for slices of the same samples; never 0 (local). [Note: equal contents]."""
+    return zlib.crc32("\n".join(islice(_parts(data, _MAX_DEPTH), _NUM_PARTS)).encode()) or 1
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    """Describe each number, text and tensor in a value, in an order that does not depend on the process."""
+    if (text := _describe(value)) is not None or depth == 0:
+        yield text or type(value).__name__
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield str(name)
+            yield from _parts(value[name], depth - 1)
+    elif isinstance(value, Sequence):
+        yield f"{len(value)} of them"
+        for part in value:
+            yield from _parts(part, depth - 1)
+    else:
+        yield type(value).__name__
+        yield from _parts(getattr(value, "__dict__", {}), depth - 1)
+
+
+def _describe(value: Any) -> str | None:
+    """Return a number, a text or a tensor in words, the same for equal ones; None for what has parts."""
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        is_numeric = value.dtype.kind in "biufc" and value.dtype.isnative
+        return _describe_tensor(torch.tensor(value)) if is_numeric else f"{value.dtype} {value.shape}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, str):
+        return "a path" if PurePath(value).is_absolute() else repr(value)
+    if isinstance(value, bool | int | complex | bytes | None):
+        return repr(value)
+    return type(value).__name__ if isinstance(value, type | types.ModuleType | types.FunctionType) else None
+
+
+@torch.no_grad()
+def _describe_tensor(tensor: Tensor) -> str:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return kind
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return f"{kind} {zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())}"
+    values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+    # Both sums are of positive numbers, so that rounding is small beside them.
+    return f"{kind} {values.clamp(min=0).sum().item():.3g} {values.square().sum().item():.3g}"
 
 
 def _combine(numbers: Sequence[int], indices: Sequence[int] = ()) -> int:

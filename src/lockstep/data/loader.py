@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.assignment import ShardAssignment
-from lockstep.data.contents import content_number
+from lockstep.data.batch import ShardedBatch, Slice
+from lockstep.data.contents import content_number, slice_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
 from lockstep.data.order import epoch_order, step_slices
@@ -24,6 +25,10 @@ from lockstep.shards import derive_seed
 
 _PREFETCH_FACTOR = 2
 """How many slices each loading process is ahead; torch's default."""
+_NUM_COMPARED = 12
+"""Samples by which the data of the workers are compared."""
+_Cuts = Callable[[int], list[Sequence[int]]]
+"""Returns the samples of each shard in a step of an epoch."""
 _Keys = Callable[[], Iterator[list[SampleKey]]]
 """Makes the keys of the samples of each slice to load, in order."""
 
@@ -39,55 +44,12 @@ class _Plan:
         return self.keys()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """What one shard works on in one step."""
-
-    shard: int
-    """Number of the shard."""
-    num_samples: int
-    """How many samples it holds; at least 1."""
-    data: Any
-    """The collated samples, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedBatch:
-    """This worker's part of the global batch of one step."""
-
-    cursor: Cursor
-    """Which step of which epoch."""
-    num_steps: int
-    """Steps of the epoch."""
-    num_samples: int
-    """Samples of the global batch, over all workers."""
-    num_shards: int
-    """Number of shards of the loader that made it."""
-    slices: tuple[Slice, ...]
-    """Slices of this worker's shards, in shard order; those without a sample are left out."""
-    ranges: tuple[range, ...]
-    """The shards of every worker, in rank order."""
-    source: str
-    """The loader in words: equal for loaders that make the same batches of the same data."""
-    content: int
-    """A number for the data, which distinguishes it from other data of the same length; 0 if it cannot be read."""
-    assignment: ShardAssignment
-    """Who runs which shards in the steps to come; may be changed."""
-
-    def __iter__(self) -> NoReturn:
-        """Refuse to be taken apart as a DataLoader's batch is."""
-        raise TypeError(
-            "A ShardedBatch is given to Trainer.step as it is: trainer.step(batch). The loss function gets its slices, "
-            "as the data set and collate_fn made them."
-        )
-
-
 @final
 class ShardedLoader:
     """Load a map-style data set in global batches that are cut into shards.
 
     The global batch of a step depends on (seed, epoch, step) alone. The last batch of an epoch is smaller where the
-    batch size does not divide the data set: nothing is padded, nothing is dropped.
+    batch size does not divide the data set: nothing is padded, and nothing is dropped without `drop_last`.
 
     Args:
         dataset: A map-style data set (`__getitem__` and `__len__`).
@@ -99,13 +61,17 @@ class ShardedLoader:
         persistent_workers: Keep these processes for the next epoch, which begins sooner then. They keep the data set as
             it was when they began: what is changed in it between two epochs, as by a `set_epoch`, they do not see.
         collate_fn: Makes a batch of a list of samples; torch's default when None.
+        drop_last: Leave out the last batch of an epoch where it is smaller than the others, as in torch's DataLoader.
+            Its slices may have one sample each, of which BatchNorm in training raises an error. In the next epoch other
+            samples are left out, if the loader shuffles.
         pin_memory: Put batches into pinned memory, for GPUs.
         world: The workers, or a function that returns them, which is asked when an epoch begins; None for the default
             group, which is made if torchrun or another launcher started this worker and it is not there, or alone.
 
     Raises:
         TypeError: A data set without a length or without indexing.
-        ValueError: A batch smaller than the number of shards, an empty data set, or more workers than shards.
+        ValueError: A batch smaller than the number of shards, an empty data set, one that is smaller than a batch where
+            the last batch is left out, or more workers than shards.
     """
 
     def __init__(
@@ -119,6 +85,7 @@ class ShardedLoader:
         num_workers: int = 0,
         persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
         pin_memory: bool = False,
         world: World | Callable[[], World] | None = None,
     ) -> None:
@@ -128,6 +95,11 @@ class ShardedLoader:
                 f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "
                 f"batch. Use a batch_size of at least {num_shards}, or fewer shards."
             )
+        if drop_last and self.num_samples < batch_size:
+            raise ValueError(
+                f"The data set has {self.num_samples} samples and batch_size is {batch_size}, so drop_last=True leaves "
+                "out all of them. Use a smaller batch_size, or drop_last=False."
+            )
         if world is None:
             join_world()
             world = current_world
@@ -136,13 +108,15 @@ class ShardedLoader:
         self.num_shards = num_shards
         self._seed = seed
         self._shuffle = shuffle
+        self._drop_last = drop_last
         self._world = self._current_world()
         self._assignment = ShardAssignment(self._world.world_size, num_shards)
         self._num_workers = num_workers
         self._keeps_processes = persistent_workers and num_workers > 0
         self._pin_memory = pin_memory
         self._length = partial(_length_of, dataset)
-        self._content = content_number(dataset)
+        self._content = self._content_of_tensors = content_number(dataset)
+        self._has_own_collate = collate_fn is not None
         self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
         self._plan = _Plan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
@@ -157,6 +131,11 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
+        return self.num_samples // self.batch_size if self._drop_last else self.num_batches
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches hold all samples, together with a last one that `drop_last` leaves out of an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
@@ -175,63 +154,92 @@ class ShardedLoader:
             raise ValueError(
                 f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0 and have {len(self)} steps."
             )
-        return self._iterate(epoch, start_step)
+        return self._iterate(epoch, range(start_step, len(self)))
 
     def fixed_assignment_epoch(self) -> Iterator[ShardedBatch]:
-        """Yield this worker's part of each batch of epoch 0, in which no shard moves to another worker.
+        """Yield this worker's part of all batches of epoch 0, in which no shard moves to another worker.
 
-        So one worker adds up all values of a shard, in the order of the data.
+        So one worker adds up all values of a shard, in the order of the data. No batch is left out.
         """
         self._check_length()
-        return self._iterate(0, 0, moves_shards=False)
+        return self._iterate(0, range(self.num_batches), moves_shards=False)
 
-    def _iterate(self, epoch: int, start_step: int, *, moves_shards: bool = True) -> Iterator[ShardedBatch]:
+    def _iterate(self, epoch: int, steps: range, *, moves_shards: bool = True) -> Iterator[ShardedBatch]:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
-        world = self._follow_world()
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
-        assignment = (
-            self._assignment
-            if moves_shards and not self._is_iterating
-            else ShardAssignment(world.world_size, self.num_shards)
+        moves_shards &= not self._is_iterating
+        step, num_steps = steps.start, steps.stop
+        self._follow_world()
+        while step < num_steps:
+            world = self._world
+            assignment = self._assignment if moves_shards else ShardAssignment(world.world_size, self.num_shards)
+            epoch_ranges = _EpochRanges(assignment, epoch)
+            keys = partial(_keys_of_slices, range(step, num_steps), cuts, epoch_ranges, world.rank, self._seed, epoch)
+            compared = [] if self._content else self._keys_to_compare()
+            with self._loaded(partial(_keys_after, compared, keys)) as loaded:
+                if compared:
+                    self._content = slice_number([_check_slice(next(loaded)) for _ in compared])
+                while step < num_steps and self._world == world:
+                    slices = cuts(step)
+                    ranges = epoch_ranges.ranges(step)
+                    yield ShardedBatch(
+                        cursor=Cursor(epoch, step),
+                        num_steps=num_steps,
+                        num_samples=sum(map(len, slices)),
+                        num_shards=self.num_shards,
+                        slices=tuple(
+                            Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
+                            for shard, indices in _own(slices, ranges[world.rank])
+                        ),
+                        ranges=ranges,
+                        source=self._describe(),
+                        content=self._content,
+                        assignment=assignment,
+                        world=world,
+                        recut=partial(self._recut, cuts),
+                    )
+                    epoch_ranges.forget(step)
+                    step += 1
+        self._check_length()
+
+    def _keys_to_compare(self) -> list[list[SampleKey]]:
+        """Return the keys of slices that every worker loads, by which their data are compared.
+
+        They are the first slices of epoch 0: whatever collates slices can collate these. Of a large one, torch's own
+        function gets a part.
+        """
+        order = epoch_order(self.num_samples, seed=self._seed, epoch=0, shuffle=self._shuffle)
+        found: list[list[SampleKey]] = []
+        for indices in step_slices(order, 0, batch_size=self.batch_size, num_shards=self.num_shards):
+            missing = _NUM_COMPARED - sum(map(len, found))
+            if missing > 0 and indices:
+                part = indices if self._has_own_collate else indices[:missing]
+                found.append(_sample_keys(part, self._seed, 0))
+        return found
+
+    def _recut(self, cuts: _Cuts, batch: ShardedBatch) -> ShardedBatch:
+        """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
+        world = self._follow_world()
+        ranges = self._assignment.ranges(batch.cursor)
+        held = {part.shard: part for part in batch.slices}
+        slices = tuple(
+            held[shard] if shard in held else self._load(batch.cursor.epoch, shard, indices)
+            for shard, indices in _own(cuts(batch.cursor.step), ranges[world.rank])
         )
-        epoch_ranges = _EpochRanges(assignment, epoch)
-        steps, seed, rank = range(start_step, len(self)), self._seed, world.rank
-        content = self._content
+        return replace(batch, slices=slices, ranges=ranges, assignment=self._assignment, world=world)
 
-        def keys() -> Iterator[list[SampleKey]]:
-            # Without `self`: the DataLoader refers to this function. In a reference cycle torch cannot signal the
-            # loading processes to exit, and waits 5 s for them.
-            for step in steps:
-                for _, indices in _own(cuts(step), epoch_ranges.ranges(step)[rank]):
-                    yield [(derive_seed("sample", seed, epoch, index), index) for index in indices]
-
-        with self._loaded(keys) as loaded:
-            for step in steps:
-                slices = cuts(step)
-                ranges = epoch_ranges.ranges(step)
-                yield ShardedBatch(
-                    cursor=Cursor(epoch, step),
-                    num_steps=len(self),
-                    num_samples=sum(map(len, slices)),
-                    num_shards=self.num_shards,
-                    slices=tuple(
-                        Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
-                        for shard, indices in _own(slices, ranges[rank])
-                    ),
-                    ranges=ranges,
-                    source=self._describe(),
-                    content=content,
-                    assignment=assignment,
-                )
-                epoch_ranges.forget(step)
-            self._check_length()
+    def _load(self, epoch: int, shard: int, indices: Sequence[int]) -> Slice:
+        """Load one slice in this process."""
+        data = self._dataset.__getitems__(_sample_keys(indices, self._seed, epoch))
+        return Slice(shard=shard, num_samples=len(indices), data=_check_slice(data))
 
     def _follow_world(self) -> World:
-        """Return the present workers; if their number has changed, assign the shards again."""
+        """Return the present workers; if they are others than before, assign the shards anew."""
         world = self._current_world()
-        if world.world_size != self._world.world_size:
+        if world != self._world:
             self._assignment = ShardAssignment(world.world_size, self.num_shards)
+            self._content = self._content_of_tensors  # else loaded anew, as new workers load what it is now
         self._world = world
         return world
 
@@ -277,7 +285,7 @@ class ShardedLoader:
         order = "in order" if not self._shuffle else "shuffled"
         return (
             f"{self.num_samples} samples in batches of {self.batch_size}, {self.num_shards} shards, seed {self._seed}, "
-            f"{order}"
+            f"{order}{', without the last batch where it is smaller' if self._drop_last else ''}"
         )
 
     def _check_length(self) -> None:
@@ -306,6 +314,28 @@ class _EpochRanges:
 
     def forget(self, step: int) -> None:
         self._ranges.pop(step, None)
+
+
+def _keys_of_slices(
+    steps: range, cuts: _Cuts, epoch_ranges: _EpochRanges, rank: int, seed: int, epoch: int
+) -> Iterator[list[SampleKey]]:
+    """Yield the keys of the samples of each slice of one worker.
+
+    Not a method of the loader: the DataLoader refers to this. In a reference cycle torch cannot signal the loading
+    processes to exit, and waits 5 s for them.
+    """
+    for step in steps:
+        for _, indices in _own(cuts(step), epoch_ranges.ranges(step)[rank]):
+            yield _sample_keys(indices, seed, epoch)
+
+
+def _keys_after(first: Sequence[list[SampleKey]], keys: _Keys) -> Iterator[list[SampleKey]]:
+    yield from first
+    yield from keys()
+
+
+def _sample_keys(indices: Sequence[int], seed: int, epoch: int) -> list[SampleKey]:
+    return [(derive_seed("sample", seed, epoch, index), index) for index in indices]
 
 
 def _same_world(world: World) -> World:

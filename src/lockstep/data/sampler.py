@@ -6,6 +6,7 @@ code computes the order. The subclass adds a mode without padding, and a warning
 
 import warnings
 from collections.abc import Iterator, Sized
+from typing import Any, Self
 
 import torch
 from torch.utils import data as torch_data
@@ -77,6 +78,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._finished: _Order | None = None
         self._has_warned = False
         self._follow_dataset()
+
+    def __class_getitem__(cls, _item: Any) -> type[Self]:
+        """Return the class: torch's is generic, and `class Mine(DistributedSampler[T])` is common."""
+        return cls
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; call before each epoch, on every rank, or every epoch has the same order."""

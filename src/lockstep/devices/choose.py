@@ -2,7 +2,10 @@
 
 [Note: busy] A GPU is busy if a process computes on it. It is also busy if more of its memory is in use than its known
 processes and the driver explain: inside a container, processes outside of it cannot be seen. Processes that only draw,
-as a desktop does, and this process itself do not make a GPU busy.
+as a desktop does, and this process itself do not make a GPU busy. Under WSL the desktop is Windows', whose processes
+cannot be seen: there only more than half of the memory counts.
+
+[Note: one instance per card] NCCL before 2.30 joins no two MIG instances of one card. So `auto` takes one of each card.
 """
 
 from collections import Counter
@@ -21,13 +24,15 @@ from lockstep.devices.request import (
     parse_request,
     with_workers,
 )
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, counted
 
 NUM_CPU_WORKERS = 2
 """How many workers `auto` starts where there is no GPU."""
 
 _UNSEEN_BYTES = 2**30
 """The driver uses up to this much memory itself, or a twentieth of the GPU's; it belongs to no process."""
+_NCCL_JOINS_INSTANCES = (2, 30)
+"""The first version of NCCL that joins MIG instances of one card."""
 _HIDES_ALL = frozenset({"", "-1"})
 """Values of CUDA_VISIBLE_DEVICES with which people hide every GPU on purpose."""
 
@@ -80,22 +85,23 @@ def find_occupants(gpu: Gpu, inventory: Inventory) -> str:
     holders = [holder for holder in gpu.holders if not holder.is_graphics and not holder.is_self]
     if holders:
         return "held by " + " and by ".join(describe_holder(holder, inventory) for holder in holders)
-    unseen = find_unseen_bytes(gpu)
+    unseen = find_unseen_bytes(gpu, inventory)
     return f"in use: {describe_bytes(unseen)} are held by a process that cannot be seen from here" if unseen else ""
 
 
-def find_unseen_bytes(gpu: Gpu) -> int:
+def find_unseen_bytes(gpu: Gpu, inventory: Inventory) -> int:
     """Return how much of a GPU's memory is held by processes that cannot be seen ([Note: busy])."""
     total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
     if total is None or free is None or any(holder.memory_bytes is None for holder in gpu.holders):
         return 0
     unseen = total - free - sum(holder.memory_bytes or 0 for holder in gpu.holders)
-    return unseen if unseen > max(total // 20, _UNSEEN_BYTES) else 0
+    usual = total // 2 if inventory.is_wsl else max(total // 20, _UNSEEN_BYTES)
+    return unseen if unseen > usual else 0
 
 
 def _on_cpu(num_workers: int, why: str) -> Placement:
-    count = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    return Placement(devices=(CPU,) * num_workers, reason=f"CPU, {count}" + (f" ({why})" if why else ""))
+    workers = counted(num_workers, "worker")
+    return Placement(devices=(CPU,) * num_workers, reason=f"CPU, {workers}" + (f" ({why})" if why else ""))
 
 
 def _why_no_gpu(inventory: Inventory) -> str:
@@ -116,6 +122,12 @@ def _choose_named(wanted: Named, inventory: Inventory, *, force: bool) -> Placem
     for gpu in gpus:
         if gpu.problem:
             raise DeviceError(f"device_ids asks for {label(gpu)}, which cannot be used: {gpu.problem}.")
+    if len(groups) > 1 and inventory.nccl_version < _NCCL_JOINS_INSTANCES and not force:
+        for gpu, why in _first_of_each_card(gpus)[1].items():
+            raise DeviceError(
+                f"device_ids asks for {short_label(gpu)}, which {why}. Name instances of different cards, or, if the "
+                "workers do not use NCCL, take these with --force (in Python force=True)."
+            )
     busy = [f"{short_label(gpu)} is {by}" for gpu in gpus if (by := find_occupants(gpu, inventory))]
     if busy and not force:
         raise DeviceError(
@@ -172,14 +184,31 @@ def _choose_free(wanted: Auto, inventory: Inventory, *, force: bool, max_workers
     obstacles = [_find_obstacle(gpu, wanted, inventory, force=force) for gpu in inventory.gpus]
     takeable = [gpu for gpu, obstacle in zip(inventory.gpus, obstacles, strict=True) if not obstacle]
     takeable.sort(key=lambda gpu: (bool(find_occupants(gpu, inventory)), -(gpu.memory_free_bytes or 0)))
-    count = wanted.count or min(len(takeable), max_workers or len(takeable))
-    if not count or count > len(takeable):
+    if wanted.count != 1 and inventory.nccl_version < _NCCL_JOINS_INSTANCES:
+        takeable, apart = _first_of_each_card(takeable)
+        obstacles = [apart.get(gpu, why) for gpu, why in zip(inventory.gpus, obstacles, strict=True)]
+    num_workers = wanted.count or min(len(takeable), max_workers or len(takeable))
+    if not num_workers or num_workers > len(takeable):
         raise DeviceError(_too_few(wanted, inventory, obstacles))
-    chosen = [gpu for gpu in inventory.gpus if gpu in takeable[:count]]
+    chosen = [gpu for gpu in inventory.gpus if gpu in takeable[:num_workers]]
     refused = [f"{short_label(gpu)} {why}" for gpu, why in zip(inventory.gpus, obstacles, strict=True) if why]
     shared = [f"{short_label(gpu)} is also {by}" for gpu in chosen if (by := find_occupants(gpu, inventory))]
     spare = [f"{short_label(gpu)} is free too" for gpu in takeable if gpu not in chosen]
     return _place([[gpu] for gpu in chosen], "; ".join((*shared, *refused, *spare)))
+
+
+def _first_of_each_card(gpus: Sequence[Gpu]) -> tuple[list[Gpu], dict[Gpu, str]]:
+    """Return the first GPU of each card, and why each of the others is not taken. [Note: one instance per card]."""
+    first: dict[int, Gpu] = {}
+    for gpu in gpus:
+        first.setdefault(gpu.index, gpu)
+    others = {
+        gpu: f"is on the card of {short_label(first[gpu.index])}, and NCCL before 2.30 does not join two instances of "
+        "one card"
+        for gpu in gpus
+        if gpu is not first[gpu.index]
+    }
+    return list(first.values()), others
 
 
 def _find_obstacle(gpu: Gpu, wanted: Auto, inventory: Inventory, *, force: bool) -> str:
@@ -202,11 +231,14 @@ def _find_obstacle(gpu: Gpu, wanted: Auto, inventory: Inventory, *, force: bool)
 def _too_few(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str:
     num_free = sum(not obstacle for obstacle in obstacles)
     size = "" if wanted.min_free_bytes is None else f" with {describe_bytes(wanted.min_free_bytes)} of free memory"
-    expected = f"{wanted.count} workers need {wanted.count} GPUs{size}" if wanted.count else f"auto needs a GPU{size}"
+    expected = "auto needs a GPU"
+    if wanted.count is not None:
+        needs = "needs" if wanted.count == 1 else "need"
+        expected = f"{counted(wanted.count, 'worker')} {needs} {counted(wanted.count, 'GPU')}"
     lines = [f"  {label(gpu)} {why or 'is free'}" for gpu, why in zip(inventory.gpus, obstacles, strict=True)]
     return "\n".join(
         [
-            f"{expected}, but of {len(obstacles)} here {num_free or 'none'} can be taken:",
+            f"{expected}{size}, but of {len(obstacles)} here {num_free or 'none'} can be taken:",
             *lines,
             _advise(wanted, inventory, obstacles),
         ]

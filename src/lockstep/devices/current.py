@@ -1,19 +1,29 @@
-"""Choosing the GPU of a worker by its local rank."""
+"""The accelerator of this process: CUDA, XPU, or that of a plug-in, such as Ascend's NPU.
+
+Code above this room goes through these functions, or through `torch.accelerator`, where it means "not the CPU".
+"""
 
 import socket
 
 import torch
 
 
+def current_accelerator() -> torch.device | None:
+    """Return this process' current accelerator with its index; None where there is none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def take_gpu(local_rank: int) -> str:
     """Make the GPU with this worker's local rank the current device; return why that is impossible, or an empty text.
 
     A worker that sees one GPU uses that one, whatever its local rank: its launcher has set CUDA_VISIBLE_DEVICES. A
-    worker that has used CUDA already keeps its current device.
+    worker that has used its accelerator already keeps its current device.
     """
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or torch.get_device_module(found).is_initialized():
         return ""
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.accelerator.device_count()
     if num_gpus == 1:
         return ""
     if local_rank >= num_gpus:
@@ -21,5 +31,5 @@ def take_gpu(local_rank: int) -> str:
             f"Worker {local_rank} of host {socket.gethostname()!r} has no GPU of its own: {num_gpus} can be seen "
             "there. Start at most one worker per GPU on a host."
         )
-    torch.cuda.set_device(local_rank)
+    torch.accelerator.set_device_index(local_rank)
     return ""

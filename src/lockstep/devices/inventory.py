@@ -74,3 +74,7 @@ class Inventory:
     """Main memory that this process may use."""
     memory_available_bytes: int
     """How much of it is free."""
+    is_wsl: bool = False
+    """Whether this is Linux under Windows (WSL), where the processes of Windows' desktop cannot be seen."""
+    nccl_version: tuple[int, ...] = ()
+    """Version of NCCL that torch uses; empty where it is not known."""

@@ -1,11 +1,16 @@
 """Take the inventory of this machine. This creates no CUDA context, so the launcher may do it."""
 
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,14 +20,17 @@ import pynvml
 from lockstep.devices.capacity import count_cores, measure_memory
 from lockstep.devices.choose import choose_devices
 from lockstep.devices.driver import ask_driver
-from lockstep.devices.holders import look_up_holder
+from lockstep.devices.holders import look_up_holder, read_process_ids
 from lockstep.devices.inventory import Gpu, Inventory
 from lockstep.devices.nvml import NoGpusError, read_gpus
+from lockstep.devices.own_memory import assign_own, measure_own_memory
 from lockstep.devices.placement import Placement
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, counted
 from lockstep.settings import VisibleDevices, read_visible_devices
+
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def take_inventory(
@@ -30,6 +38,7 @@ def take_inventory(
     visible: VisibleDevices | None = None,
     ask: Callable[[], frozenset[str] | None] = ask_driver,
     torch_problem: str | None = None,
+    measure_own: Callable[[], Mapping[str, int]] = measure_own_memory,
 ) -> Inventory:
     """Return what this machine has.
 
@@ -38,12 +47,14 @@ def take_inventory(
         visible: The variables that hide devices; None to read them from the environment.
         ask: Asks the CUDA driver which GPUs it shows.
         torch_problem: Why torch can use no GPU, empty if it can; None to find out.
+        measure_own: Measures the memory that this process has on GPUs.
     """
     visible = read_visible_devices() if visible is None else visible
     torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
     driver, is_faulty = None, False
     try:
-        gpus, driver = read_gpus(nvml, look_up_holder)
+        gpus, driver = read_gpus(nvml, partial(look_up_holder, process_ids=read_process_ids()))
+        gpus = assign_own(gpus, measure_own(), os.getpid())
         problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
         gpus = _mark_visible(gpus, visible, ask)
     except NoGpusError as error:
@@ -61,6 +72,8 @@ def take_inventory(
         num_cores=count_cores(),
         memory_total_bytes=total,
         memory_available_bytes=available,
+        is_wsl="microsoft" in platform.release().lower(),
+        nccl_version=_read_nccl_version(),
     )
 
 
@@ -78,9 +91,10 @@ def place_workers(
             free.
     """
     if isinstance(request, Placement):
-        count = len(request.devices)
-        if workers not in {None, count}:
-            raise DeviceError(f"devices is a placement of {count} workers, but workers is {workers}. Give only one.")
+        num_workers = len(request.devices)
+        if workers not in {None, num_workers}:
+            placed = counted(num_workers, "worker")
+            raise DeviceError(f"devices is a placement of {placed}, but workers is {workers}. Give only one.")
         return request
     return choose_devices(request, workers=workers, inventory=take_inventory(), force=force, max_workers=max_workers)
 
@@ -91,6 +105,15 @@ def _find_torch_problem() -> str:
     if build.get("cuda", "") is None and build.get("hip", "") is None:
         return f"this torch ({build['__version__']}) is built without CUDA"
     return ""
+
+
+def _read_nccl_version() -> tuple[int, ...]:
+    """Return the version of NCCL that torch's packages bring; empty if it is not known. This does not import torch."""
+    for package in _NCCL_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            numbers = importlib.metadata.version(package).split(".")
+            return tuple(int(number) for number in numbers if number.isdecimal())
+    return ()
 
 
 def _torch_build() -> dict[str, Any]:
@@ -116,9 +139,9 @@ def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that torch sees where there is no NVML, as for AMD's GPUs: only their numbers are known."""
     import torch
 
-    count = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     # torch counts only the GPUs that the variable shows. A worker's variable must use the same names for them.
-    names = [str(index) for index in range(count)] if variable is None else variable.split(",")
+    names = [str(index) for index in range(num_gpus)] if variable is None else variable.split(",")
     return tuple(
         Gpu(
             index=index,
@@ -128,5 +151,5 @@ def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
             memory_total_bytes=None,
             memory_free_bytes=None,
         )
-        for index, name in zip(range(count), names, strict=False)
+        for index, name in zip(range(num_gpus), names, strict=False)
     )

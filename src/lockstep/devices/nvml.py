@@ -85,7 +85,7 @@ def _read_index(nvml: ModuleType, index: int, look_up: LookUpHolder) -> Iterator
             name="unknown",
             memory_total_bytes=None,
             memory_free_bytes=None,
-            problem=f"the driver says {str(error)!r}",
+            problem=f"the driver reports {str(error)!r}",
         )
 
 

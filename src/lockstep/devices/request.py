@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, counted
 
 GpuName = int | str
 """The number in nvidia-smi, "0:1" for a MIG instance, or a UUID or its beginning: "GPU-5b2c", "MIG-..."."""
@@ -83,12 +83,14 @@ def with_workers(request: Request, workers: int | None) -> Request:
     if isinstance(request, Named):
         if workers != len(request.groups):
             raise DeviceError(
-                f"device_ids names {len(request.groups)} GPUs, but workers is {workers}. Leave one of the two out."
+                f"device_ids names {counted(len(request.groups), 'GPU')}, but workers is {workers}. Leave one of the "
+                "two out."
             )
         return request
     if request.count not in {None, workers}:
         raise DeviceError(
-            f"device_ids asks for {request.count} devices, but workers is {workers}. Leave one of the two out."
+            f"device_ids asks for {counted(request.count or 0, 'device')}, but workers is {workers}. Leave one of the "
+            "two out."
         )
     return replace(request, count=workers)
 
@@ -102,9 +104,8 @@ def resized(request: Request, workers: int) -> Request:
     if not isinstance(request, Named):
         return replace(request, count=workers)
     if len(request.groups) < workers:
-        raise DeviceError(
-            f"device_ids names {len(request.groups)} devices, too few for {workers} workers. Name more, or cpu."
-        )
+        named = counted(len(request.groups), "device")
+        raise DeviceError(f"device_ids names {named}, too few for {counted(workers, 'worker')}. Name more, or cpu.")
     return Named(request.groups[:workers])
 
 

@@ -15,9 +15,12 @@ def to_device(value: Any, device: torch.device) -> Any:
     Args:
         value: A tensor, or tuples, named tuples, lists and mappings of tensors. Of any other object with a `to` method
             (a packed sequence, a user's batch class), the result of `value.to(device)` is used.
-        device: The target; copies from pinned memory do not block.
+        device: The target. Tensors of the CPU go to an asynchronous one through pinned memory: a copy from other memory
+            would wait for all that the device has to do.
     """
     if isinstance(value, Tensor):
+        if value.device.type == "cpu" and value.layout is torch.strided and _is_accelerator(device):
+            value = value.pin_memory()  # itself, where it lies there already
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):
         packed: Any = value
@@ -35,3 +38,8 @@ def to_device(value: Any, device: torch.device) -> Any:
         return {key: to_device(item, device) for key, item in value.items()}
     move = getattr(value, "to", None)
     return move(device) if callable(move) else value
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type

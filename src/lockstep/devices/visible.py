@@ -2,7 +2,7 @@
 
 The variable has either UUIDs (or their beginnings) or numbers. CUDA stops at the first entry that it cannot read or
 that does not exist, and shows no GPU if an entry appears twice. Numbers count in CUDA's own order. That is the fastest
-card first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so it may differ from the order of nvidia-smi, and only the driver knows
+card first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so it may differ from the order of nvidia-smi, and only the driver has
 it (`driver.py`).
 """
 
@@ -47,7 +47,7 @@ def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
 
 def find_by_bytes(uuids: Collection[str], gpus: Sequence[Gpu]) -> frozenset[Gpu]:
     """Return the GPUs with these UUIDs, which the driver returned as hexadecimal digits of their bytes."""
-    return frozenset(gpu for gpu in gpus if gpu.uuid is not None and _digits(gpu.uuid) in uuids)
+    return frozenset(gpu for gpu in gpus if gpu.uuid is not None and uuid_digits(gpu.uuid) in uuids)
 
 
 def _find_by_uuid(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
@@ -78,5 +78,7 @@ def _until(numbers: Sequence[int], known: Collection[int]) -> list[int]:
     return list(numbers[:end])
 
 
-def _digits(uuid: str) -> str:
-    return uuid.partition("-")[2].replace("-", "").lower()
+def uuid_digits(uuid: str) -> str:
+    """Return the hexadecimal digits of a UUID, without "GPU-" or "MIG-"."""
+    kind = next((kind for kind in _UUID_KINDS if uuid.startswith(kind)), "")
+    return uuid.removeprefix(kind).replace("-", "").lower()

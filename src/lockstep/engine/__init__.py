@@ -18,8 +18,9 @@ from lockstep.engine.metrics import Mean, accuracy
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState
-from lockstep.engine.step_engine import StepEngine, StepOptions, StepResult
+from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "Metric",
     "RunState",
     "StepEngine",
-    "StepOptions",
     "StepPhase",
     "StepResult",
     "Trainer",

@@ -4,29 +4,27 @@ import inspect
 import math
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import World
 from lockstep.engine.checks import check_batchnorm, check_model, check_optimizer
+from lockstep.engine.optimizer_checks import check_can_be_saved, check_takes_dense_gradients
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.reduce import BucketLimits
+from lockstep.reduce.optimizer_options import Description, describe_differences, describe_options
 from lockstep.shards import shard_range
-
-Terms = Mapping[str, str]
-"""What must be the same on every worker, in words, by name."""
-_NOT_OPTIONS = frozenset({"params", "param_names"})
-"""What a parameter group holds besides its options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """What a trainer was given, of what is checked or compared."""
+    """What a trainer was given."""
 
     model: nn.Module
     """On the device where it is to train."""
@@ -50,44 +48,40 @@ class TrainerArguments:
     """How shards are assigned to workers."""
     deterministic: bool
     """Whether operators must be deterministic."""
+    bucket_limits: BucketLimits
+    """Sizes of the gradient buckets."""
 
 
-def check_arguments(arguments: TrainerArguments, world: World, place: Terms = MappingProxyType({})) -> list[Terms]:
+def check_arguments(
+    arguments: TrainerArguments, world: World, progress: Description = MappingProxyType({})
+) -> list[Description]:
     """Check what a trainer was given, on every worker; return what all were given (collective).
 
     Args:
         arguments: What this worker's trainer was given.
         world: The workers.
-        place: What else must be the same on all, of a run that has begun already.
+        progress: What else must be the same on all, of a run that has begun already.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a value that is not allowed.
         PeerFailedError: An argument on another worker is wrong.
     """
-    return gather_results(world, lambda: {**_check_own(arguments, world), **place}, "constructing a Trainer")
+    return gather_results(world, lambda: {**_check_own(arguments, world), **progress}, "constructing a Trainer")
 
 
-def check_same_terms(found: Sequence[Terms]) -> None:
+def check_same_arguments(found: Sequence[Description]) -> None:
     """Compare what the workers' trainers were given, by rank.
 
     Raises:
         ValueError: It is not the same.
     """
-    for rank, terms in enumerate(found):
-        if terms != found[0]:
+    for rank, description in enumerate(found):
+        if description != found[0]:
             raise ValueError(
                 f"Ranks {rank} and 0 make their trainers with different arguments: "
-                f"{describe_differences(terms, found[0])}. Give the same ones on every rank."
+                f"{describe_differences(description, found[0])}. Give the same ones on every rank."
             )
-
-
-def describe_differences(found: Terms, expected: Terms) -> str:
-    """Return in words what differs."""
-    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-    return "; ".join(
-        f"{name} is {found.get(name, 'not there')} and {expected.get(name, 'not there')}" for name in names
-    )
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
@@ -138,28 +132,7 @@ def check_whole_number(name: str, value: Any) -> int:
     raise TypeError(f"{name} is {value!r}, expected a whole number.")
 
 
-def describe_options(optimizer: Optimizer) -> Terms:
-    """Return the options of each parameter group by name, learning rate and all.
-
-    Tensors that are not on the CPU are left out: to read them is to wait for the device.
-    """
-    several = len(optimizer.param_groups) > 1
-    return {
-        f"{name} of parameter group {number}" if several else name: _plain(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name not in _NOT_OPTIONS
-    }
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return repr(value.tolist()) if value.device.type == "cpu" else "on a device"
-    is_plain = isinstance(value, int | float | str | tuple | list | None)
-    return repr(value) if is_plain else type(value).__name__
-
-
-def _check_own(arguments: TrainerArguments, world: World) -> Terms:
+def _check_own(arguments: TrainerArguments, world: World) -> Description:
     num_shards = check_whole_number("num_shards", arguments.num_shards)
     if num_shards < 1:
         raise ValueError(
@@ -168,6 +141,8 @@ def _check_own(arguments: TrainerArguments, world: World) -> Terms:
     check_whole_number("seed", arguments.seed)
     check_model(arguments.model)
     check_optimizer(arguments.optimizer, arguments.model)
+    check_takes_dense_gradients(arguments.optimizer)
+    check_can_be_saved(arguments.optimizer)
     # The class's own, for a scheduler puts a function in its place that looks as if it wanted the optimizer.
     if not can_be_called(type(arguments.optimizer).step, arguments.optimizer):
         raise ValueError(
@@ -189,10 +164,10 @@ def _check_own(arguments: TrainerArguments, world: World) -> Terms:
     return _describe(arguments)
 
 
-def _describe(arguments: TrainerArguments) -> Terms:
+def _describe(arguments: TrainerArguments) -> Description:
     names = {id(parameter): name for name, parameter in arguments.model.named_parameters()}
     held = [[names[id(each)] for each in group["params"]] for group in arguments.optimizer.param_groups]
-    terms = {
+    values = {
         "num_shards": arguments.num_shards,
         "seed": arguments.seed,
         "optimizer": type(arguments.optimizer).__name__,
@@ -206,7 +181,7 @@ def _describe(arguments: TrainerArguments) -> Terms:
         "balance": arguments.balance,
         "deterministic": arguments.deterministic,
     }
-    return {name: str(value) for name, value in terms.items()}
+    return {name: str(value) for name, value in values.items()}
 
 
 def _check_norm(value: Any) -> None:

@@ -54,9 +54,9 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
     name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if name is not None:
         raise ValueError(
-            f"The batch of {place_of(batch.cursor)} has {batch.num_samples} samples for {batch.num_shards} shards, and "
-            f"{name or 'the model'} is SyncBatchNorm, in whose statistics every worker takes part: some have nothing "
-            "to give. Use BatchNorm, or a batch size that leaves a larger last batch."
+            f"The batch of {name_step(batch.cursor)} has {batch.num_samples} samples for {batch.num_shards} shards, "
+            f"and {name or 'the model'} is SyncBatchNorm, in whose statistics every worker takes part: some have "
+            "nothing to give. Use BatchNorm, or a batch size that leaves a larger last batch."
         )
 
 
@@ -95,26 +95,26 @@ class BatchSequenceCheck:
         epoch, content = self._last_content
         if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
             raise ValueError(
-                f"The batch of {place_of(batch.cursor)} is of other data than the one before it, of the same "
+                f"The batch of {name_step(batch.cursor)} is of other data than the one before it, of the same "
                 "length: an epoch is of one loader. Put several data sets into one with "
                 "torch.utils.data.ConcatDataset, or give each a trainer of its own."
             )
         if self._is_restored and batch.cursor != cursor:
             raise ValueError(
                 f"The restored run continues at epoch {cursor.epoch}, step {cursor.step}, and the batch is "
-                f"that of {place_of(batch.cursor)}: samples would be seen twice, or never. Begin with "
+                f"that of {name_step(batch.cursor)}: samples would be seen twice, or never. Begin with "
                 "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
             )
         if batch.cursor < cursor and not self._has_warned_of_repeating:
             self._has_warned_of_repeating = True
             warnings.warn(
-                f"The batch is that of {place_of(batch.cursor)}, which this trainer has taken already: the same "
+                f"The batch is that of {name_step(batch.cursor)}, which this trainer has taken already: the same "
                 "samples come in the same order, with the same random numbers. Give loader.epoch the number of the "
                 "epoch: for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
                 stacklevel=5,
             )
 
 
-def place_of(cursor: Cursor) -> str:
+def name_step(cursor: Cursor) -> str:
     """Return in words where a step is."""
     return f"epoch {cursor.epoch}, step {cursor.step} (counted from 0)"

@@ -10,16 +10,12 @@ that the step began with, and what shard 0 makes of them is kept. Rank 0 runs sh
     `commit`         write shard 0's buffers, when every worker has them
     `undo`           put the copy back
 
-[Note: buffers that are replaced] A forward may write a buffer, put another tensor in its place, of another shape even,
-or make one where there was none. So both are recorded: which tensors there were, and their values. The message beside
-the reduction has the shapes with which the step began. Where rank 0's buffers have others, it says so in the step
-table, and all ranks exchange the new buffers before they continue (`exchange_new_layout`).
+[Note: buffers of another layout] The message beside the reduction has the shapes with which the step began. Where rank
+0's buffers have others, it says so in the step table, and all ranks exchange the new buffers before they continue
+(`exchange_new_layout`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -27,33 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import World, broadcast_tensors, calls_for
+from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.engine.buffer_snapshot import (
+    BufferParts,
+    BufferSnapshot,
+    BufferSpec,
+    BufferSpecs,
+    buffer_parts,
+    copy_each,
+    describe_buffers,
+    unique_buffers,
+    without_repeats,
+)
+from lockstep.engine.flat_memory import FlatMemory
 from lockstep.engine.raise_on_all import gather_results
-from lockstep.torch_private import buffer_registry, foreach_copy_
 
-_Parts = Sequence[dict[str, Tensor | None]]
-"""The dictionaries in which modules keep their buffers, in the order of the modules."""
-_ALIGNMENT_BYTES = 16
 _PURPOSE = "sending shard 0's buffers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BufferSpec:
-    """A buffer as rank 0 describes it."""
-
-    number: int
-    """Equal for two names of one tensor."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    memory_shape: tuple[int, ...]
-    """The shape of the part that has memory; another one for an expanded tensor."""
-    dtype: torch.dtype
-    """Its dtype."""
-    is_on_cpu: bool
-    """Whether it is on the CPU, wherever the model is."""
-
-
-_BufferSpecs = list[dict[str, _BufferSpec | None]]
-"""The buffers of every module, in the order of the modules."""
 
 
 @final
@@ -67,14 +52,15 @@ class ShardZeroBuffers:
     """
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
-        self._parts = [buffer_registry(module) for module in model.modules()]
+        self._parts = buffer_parts(model)
         self._world = world
         self._device = device
         self._is_sent = world.group is not None and world.world_size > 1
-        self._before = _Snapshot(self._parts)
+        prefers_flat = is_asynchronous(device)
+        self._before = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
         self._before.record()  # a step that fails before `begin` takes part in the message too
-        self._shard_0 = _Snapshot(self._parts)
-        self._message = _Message()
+        self._shard_0 = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
+        self._message = FlatMemory()
         self._is_recorded = False
         self._has_several = False
         self._has_copy_of_shard_0 = False
@@ -123,7 +109,7 @@ class ShardZeroBuffers:
         if self._world.rank == 0:
             try:
                 if not self.has_new_layout():
-                    _copy_each(self._message.values, self._values_of_shard_0())
+                    copy_each(self._message.values, self._values_of_shard_0())
             except Exception as error:  # noqa: BLE001 - raised when this rank fills in its step table
                 self._send_error = error
         assert self._world.group is not None
@@ -153,24 +139,44 @@ class ShardZeroBuffers:
         assert self._world.group is not None
         source = self._shard_0.names if self._has_copy_of_shard_0 else self._parts
         with calls_for(_PURPOSE):
-            specs: _BufferSpecs = self._world.gather_objects(_describe(source) if self._world.rank == 0 else None)[0]
+            specs: BufferSpecs = self._world.gather_objects(
+                describe_buffers(source) if self._world.rank == 0 else None
+            )[0]
         found: list[dict[str, Tensor | None]] = []
 
         def allocate() -> None:
             found.extend(_allocate(specs, self._device))
             if self._world.rank == 0:
-                _copy_each(list(map(without_repeats, _unique(found))), self._values_of_shard_0())
+                copy_each(list(map(without_repeats, unique_buffers(found))), self._values_of_shard_0())
 
         gather_results(self._world, allocate, _PURPOSE)
-        if unique := _unique(found):
+        if unique := unique_buffers(found):
             broadcast_tensors(list(map(without_repeats, unique)), self._world.group)
         with calls_for(_PURPOSE):
             self._world.gather_objects(None)  # a rank that returns from this knows that all ranks have received them
         self._new = found
 
-    def commit(self) -> None:
-        """Let the model's buffers be those of shard 0 (local)."""
+    def can_be_left_out(self) -> bool:
+        """Whether `commit` can leave the buffers as they were, by a truth value on the device (local)."""
+        return self._before.is_flat and set(self._before.memory.flat_by_device) <= {self._device}
+
+    def commit(self, is_bad: Tensor | None = None) -> None:
+        """Let the model's buffers be those of shard 0 (local).
+
+        Args:
+            is_bad: On the device, whether they are to be what they were when the step began all the same.
+        """
         self._is_recorded = False
+        self._write()
+        if is_bad is not None and self._before.live:
+            before, now = self._before, [without_repeats(buffer.data) for buffer in unique_buffers(self._parts)]
+            self._message.fit(before.live)
+            copy_each(self._message.values, now)
+            (recorded,), (written,) = before.memory.flat_by_device.values(), self._message.flat_by_device.values()
+            torch.where(is_bad, recorded, written, out=written)
+            copy_each(now, self._message.values)
+
+    def _write(self) -> None:
         if self._world.rank == 0:
             if self._has_copy_of_shard_0:
                 self._shard_0.put_back()
@@ -179,12 +185,12 @@ class ShardZeroBuffers:
         if self._new is not None:
             _take_new(self._parts, self._new)
         elif self._before.live:
-            _copy_each(self._before.live, self._message.values)
+            copy_each(self._before.live, self._message.values)
 
     def _values_of_shard_0(self) -> list[Tensor]:
         if self._has_copy_of_shard_0:
             return self._shard_0.values
-        return [without_repeats(buffer.detach()) for buffer in _unique(self._parts)]
+        return [without_repeats(buffer.detach()) for buffer in unique_buffers(self._parts)]
 
     def undo(self) -> None:
         """Let the model's buffers be what they were when the step began (local)."""
@@ -194,127 +200,10 @@ class ShardZeroBuffers:
             self._before.put_back()
 
 
-@final
-class _Snapshot:
-    """The buffers of a model at a moment. [Note: buffers that are replaced].
-
-    Its memory is kept from step to step, as long as the model has the same buffers.
-
-    Args:
-        parts: The dictionaries in which modules keep their buffers.
-
-    Attributes:
-        names: The recorded buffers, by name.
-        live: Every buffer once, in the order of the names, as a tensor that shares its memory.
-        values: Copies of these.
-    """
-
-    def __init__(self, parts: _Parts) -> None:
-        self._parts = parts
-        self._buffers: list[Tensor] = []
-        self._whole: list[Tensor] = []
-        self._places: list[tuple[int, int, torch.Size]] = []
-        self.names: list[dict[str, Tensor | None]] = []
-        self.live: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def record(self) -> None:
-        """Record the buffers that there are now, and their values."""
-        names = [dict(part) for part in self._parts]
-        buffers = _unique(names)
-        places = list(map(_place, buffers))
-        if places == self._places:
-            _copy_each(self.values, self.live)
-        else:
-            whole = [buffer.data for buffer in buffers]
-            live = list(map(without_repeats, whole))
-            self.values = [tensor.clone() for tensor in live]
-            self._buffers, self._places, self._whole, self.live = buffers, places, whole, live
-        self.names = names
-
-    def put_back(self) -> None:
-        """Let the model's buffers be the recorded ones again, with their values."""
-        self.restore_names()
-        for buffer, whole, place in zip(self._buffers, self._whole, self._places, strict=True):
-            if _place(buffer) != place:  # it was resized, or given other memory
-                buffer.data = whole
-        _copy_each(self.live, self.values)
-
-    def restore_names(self) -> None:
-        """Let the model's buffers be the recorded tensors again, whatever is in them."""
-        for part, names in zip(self._parts, self.names, strict=True):
-            if part or names:
-                part.clear()
-                part.update(names)
-
-    def is_other_layout(self, parts: _Parts) -> bool:
-        """Return whether `parts` are other buffers than the recorded ones, or of other shapes."""
-        now = list(_tensors(parts))
-        if list(map(id, now)) == list(map(id, _tensors(self.names))):
-            shapes = {number: shape for number, _, shape in self._places}
-            return any(buffer.shape != shapes[id(buffer)] for buffer in now)
-        recorded = {number: whole for (number, _, _), whole in zip(self._places, self._whole, strict=True)}
-        return _describe(parts) != _describe(self.names, recorded)
-
-
-@final
-class _Message:
-    """The memory in which buffers travel, kept from step to step: one flat tensor per device.
-
-    Attributes:
-        flat_by_device: What is sent.
-        values: A tensor for each buffer, in that memory.
-    """
-
-    def __init__(self) -> None:
-        self._specs: list[tuple[torch.device, torch.dtype, torch.Size]] = []
-        self.flat_by_device: dict[torch.device, Tensor] = {}
-        self.values: list[Tensor] = []
-
-    def fit(self, tensors: Sequence[Tensor]) -> None:
-        """Have room for tensors like these."""
-        specs = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
-        if specs == self._specs:
-            return
-        self._specs = specs
-        offsets, totals = [], dict.fromkeys((device for device, _, _ in specs), 0)
-        for tensor in tensors:
-            offsets.append(totals[tensor.device])
-            totals[tensor.device] += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        # Bytes, so that one message carries every dtype, also those that a backend cannot add up.
-        self.flat_by_device = {
-            device: torch.zeros(total, dtype=torch.uint8, device=device) for device, total in totals.items()
-        }
-        self.values = [
-            self.flat_by_device[tensor.device][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(offsets, tensors, strict=True)
-        ]
-
-
-def without_repeats(tensor: Tensor) -> Tensor:
-    """Return the part of an expanded tensor that has memory, which can be written; another tensor as it is."""
-    if tensor.layout is not torch.strided:
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    return id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.shape
-
-
-@torch.no_grad()
-def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        foreach_copy_(list(targets), list(sources))
-
-
-def _allocate(specs: _BufferSpecs, device: torch.device) -> list[dict[str, Tensor | None]]:
+def _allocate(specs: BufferSpecs, device: torch.device) -> list[dict[str, Tensor | None]]:
     made: dict[int, Tensor] = {}
 
-    def make(spec: _BufferSpec | None) -> Tensor | None:
+    def make(spec: BufferSpec | None) -> Tensor | None:
         if spec is None:
             return None
         if spec.number not in made:
@@ -326,7 +215,7 @@ def _allocate(specs: _BufferSpecs, device: torch.device) -> list[dict[str, Tenso
 
 
 @torch.no_grad()
-def _take_new(parts: _Parts, found: Sequence[dict[str, Tensor | None]]) -> None:
+def _take_new(parts: BufferParts, found: Sequence[dict[str, Tensor | None]]) -> None:
     """Have the buffers of rank 0; those of the same shape and dtype stay the same tensors, with other values."""
     taken: dict[int, Tensor] = {}
     for part, new in zip(parts, found, strict=True):
@@ -346,35 +235,6 @@ def _take_one(present: Tensor | None, value: Tensor, taken: dict[int, Tensor]) -
                 target.copy_(source)
                 taken[id(value)] = present
     return taken[id(value)]
-
-
-def _describe(parts: _Parts, recorded: Mapping[int, Tensor] = MappingProxyType({})) -> _BufferSpecs:
-    """Describe buffers; those in `recorded`, by id, as they were recorded."""
-    numbers: dict[int, int] = {}
-
-    def describe(buffer: Tensor | None) -> _BufferSpec | None:
-        if buffer is None:
-            return None
-        tensor = recorded.get(id(buffer), buffer)
-        return _BufferSpec(
-            number=numbers.setdefault(id(buffer), len(numbers)),
-            shape=tuple(tensor.shape),
-            memory_shape=tuple(without_repeats(tensor).shape),
-            dtype=tensor.dtype,
-            is_on_cpu=tensor.device.type == "cpu",
-        )
-
-    return [{name: describe(buffer) for name, buffer in part.items()} for part in parts]
-
-
-def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:
-    """Return the buffers that are there, in the order of their names."""
-    return (buffer for buffer in chain.from_iterable(part.values() for part in parts) if buffer is not None)
-
-
-def _unique(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
-    """Return every buffer that is there once, in the order of their names."""
-    return list({id(buffer): buffer for buffer in _tensors(parts)}.values())
 
 
 def _do_nothing() -> None:

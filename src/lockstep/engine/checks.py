@@ -6,6 +6,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.comm import World
@@ -20,7 +21,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
     Raises:
         TypeError: Not a module, or one that is wrapped for data parallelism.
-        ValueError: Nothing to train, or gradients of another dtype than their parameter's.
+        ValueError: Nothing to train, parameters without a shape, or gradients of another dtype than their parameter's.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
@@ -33,6 +34,13 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 "trainer the module itself: it reduces by itself, and a communication hook, which may compress, would "
                 "give other weights on another number of workers."
             )
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, value in named if is_lazy(value)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"{lazy} of the model has no shape yet: a lazy module gets it in its first forward. Run one forward on a "
+            "sample before you make the optimizer and the trainer: model(inputs)."
+        )
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")

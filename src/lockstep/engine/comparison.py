@@ -13,10 +13,11 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm import World, calls_for
-from lockstep.engine.arguments import describe_differences, describe_options
-from lockstep.engine.tensor_bits import sum_of_bits
+from lockstep.comm import World
+from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ParameterMismatchError
+from lockstep.reduce.optimizer_options import describe_differences, describe_options
+from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private import version_of
 
 _PURPOSE = "comparing what the workers train"
@@ -61,12 +62,12 @@ class WorkerComparison:
         """Compare the workers' numbers of this step (collective where they differ, which all see).
 
         Raises:
+            PeerFailedError: Another worker could not read its own.
             ValueError: The options differ; names the first rank that does, and what.
         """
         if len(set(numbers)) == 1:
             return
-        with calls_for(_PURPOSE):
-            first, *others = self._world.gather_objects(describe_options(self._optimizer))
+        first, *others = gather_results(self._world, lambda: describe_options(self._optimizer), _PURPOSE)
         for rank, options in enumerate(others, start=1):
             if options != first:
                 raise ValueError(
@@ -79,12 +80,15 @@ class WorkerComparison:
 
         Raises:
             ParameterMismatchError: The parameters differ; names the first rank and parameter that do.
+            PeerFailedError: Another worker could not read its own.
         """
         if len(set(numbers)) == 1:
             return
-        sums = {name: int(sum_of_bits([parameter])) for name, parameter in self._named}
-        with calls_for(_PURPOSE):
-            first, *others = self._world.gather_objects(sums)
+
+        def read() -> dict[str, int]:
+            return {name: int(sum_of_bits([parameter])) for name, parameter in self._named}
+
+        first, *others = gather_results(self._world, read, _PURPOSE)
         for rank, found in enumerate(others, start=1):
             odd = next((name for name in first if found[name] != first[name]), None)
             if odd is not None:

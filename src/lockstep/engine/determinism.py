@@ -26,7 +26,7 @@ class DeterminismSwitches:
         self._compiler = is_inductor_deterministic()
         set_deterministic(deterministic)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Let the switches be what they were before; once."""
         if not self._is_set:
             return

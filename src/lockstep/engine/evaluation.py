@@ -5,21 +5,22 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import itemgetter
-from typing import Any, SupportsFloat
+from typing import Any, Self, SupportsFloat, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm import World
-from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.data import OTHER_DATA, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices.transfer import to_device
 from lockstep.engine.batches import check_world
+from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.metrics import Mean, add_means
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
+from lockstep.engine.user_function import UserFunction
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.shards import derive_seed
 from lockstep.torch_private import tree_map_only
@@ -51,26 +52,52 @@ def evaluate(state: RunState, world: World, loader: ShardedLoader, metric: Metri
     try:
         with evaluation_mode(state.model):
             if is_torchmetrics(metric):
-                return update_in_order(metric, loader, partial(_predict, state), world)
-            return sum_by_shard(loader, partial(_measure, state, metric), world)
+                with _SliceCalls(state, _predict).changing_nothing() as calls:
+                    return update_in_order(metric, loader, calls, world)
+            with _SliceCalls(state, metric).changing_nothing() as calls:
+                return sum_by_shard(loader, calls, world)
     finally:  # what a worker has drawn depends on which shards it ran
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
 
 
-def _measure(state: RunState, metric: Metric, batch: ShardedBatch, part: Slice) -> MetricValues:
-    seed_slice("evaluate", state.seed, batch, part)
-    return metric(state.model, to_device(part.data, state.device))
+@final
+class _SliceCalls:
+    """Calls a function for slices, each from the same mode, buffers and random states whatever this worker ran before.
+
+    Args:
+        state: The model, and the seed of the run.
+        function: Called with the model and the data of a slice.
+    """
+
+    def __init__(self, state: RunState, function: Metric | Any) -> None:
+        self._state = state
+        self._function = UserFunction(state.model, function)
+        self._buffers = BufferSnapshot(buffer_parts(state.model))
+
+    @contextmanager
+    def changing_nothing(self) -> Iterator[Self]:
+        """Put buffers, and generators that the model and the function hold, back at the end of this context."""
+        self._function.generators.save()
+        try:
+            with self._buffers.kept():
+                yield self
+        finally:
+            self._function.generators.restore()
+
+    def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
+        self._state.model.eval()
+        self._buffers.put_back()
+        seed_slice("evaluate", self._state.seed, batch, part)
+        return self._function(self._state.model, to_device(part.data, self._state.device))
 
 
-def _predict(state: RunState, batch: ShardedBatch, part: Slice) -> tuple[Any, Any]:
-    seed_slice("evaluate", state.seed, batch, part)
-    data = to_device(part.data, state.device)
+def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:
     if not (isinstance(data, tuple | list) and len(data) == 2):  # noqa: PLR2004 - input and target
         raise TypeError(
             f"The loader's batches are of type {type(data).__name__}, and an object of torchmetrics needs pairs "
             "(input, target). For others give a function metric(model, batch)."
         )
-    return state.model(data[0]), data[1]
+    return model(data[0]), data[1]
 
 
 def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
@@ -89,18 +116,21 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
         ValueError: Workers have different data, or a weight is below zero or not a number.
     """
 
-    def compute() -> dict[int, dict[str, Mean]]:
+    def compute() -> tuple[str, int, dict[int, dict[str, Mean]]]:
         sums: dict[int, dict[str, Mean]] = {}
+        content = 0
         for batch in loader.fixed_assignment_epoch():
             check_world(batch, world)
+            content = batch.content
             for part in batch.slices:
                 _add_values(sums.setdefault(part.shard, {}), values_of(batch, part))
-        return sums
+        return loader.source, content, sums
 
-    found = gather_results(world, lambda: (loader.source, compute()), _PURPOSE)
-    _check_same_data([source for source, _ in found])
-    by_shard = {shard: sums for _, gathered in found for shard, sums in gathered.items()}
-    assert len(by_shard) == sum(len(gathered) for _, gathered in found), "a shard was run by two workers"
+    found = gather_results(world, compute, _PURPOSE)
+    _check_same_loader([source for source, _, _ in found])
+    _check_same_content([content for _, content, _ in found])
+    by_shard = {shard: sums for _, _, gathered in found for shard, sums in gathered.items()}
+    assert len(by_shard) == sum(len(gathered) for _, _, gathered in found), "a shard was run by two workers"
     ordered = [by_shard[shard] for shard in sorted(by_shard)]
     names = list(dict.fromkeys(name for shard in ordered for name in shard))
     return {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
@@ -149,7 +179,13 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _check_same_data(sources: Sequence[str]) -> None:
+def _check_same_content(contents: Sequence[int]) -> None:
+    odd = next((rank for rank, content in enumerate(contents) if content != contents[0]), None)
+    if odd is not None:
+        raise ValueError(f"The workers evaluate on different data: rank {odd}'s are not rank 0's. {OTHER_DATA}")
+
+
+def _check_same_loader(sources: Sequence[str]) -> None:
     odd = next((rank for rank, source in enumerate(sources) if source != sources[0]), None)
     if odd is not None:
         raise ValueError(
@@ -183,22 +219,23 @@ def update_in_order(
         ValueError: Workers have different data.
     """
     metric.reset()
-    _check_same_data(gather_results(world, lambda: loader.source, _PURPOSE))
+    _check_same_loader(gather_results(world, lambda: loader.source, _PURPOSE))
     device = next(part.device for part in _singles(metric))
     batches = loader.fixed_assignment_epoch()
-    found: list[list[tuple[int, Any]]] = []
+    found: list[tuple[int, list[tuple[int, Any]]]] = []
 
     def update() -> None:
-        for _, (prediction, target) in sorted(itertools.chain(*found), key=itemgetter(0)):
+        seen = itertools.chain.from_iterable(predictions for _, predictions in found)
+        for _, (prediction, target) in sorted(seen, key=itemgetter(0)):
             metric.update(*tree_map_only(Tensor, lambda tensor: tensor.to(device), (prediction, target)))
 
-    def predict() -> list[tuple[int, Any]]:
+    def predict() -> tuple[int, list[tuple[int, Any]]]:
         if world.rank == 0:
             update()  # with those of the step before: an error in it is raised with this step's
         batch = next(batches)
         check_world(batch, world)
         mine = [(part.shard, update_of(batch, part)) for part in batch.slices]
-        return mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
+        return batch.content, mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
 
     def compute() -> Any:
         next(batches, None)  # so that the epoch ends
@@ -208,8 +245,9 @@ def update_in_order(
         with _without_synchronisation(metric):
             return tree_map_only(Tensor, Tensor.cpu, metric.compute())
 
-    for _ in range(len(loader)):
+    for _ in range(loader.num_batches):
         found = gather_results(world, predict, _PURPOSE)
+        _check_same_content([content for content, _ in found])
     return gather_results(world, compute, _PURPOSE)[0]
 
 

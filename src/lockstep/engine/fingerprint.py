@@ -8,17 +8,9 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.kernel_choice import USUAL, Facts, describe_matmul_precision, in_present_names, read_kernel_choice
+
 _CPU_FACTS = Path("/proc/cpuinfo")
-_USUAL = {
-    "default dtype": "float32",
-    "mkldnn": True,
-    "cudnn": True,
-    "cudnn.deterministic": True,
-    "cudnn.benchmark": False,
-    "cudnn.allow_tf32": True,
-    "flush denormal": False,
-}
-"""What the switches are after `set_deterministic(True)` in a process that sets no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +32,8 @@ class Fingerprint:
     matmul_precision: str
     """torch.get_float32_matmul_precision(): "highest" unless TensorFloat-32 or bfloat16 is allowed."""
 
-    switches: Mapping[str, bool | str] = field(default_factory=dict)
-    """torch's other switches that choose between kernels or round otherwise, by name."""
+    switches: Facts = field(default_factory=dict)
+    """What else chooses between kernels or rounds otherwise, by name: torch's switches, versions of libraries."""
 
     def __str__(self) -> str:
         """Show it in one line; of the switches those that are not as usual."""
@@ -51,13 +43,13 @@ class Fingerprint:
         return (
             f"torch {self.torch}, {self.device}, {threads}, {shards}, seed {self.seed}, {how}"
             + ("" if self.matmul_precision == "highest" else f", matmul precision {self.matmul_precision}")
-            + "".join(f", {name} {value}" for name, value in self.switches.items() if value != _USUAL.get(name, value))
+            + "".join(f", {name} {value}" for name, value in self.switches.items() if value != USUAL.get(name, value))
         )
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """Return in words how `other` differs; empty if it does not."""
         mine, theirs = _flat(self), _flat(other)
-        # A switch that only one knows of is one that its version of Lockstep looks at.
+        # A switch that only one has was recorded by another version of Lockstep, or for another type of device.
         return [
             f"{name} is {mine[name]!r} and {theirs[name]!r}"
             for name in mine
@@ -70,12 +62,12 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
-        """Return what `to_dict` was called on.
+        """Return what `to_dict` was called on, also by an earlier version of Lockstep.
 
         Raises:
             TypeError: Keys are missing or unknown.
         """
-        return cls(**values)
+        return cls(**{**values, "switches": in_present_names(values.get("switches", {}))})
 
 
 def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fingerprint:
@@ -87,8 +79,8 @@ def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fin
         num_shards=num_shards,
         seed=seed,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        matmul_precision=torch.get_float32_matmul_precision(),
-        switches=_read_switches(),
+        matmul_precision=describe_matmul_precision(),
+        switches=read_kernel_choice(device),
     )
 
 
@@ -96,23 +88,6 @@ def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
     values = fingerprint.to_dict()
     switches = values.pop("switches")
     return {**values, **switches}
-
-
-def _read_switches() -> dict[str, bool | str]:
-    return {
-        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "mkldnn": bool(torch.backends.mkldnn.enabled),
-        "cudnn": torch.backends.cudnn.enabled,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "flush denormal": _flushes_denormal(),
-    }
-
-
-def _flushes_denormal() -> bool:
-    """Whether torch.set_flush_denormal is on, for which torch has no question: a tiny number becomes zero."""
-    return not bool(torch.full((1,), 1e-310, dtype=torch.float64).mul(1.0).item())
 
 
 def _describe_device(device: torch.device) -> str:

@@ -51,5 +51,20 @@ def explain_nonfinite(state: RunState, norm: Tensor | None, place: str) -> str:
     return f"{what} at {place}, although losses and gradients are finite. Try a smaller learning rate."
 
 
+def explain_late_nonfinite(norm: float, name: str) -> str:
+    """Return in words that the gradient of a step was not finite, where it is there no more.
+
+    Args:
+        norm: Its norm; 0 if it was not computed.
+        name: The step, in words.
+    """
+    what = "The gradient was not finite" if math.isfinite(norm) else f"The gradient's norm was {norm}"
+    return (
+        f"{what} at {name}, although the loss is finite. Look for a square root or logarithm of zero, or a division by "
+        'it, in the model or the loss; or try a smaller learning rate. nonfinite="skip" leaves such steps out. An '
+        "optimizer without fused=True shows in which parameter."
+    )
+
+
 def _is_nonfinite(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and not bool(parameter.grad.isfinite().all())

@@ -1,37 +1,20 @@
 """What a loss function may return."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, SupportsFloat
 
+import torch
 from torch import Tensor
 
 from lockstep.data import Slice
+from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.errors import LossError
 
 
-@contextmanager
-def explained_second_backward() -> Iterator[None]:
-    """Say what to do where the loss function has called `backward` by itself.
+def read_loss(result: Any, part: Slice) -> tuple[Tensor, float | Tensor]:
+    """Return the mean loss of a slice, and its weight: of samples, unless the loss function returns another.
 
-    Raises:
-        LossError: It has. torch's own advice, retain_graph=True, would add the gradient twice.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise LossError(
-            "The loss that the loss function returned has been through backward already. Return the loss and leave "
-            "backward, zero_grad and optimizer.step to Trainer.step; with retain_graph=True the gradient would count "
-            "twice."
-        ) from error
-
-
-def read_loss(result: Any, part: Slice) -> tuple[Tensor, float]:
-    """Return the mean loss of a slice, and its weight: of samples, unless the loss says otherwise.
+    A weight that is a tensor on an asynchronous device stays there.
 
     Raises:
         LossError: It is neither a mean nor a pair of a mean and a weight.
@@ -52,13 +35,22 @@ def read_loss(result: Any, part: Slice) -> tuple[Tensor, float]:
     return loss.reshape(()), _read_weight(weight, part.shard)
 
 
-def _read_weight(weight: Any, shard: int) -> float:
+def scale_by_weight(loss: Tensor, weight: float | Tensor, num_samples: int) -> Tensor:
+    """Return `loss * weight / num_samples`, in at least single precision where the weight is a tensor."""
+    if not isinstance(weight, Tensor):
+        return loss * (weight / num_samples)
+    return loss * (weight.double() / num_samples).to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _read_weight(weight: Any, shard: int) -> float | Tensor:
     is_number = isinstance(weight, SupportsFloat) and not (isinstance(weight, Tensor) and weight.numel() != 1)
     if not is_number:
         raise LossError(
             f"The loss of shard {shard} has as its weight {_describe(weight)}, expected one number: how much the "
             "slice's mean counts, say its samples or tokens."
         )
+    if isinstance(weight, Tensor) and is_asynchronous(weight.device):
+        return weight.detach().reshape(())
     number = float(weight)
     if number < 0 or not math.isfinite(number):
         raise LossError(f"The loss of shard {shard} has weight {number}, expected zero or more, and finite.")

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from lockstep.engine.own_generators import OwnGenerators
 from lockstep.processes.reproducibility import reseed_generators
 
 _ACCELERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu)
@@ -23,9 +24,14 @@ _NUM_MT19937_WORDS = 625
 
 @final
 class RandomStates:
-    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back."""
+    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back.
+
+    Attributes:
+        own: The generators that the model and the loss hold, which are treated in the same way.
+    """
 
     def __init__(self) -> None:
+        self.own: OwnGenerators | None = None
         self._restore_calls: list[Callable[[], object]] = []
         self._numpy: _NumpyGenerator | None = None
 
@@ -48,6 +54,9 @@ class RandomStates:
             calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
         if torch.backends.mps.is_available():
             calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+        if self.own is not None:
+            self.own.save()
+            calls.append(self.own.restore)
         self._restore_calls = calls
 
     def restore(self) -> None:
@@ -65,6 +74,8 @@ class RandomStates:
         reseed_generators(seed)
         if self._numpy is not None:
             self._numpy.note_seed(seed)
+        if self.own is not None:
+            self.own.seed_as_global()
 
 
 @final

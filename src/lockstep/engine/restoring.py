@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data import Cursor
-from lockstep.engine.arguments import Terms
-from lockstep.engine.tensor_bits import sum_of_bits
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.reduce.optimizer_options import Description
+from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private import non_persistent_buffer_names
 
 _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
@@ -170,7 +170,7 @@ def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
         )
 
 
-def warn_of_other_options(made: Terms, loaded: Terms) -> None:
+def warn_of_other_options(made: Description, loaded: Description) -> None:
     """Warn of options with which an optimizer was made, and which a state has replaced.
 
     Args:

@@ -4,21 +4,22 @@ Nothing here holds a `World`: a run may continue with other workers, and each se
 (`lockstep.engine.step_engine`), which is made from this state and writes to it in the commit phase of a step.
 """
 
+import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_digest
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.batches import BatchSequenceCheck
 from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
+from lockstep.engine.optimizer_checks import UnsavedAttributes
 from lockstep.engine.restoring import (
     UnsavedBuffers,
     check_options,
@@ -28,7 +29,18 @@ from lockstep.engine.restoring import (
     restored_on_error,
 )
 from lockstep.engine.state_file import Scheduler
-from lockstep.errors import UnusableStateError
+from lockstep.errors import LossError, UnusableStateError
+
+
+class UnreadStep(Protocol):
+    """A step whose loss may still be on the device."""
+
+    @property
+    def error(self) -> LossError | None:
+        """The error of a step that was not finite, once it was read."""
+
+    def read(self) -> object:
+        """Read it, which may wait for the device."""
 
 
 @final
@@ -36,12 +48,7 @@ class RunState:
     """The state of a run on one worker; the same on every worker between two steps.
 
     Args:
-        model: Its parameters and buffers.
-        optimizer: Over the model's parameters.
-        scheduler: Stepped once per step, or None.
-        scaler: Scales the loss, or None.
-        num_shards: Number of shards of the run.
-        seed: Of every random state in a step.
+        arguments: What the trainer was given, checked.
 
     Attributes:
         cursor: The next step.
@@ -49,32 +56,29 @@ class RunState:
         device: Where the trained parameters are.
         data: The batches that were trained on.
         scheduler_check: Warns if the user's code steps the scheduler as well.
+        unread_step: The last step, where its loss may still be on the device.
+        may_be_unread: Whether there may be such a step. Not where workers continue without one that is lost: they must
+            know that the step was complete on all devices before its update is launched.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        scheduler: Scheduler | None,
-        scaler: GradScaler | None,
-        num_shards: int,
-        seed: int,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.scaler = scaler
-        self.num_shards = num_shards
-        self.seed = seed
+    def __init__(self, arguments: TrainerArguments) -> None:
+        self.model = arguments.model
+        self.optimizer = arguments.optimizer
+        self.scheduler: Scheduler | None = arguments.scheduler
+        self.scaler = arguments.scaler
+        self.num_shards = int(arguments.num_shards)
+        self.seed = int(arguments.seed)
         self.cursor = Cursor()
         self.global_step = 0
-        self.device: torch.device = next(each.device for each in model.parameters() if each.requires_grad)
+        self.device: torch.device = next(each.device for each in self.model.parameters() if each.requires_grad)
         self.data = BatchSequenceCheck()
-        self.scheduler_check = SchedulerStepCheck(scheduler)
-        self._unsaved = UnsavedBuffers(model)
+        self.scheduler_check = SchedulerStepCheck(self.scheduler)
+        self.unread_step: UnreadStep | None = None
+        self.may_be_unread = True
+        self._unsaved = UnsavedBuffers(self.model)
         self._unusable_because = ""
         self._failed_step = ""
+        self._unsaved_attributes = UnsavedAttributes(self.optimizer)
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that the optimizer updates, group by group."""
@@ -87,6 +91,38 @@ class RunState:
         self.data.note(batch)
         self.scheduler_check.note()
         self._failed_step = ""
+
+    def record_progress(self) -> Callable[[], None]:
+        """Return what puts cursor, data, scheduler and the optimizer's options back as they are now (local)."""
+        cursor, global_step, data = self.cursor, self.global_step, copy.copy(self.data)
+        scheduler = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
+        options = [dict(group) for group in self.optimizer.param_groups]
+
+        def restore() -> None:
+            self.cursor, self.global_step, self.data = cursor, global_step, data
+            if self.scheduler is not None and scheduler is not None:
+                self.scheduler.load_state_dict(scheduler)
+                for group, before in zip(self.optimizer.param_groups, options, strict=True):
+                    group.update(before)
+                self.scheduler_check.note()
+
+        return restore
+
+    def read_last_step(self) -> None:
+        """Read what is on the device of the last step, which may wait; an error puts its progress back (local)."""
+        if self.unread_step is not None:
+            self.unread_step.read()
+
+    def check_last_step(self) -> None:
+        """Raise the error of the last step, if it was known only after the step; once (local, the same on all workers).
+
+        Raises:
+            LossError: It was not finite.
+        """
+        self.read_last_step()
+        step, self.unread_step = self.unread_step, None
+        if step is not None and step.error is not None:
+            raise step.error
 
     @property
     def is_usable(self) -> bool:
@@ -110,6 +146,10 @@ class RunState:
         """Note that a step has failed when other workers may have finished it."""
         left = self._unusable_because or "Nothing was changed by it there."
         self._failed_step = f"{place} failed with {type(error).__name__}: {str(error).removesuffix('.')}. {left}"
+
+    def forget_failed_step(self) -> None:
+        """Note that no other worker has finished the step that has failed here."""
+        self._failed_step = ""
 
     def check_usable(self) -> None:
         """Refuse to continue after an update that has failed in the middle.
@@ -138,6 +178,7 @@ class RunState:
             UnusableStateError: An update has failed in the middle.
         """
         self.check_usable()
+        self.read_last_step()
         unsaved = self._unsaved.changed()
         if unsaved:
             warnings.warn(
@@ -146,6 +187,7 @@ class RunState:
                 "persistent=True, unless it only keeps what is computed anyway.",
                 stacklevel=3,
             )
+        self._unsaved_attributes.warn_of_changed()
         return self._collect()
 
     @contextmanager
@@ -163,6 +205,8 @@ class RunState:
             CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
                 or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
         """
+        self.read_last_step()
+        self.unread_step = None  # what it was is replaced
         check_state(state, self._collect())
         options = option_names(self.optimizer)
         with restored_on_error(self.model, self.optimizer, [self.scheduler, self.scaler, scheduler]):

@@ -8,7 +8,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import Checkpoint
 from lockstep.comm import World
-from lockstep.engine.arguments import describe_options
 from lockstep.engine.checks import warn_of_other_conditions
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.restoring import warn_of_late_scheduler, warn_of_other_options
@@ -23,6 +22,7 @@ from lockstep.engine.state_file import (
     unpack_state,
     write_on_rank_0,
 )
+from lockstep.reduce.optimizer_options import describe_options
 
 
 def save_state(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from lockstep.comm import World, calls_for
-from lockstep.data import ShardedBatch
-from lockstep.engine.batches import place_of
+from lockstep.data import OTHER_DATA, ShardedBatch
+from lockstep.engine.batches import name_step
 from lockstep.engine.step_table import Failure, StepSums
 from lockstep.errors import LossError, ReductionError, UnusableStateError
 
@@ -89,11 +89,12 @@ def check_places(sums: StepSums) -> None:
             f"of another loader or of other data (rank 0 is at epoch {epoch:.0f}, step {step:.0f}, and so is "
             f"rank {odd})"
         )
+        remedy = f"Make the loader with the same arguments on every rank. If it is: {OTHER_DATA}"
     else:
+        remedy = "Make the loader with the same arguments on every rank, and skip no batch on one of them alone."
         what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
     raise ValueError(
-        f"The workers train on different batches: rank {odd}'s is {what}. Make the loader with the same arguments "
-        "on every rank, and skip no batch on one of them alone. No parameter was changed."
+        f"The workers train on different batches: rank {odd}'s is {what}. {remedy} No parameter was changed."
     )
 
 
@@ -119,7 +120,7 @@ def check_written(sums: StepSums, names: Sequence[str], lost: Sequence[str], bat
             )
         raise LossError(
             f"Parameter {names[number - 1]} was written on rank {rank} while the shards of "
-            f"{place_of(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
+            f"{name_step(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
             "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
             f"buffers, or update it between two steps; do without max_norm in an embedding. {left}"
         )
@@ -136,12 +137,12 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
             rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
             return (
                 f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                f"{place_of(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                f"{name_step(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
                 'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
             )
     if not sums.weight > 0:
         raise LossError(
-            f"The summed weight of the losses is {sums.weight} at {place_of(batch.cursor)}, expected more than "
+            f"The summed weight of the losses is {sums.weight} at {name_step(batch.cursor)}, expected more than "
             "zero: no shard had anything to learn from."
         )
     return ""
@@ -169,7 +170,7 @@ class NestedBackwardCheck:
         Raises:
             LossError: A backward has run another inside for the first time, and not in the first step.
         """
-        rank = next((rank for rank, each in enumerate(sums.statuses) if each.ran_inner), None)
+        rank = next((rank for rank, each in enumerate(sums.statuses) if each.has_nested_backward), None)
         is_late = rank is not None and not self._has_inner and not self.is_first
         self.is_first = False
         self._has_inner |= rank is not None
@@ -177,7 +178,7 @@ class NestedBackwardCheck:
         if is_late:
             raise LossError(
                 f"The backward of a loss on rank {rank} has run another backward inside, as a reentrant checkpoint "
-                f"does, at {place_of(batch.cursor)}; in no step before has one. Depending on the number of workers, "
+                f"does, at {name_step(batch.cursor)}; in no step before has one. Depending on the number of workers, "
                 "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
                 "changed."

@@ -15,89 +15,45 @@ that fails before AGREE takes part in the reduction with nothing, and in the exc
 that the step fails on all workers ([Note: the commit point] in `lockstep.engine.step_table`).
 """
 
-import math
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm import World, broadcast_tensors
-from lockstep.data import Cursor, ShardedBatch
-from lockstep.engine.arguments import Terms, check_same_terms
+from lockstep.data import ShardedBatch
+from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.engine.arguments import TrainerArguments, check_same_arguments
 from lockstep.engine.balance import Balancer, Stopwatch
-from lockstep.engine.batches import check_cut, check_sync_batchnorm, place_of
-from lockstep.engine.buffers import ShardZeroBuffers, without_repeats
+from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
+from lockstep.engine.buffer_snapshot import without_repeats
+from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.checks import ModelChangeCheck, SettingsChangeCheck, check_fingerprints
 from lockstep.engine.comparison import WorkerComparison
+from lockstep.engine.decision import Decision, StepJudge
+from lockstep.engine.device_row import DeviceRow
 from lockstep.engine.external_steps import guard_steps
-from lockstep.engine.gradients import explain_nonfinite, require_gradients
+from lockstep.engine.failed_step import FailedStep, release_memory
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
-from lockstep.engine.shard_runs import Loss, ShardRuns
-from lockstep.engine.side_effects import WrittenParameterCheck
+from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
     NestedBackwardCheck,
     check_places,
     check_progress,
     check_written,
-    find_bad_loss,
     raise_failure,
 )
 from lockstep.engine.step_phase import ALLOWED_TRANSITIONS, StepPhase
-from lockstep.engine.step_table import Failure, StepSums, StepTable, WorkerNumbers, WorkerStatus
+from lockstep.engine.step_result import StepResult
+from lockstep.engine.step_table import StepSums, StepTable, WorkerNumbers, WorkerStatus
 from lockstep.engine.update import Update
-from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
-from lockstep.reduce import BucketLimits, ShardReducer, TrainedModel, check_same_model
+from lockstep.engine.user_function import UserFunction
+from lockstep.engine.written_parameters import WrittenParameterCheck
+from lockstep.errors import GroupError, UnusableStateError
+from lockstep.reduce import ShardReducer, TrainedModel, check_same_model
+from lockstep.reduce.optimizer_options import Description
 from lockstep.shards import ShardTask, derive_seed
-from lockstep.torch_private import foreach_div_
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """How a run takes its steps."""
-
-    loss: Loss
-    """The loss function."""
-    max_grad_norm: float | None
-    """Where the gradient's norm is clipped."""
-    nonfinite: Literal["stop", "skip"]
-    """What to do with a step whose loss or gradient is not finite."""
-    balance: Literal["even", "speed"]
-    """Whether shards move from slow workers to fast ones."""
-    bucket_limits: BucketLimits
-    """Sizes of the gradient buckets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one step did; the same on every worker."""
-
-    loss: float
-    """Weighted mean loss of the global batch, in the order of the tree: the same bits on any number of workers."""
-    weight: float
-    """Summed weight of the global batch: samples, unless the loss says otherwise."""
-    cursor: Cursor
-    """The step that was taken."""
-    is_skipped: bool = False
-    """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
-    should_stop: bool = False
-    """Whether some worker was asked to stop (`Trainer.request_stop`); the same on all workers after the same step. Not
-    after the last step of an epoch, unless it is the only one: what a loop does between two epochs (step a scheduler,
-    evaluate) belongs to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
-    """What all workers have decided to commit."""
-
-    sums: StepSums
-    """The step table."""
-    norm: Tensor | None
-    """The gradient's norm, where it is clipped."""
-    is_skipped: bool
-    """Whether parameters, buffers and optimizer stay as they are."""
 
 
 @final
@@ -108,44 +64,50 @@ class StepEngine:
 
     Args:
         state: The state of the run, kept when this engine is closed; written in the commit phase alone.
-        options: How steps are taken.
+        arguments: How steps are taken.
         world: The workers.
-        terms: What each worker's trainer was given, in rank order; compared.
+        descriptions: What each worker's trainer was given, in rank order; compared.
 
     Attributes:
         world: The workers.
         phase: What the engine is doing.
         stopwatch: Measures how long a shard takes.
-        wants_stop: Whether this worker was asked to stop.
+        stop_requested: Whether this worker was asked to stop.
 
     Raises:
         ParameterMismatchError: Workers have different models.
         ValueError: Their trainers were given different arguments.
     """
 
-    def __init__(self, state: RunState, options: StepOptions, world: World, terms: Sequence[Terms]) -> None:
+    def __init__(
+        self, state: RunState, arguments: TrainerArguments, world: World, descriptions: Sequence[Description]
+    ) -> None:
         model, optimizer = state.model, state.optimizer
         trained = TrainedModel(model)
         check_same_model(trained, world)
-        check_same_terms(terms)
+        check_same_arguments(descriptions)
         check_fingerprints(state.fingerprint(), world)
         if world.group is not None:
             broadcast_tensors(list(map(without_repeats, trained.tensors())), world.group)
         self.world = world
         self.phase = StepPhase.IDLE
-        self.stopwatch = Stopwatch(state.device)
-        self.wants_stop = False
+        self.stop_requested = False
         self._state = state
-        self._skips_nonfinite = options.nonfinite == "skip"
-        self._max_grad_norm = options.max_grad_norm
-        self._balancer = Balancer() if options.balance == "speed" and world.world_size > 1 else None
+        # The scaler, or the norm, shows where a gradient is not finite.
+        self._looks_at_gradients = state.scaler is None and arguments.max_grad_norm is None
+        self._balancer = Balancer() if arguments.balance == "speed" and world.world_size > 1 else None
+        self.stopwatch = Stopwatch(state.device, is_used=self._balancer is not None)
+        self._row = DeviceRow(world, state.num_shards, state.device) if is_asynchronous(state.device) else None
         self._random = RandomStates()
         self._buffers = ShardZeroBuffers(model, world, state.device)
-        self._gradients = ShardReducer(trained, world, state.num_shards, options.bucket_limits)
+        self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         self._gradients.on_last_gradient(self.stopwatch.lap_if_only)
         self._gradients.send_besides(self._buffers.start_sending)
-        self._runs = ShardRuns(state, options.loss, self._gradients, self._buffers)
-        self._written_parameters = WrittenParameterCheck(model)
+        loss = UserFunction(model, arguments.loss)
+        self._random.own = loss.generators
+        self._runs = ShardRuns(state, loss, self._gradients, self._buffers)
+        self._written_parameters = WrittenParameterCheck(model, reads_contents=state.num_shards > 1)
+        self._failed_step = FailedStep(state, world, self._gradients, self._written_parameters)
         self._model_changes = ModelChangeCheck(model, optimizer, trained)
         self._settings = SettingsChangeCheck()
         self._nested_backwards = NestedBackwardCheck(
@@ -153,18 +115,21 @@ class StepEngine:
         )
         self._comparison = WorkerComparison(model, optimizer, world)
         self._guard = guard_steps(optimizer, self)
-        self._update = Update(state, options.max_grad_norm, self._guard)
+        self._update = Update(state, arguments.max_grad_norm, self._guard)
+        self._judge = StepJudge(state, arguments, self._row, self._update, self._buffers)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective); `Trainer.step` says what it raises."""
         self._enter(StepPhase.PREPARE)
-        table = StepTable(self.world, self._state.num_shards, self._state.device)
+        table = StepTable(self.world, self._state.num_shards, self._row)
         try:
+            self._written_parameters.forget()
             self._random.save()
             self._buffers.begin()
             tasks = self._prepare(batch)
             self._run_shards(batch, tasks, table)
-            decision = self._agree(batch, table)
+            sums = self._agree(batch, table)
+            decision = self._judge.decide(batch, sums)
             self._enter(StepPhase.COMMIT)
             self._commit(batch, decision)
         except BaseException as error:
@@ -173,11 +138,9 @@ class StepEngine:
         self._enter(StepPhase.IDLE)
         is_end = self._state.cursor.step == 0 and batch.num_steps > 1
         return StepResult(
-            loss=decision.sums.mean_loss,
-            weight=decision.sums.weight,
             cursor=batch.cursor,
-            is_skipped=decision.is_skipped,
-            should_stop=any(status.wants_stop for status in decision.sums.statuses) and not is_end,
+            should_stop=any(status.stop_requested for status in sums.statuses) and not is_end,
+            read=decision.read,
         )
 
     def close(self) -> None:
@@ -209,11 +172,12 @@ class StepEngine:
         self._model_changes.check()
         self._settings.check()
         state.scheduler_check.check()
+        if self._row is not None:
+            self._row.begin()
         state.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
         tasks = self._gradients.begin(batch.ranges)
         self._buffers.expect(len(tasks))
-        if state.num_shards > 1:
-            self._written_parameters.begin()
+        self._written_parameters.begin()
         return tasks
 
     def _run_shards(self, batch: ShardedBatch, tasks: Sequence[ShardTask], table: StepTable) -> None:
@@ -225,63 +189,40 @@ class StepEngine:
         self._enter(StepPhase.REDUCE)
         self._runs.end_last(tasks)
 
-    def _agree(self, batch: ShardedBatch, table: StepTable) -> _Decision:
-        """Exchange the step table, and decide what to commit, alike on all workers (collective)."""
+    def _agree(self, batch: ShardedBatch, table: StepTable) -> StepSums:
+        """Exchange the step table, and check what all workers have sent, alike on all (collective)."""
+        self._state.check_last_step()  # its row is here by now, and the device has this step to compute
         with batch.assignment.held():
             table.fill_in(batch, self._take_status(batch), self._take_numbers())
             self._enter(StepPhase.AGREE)
             sums = table.exchange()
             check_progress(sums, self.world, self._state.failed_step)
+            lost = self._failed_step.put_back_parameters(sums)
             raise_failure(sums, self.world, None)
-            lost = self._put_back_parameters(sums)
             check_places(sums)
             if self._balancer is not None:
-                seconds, asked = zip(*((each.seconds, each.asked) for each in sums.statuses), strict=True)
-                self._balancer.note(batch, seconds, max(asked))
+                seconds, last_requested = zip(
+                    *((each.seconds, each.last_requested) for each in sums.statuses), strict=True
+                )
+                self._balancer.note(batch, seconds, max(last_requested))
         if sums.statuses[0].has_new_layout:
             self._buffers.exchange_new_layout()
         check_written(sums, self._written_parameters.names, lost, batch)
         self._nested_backwards.check(sums, batch)
-        self._comparison.check_options(sums.options, place_of(batch.cursor))
-        self._comparison.check_values(sums.values, place_of(batch.cursor))
-        return self._decide(batch, sums)
+        self._comparison.check_options(sums.options, name_step(batch.cursor))
+        self._comparison.check_values(sums.values, name_step(batch.cursor))
+        return sums
 
-    def _put_back_parameters(self, sums: StepSums) -> list[str]:
-        """Put back parameters that shards have written (collective where some have); return which cannot be."""
-        if not any(status.written for status in sums.statuses):
-            return []
-        lost = self._written_parameters.put_back(self.world)
-        if lost:
-            self._state.mark_unusable(f"A forward or the loss function had written to {', '.join(lost[:3])}.")
-        return lost
-
-    def _decide(self, batch: ShardedBatch, sums: StepSums) -> _Decision:
-        norm: Tensor | None = None
-        problem = find_bad_loss(sums, batch)
-        if not problem:
-            gradients = require_gradients(self._state.trained_parameters(), place_of(batch.cursor))
-            if sums.weight != batch.num_samples:
-                foreach_div_(gradients, sums.weight / batch.num_samples)
-            if self._state.scaler is None and self._max_grad_norm is not None:
-                norm = nn.utils.get_total_norm(gradients)
-            if sums.may_be_nonfinite or (norm is not None and not math.isfinite(norm)):
-                problem = explain_nonfinite(self._state, norm, place_of(batch.cursor))
-        if problem and not self._skips_nonfinite:
-            raise LossError(f"{problem} No parameter was changed.")
-        if problem:
-            warnings.warn(f"{problem} The step is skipped on every worker.", stacklevel=5)
-        return _Decision(sums=sums, norm=norm, is_skipped=bool(problem))
-
-    def _commit(self, batch: ShardedBatch, decision: _Decision) -> None:
+    def _commit(self, batch: ShardedBatch, decision: Decision) -> None:
         """Write the result of the step (local). The user's code, which may fail, comes first."""
         state = self._state
         self._random.seed(derive_seed("update", state.seed, batch.cursor.epoch, batch.cursor.step))
-        self._update.apply(decision.norm, is_skipped=decision.is_skipped)
+        self._update.apply(decision.norm, is_skipped=decision.is_skipped, is_bad=decision.is_bad)
         try:
             if decision.is_skipped:
                 self._buffers.undo()
             else:
-                self._buffers.commit()
+                self._buffers.commit(decision.is_bad)
             state.advance(batch)
             self._random.discard()
             self._comparison.note_equal_values()
@@ -301,6 +242,7 @@ class StepEngine:
         """
         failed_in = self.phase
         self._enter(StepPhase.IDLE)
+        release_memory(error)
         try:
             self._buffers.undo()
             self._random.restore()
@@ -313,54 +255,33 @@ class StepEngine:
             if isinstance(error, UnusableStateError) and failed_in is StepPhase.AGREE:
                 pass  # of an earlier step, which is noted already
             elif failed_in in {StepPhase.AGREE, StepPhase.COMMIT}:
-                self._state.note_failed_step(place_of(batch.cursor), error)
+                if failed_in is StepPhase.AGREE:
+                    self._failed_step.note_unchecked_writes()
+                self._state.note_failed_step(name_step(batch.cursor), error)
             elif isinstance(error, Exception) and not isinstance(error, GroupError):
                 # After a GroupError every worker has one, or has exited.
                 has_reduced = failed_in is not StepPhase.PREPARE and self._gradients.has_reduced
-                self._report_failure(error, table, getattr(batch, "ranges", ()), has_reduced=has_reduced)
-
-    def _report_failure(
-        self, error: Exception, table: StepTable, ranges: Sequence[range], *, has_reduced: bool
-    ) -> None:
-        """Make the calls in which the other workers wait for this one, and send them the error (collective)."""
-        failure = Failure.OWN
-        if isinstance(error, UnusableStateError):
-            failure = Failure.UNUSABLE
-        elif has_reduced and isinstance(error, ReductionError):
-            failure = Failure.REDUCTION
-        is_consequence = failure is Failure.REDUCTION
-        try:
-            if not has_reduced:
-                self._gradients.fail(ranges)
-            table.fill_in_failure(failure, self._state.global_step)
-            sums = table.exchange()
-            check_progress(sums, self.world, self._state.failed_step)
-            raise_failure(sums, self.world, None if is_consequence else error)
-        except UnusableStateError as found:
-            raise found from error
-        except ReductionError as found:
-            if is_consequence:
-                raise found from error
-        except Exception:  # noqa: BLE001 - an error of these calls is not the cause
-            return
+                self._failed_step.report(error, table, getattr(batch, "ranges", ()), has_reduced=has_reduced)
 
     # -- The row of this worker ----------------------------------------------------------------------------------------
 
     def _take_status(self, batch: ShardedBatch) -> WorkerStatus:
         return WorkerStatus(
             num_steps=self._state.global_step,
-            seconds=0.0 if self._balancer is None else self.stopwatch.seconds_per_shard(),  # may wait for a device
-            asked=batch.assignment.asked,
-            ran_inner=self._gradients.ran_inner,
+            seconds=self.stopwatch.seconds_per_shard(),
+            last_requested=batch.assignment.last_requested,
+            has_nested_backward=self._gradients.has_nested_backward,
             written=self._written_parameters.find_written() if self._state.num_shards > 1 else 0,
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout(),
-            wants_stop=self.wants_stop,
+            stop_requested=self.stop_requested,
         )
 
     def _take_numbers(self) -> WorkerNumbers:
         gradients: Tensor | int = 0
-        if self._state.scaler is None and self._max_grad_norm is None:  # else the scaler or the norm shows it
+        if self._looks_at_gradients and self._row is None:
             gradients = self._gradients.sum_for_finite_check(self._state.device)
+        elif self._looks_at_gradients and self._row is not None:
+            self._row.note_gradients(self._gradients.largest_magnitude(self._state.device))
         return WorkerNumbers(
             options=self._comparison.options_number(), values=self._comparison.values_number(), gradients=gradients
         )

@@ -6,6 +6,9 @@
 A row is written by one worker and zero on all others, so adding up in any order is exact, and all workers draw the same
 conclusions from the same numbers.
 
+Where the model is on an asynchronous device the table holds what the hosts know, and a row on the device the rest:
+[Note: host facts and device facts] in `lockstep.engine.device_row`.
+
 [Note: the commit point] A worker sends the table when it has all that it needs to finish the step: every reduced
 gradient, and shard 0's buffers. So a worker that has read the whole table knows that all workers can finish the step. A
 worker that has failed sends the table too, and says so in its status: no worker waits for a table that is never sent.
@@ -22,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import World
+from lockstep.comm import World, raise_if_broken
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.engine.device_row import DeviceRow
+from lockstep.reduce.status_message import has_cpu_backend
 from lockstep.shards import add_in_tree_order
 
 _BEGINNING: Final = Cursor()
@@ -52,32 +57,35 @@ class WorkerStatus:
     """How many steps it has taken."""
     seconds: float = 0.0
     """How long a shard took; 0 where it was not measured."""
-    asked: Cursor = _BEGINNING
-    """The furthest step that its loader was asked for."""
-    ran_inner: bool = False
-    """Whether a backward has run another inside."""
+    last_requested: Cursor = _BEGINNING
+    """The furthest step that its loader has requested."""
+    has_nested_backward: bool = False
+    """Whether a backward has run another one inside."""
     written: int = 0
     """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
     has_new_layout: bool = False
     """Whether shard 0 has left other buffers than the step began with; on rank 0."""
-    wants_stop: bool = False
-    """Whether it was asked to stop."""
+    stop_requested: bool = False
+    """Whether a stop was requested on it."""
 
 
 _STATUS_COLUMNS: Final = 9
 _NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
+ON_DEVICE: Final = -1.0
+"""Stands for a weight that is on the device; a weight is not negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNumbers:
-    """What the workers compare in each step; tensors are not read before all are exchanged."""
+    """What the workers compare in each step."""
 
     options: int = 0
     """A number for the optimizer's options."""
     values: Tensor | int = 0
     """A number for the values of the parameters, where they were written since the last update."""
     gradients: Tensor | int = 0
-    """A number that is not finite if a gradient is not, on this worker or, where it looks at a part, another."""
+    """A number that is not finite if a gradient is not, on this worker or, where it looks at a part, another. On an
+    asynchronous device it is in the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +93,9 @@ class StepSums:
     """What the table holds when all workers' rows are in it."""
 
     losses: tuple[float, ...]
-    """Of every shard, loss times weight; 0 for one without samples."""
+    """Of every shard, loss times weight; 0 for one without samples, and where they are on the device."""
     weights: tuple[float, ...]
-    """Of every shard."""
+    """Of every shard; `ON_DEVICE` for one whose weight is a tensor on an asynchronous device."""
     places: tuple[tuple[float, ...], ...]
     """Of every worker: what identifies its batch: epoch, step, and a number for its loader."""
     statuses: tuple[WorkerStatus, ...]
@@ -98,6 +106,11 @@ class StepSums:
     """Of every worker, `WorkerNumbers.values`."""
     may_be_nonfinite: bool
     """Whether the gradients must be searched for one that is not finite."""
+
+    @property
+    def has_weights_on_device(self) -> bool:
+        """Whether the summed weight is on the device."""
+        return ON_DEVICE in self.weights
 
     @property
     def loss(self) -> float:
@@ -123,21 +136,26 @@ class StepTable:
     Args:
         world: The workers.
         num_shards: Number of shards of the run.
-        device: Where the losses are; filling in does not wait for it.
+        row: Gets what the device knows; None where the model is on the CPU.
     """
 
-    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
+    def __init__(self, world: World, num_shards: int, row: DeviceRow | None) -> None:
         self._world = world
         self._num_shards = num_shards
-        self._device = device
-        self._losses: dict[int, tuple[Tensor, float]] = {}
+        self._row = row
+        self._losses: dict[int, tuple[float, float]] = {}
         self._place: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._status = WorkerStatus()
         self._numbers = WorkerNumbers()
 
-    def add_loss(self, shard: int, loss: Tensor, weight: float) -> None:
-        """Add the mean loss of a shard and its weight, which is more than zero."""
-        self._losses[shard] = loss.detach(), weight
+    def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
+        if self._row is None:
+            assert not isinstance(weight, Tensor)
+            self._losses[shard] = loss.item() * weight, weight
+            return
+        self._row.add_loss(shard, loss, weight)
+        self._losses[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
 
     def fill_in(self, batch: ShardedBatch, status: WorkerStatus, numbers: WorkerNumbers) -> None:
         """Fill in this worker's row.
@@ -151,18 +169,21 @@ class StepTable:
         self._place = (batch.cursor.epoch, batch.cursor.step, source)
         self._status, self._numbers = status, numbers
 
-    def fill_in_failure(self, failure: Failure, num_steps: int) -> None:
-        """Fill in the row of a worker that cannot finish the step."""
+    def fill_in_failure(self, failure: Failure, num_steps: int, written: int) -> None:
+        """Fill in the row of a worker that cannot finish the step.
+
+        Args:
+            failure: Why.
+            num_steps: How many steps it has taken.
+            written: See `WorkerStatus`.
+        """
         self._losses.clear()
-        self._status, self._numbers = WorkerStatus(failure=failure, num_steps=num_steps), WorkerNumbers()
+        self._status = WorkerStatus(failure=failure, num_steps=num_steps, written=written)
+        self._numbers = WorkerNumbers()
 
     def exchange(self) -> StepSums:
         """Return what all workers have filled in (collective). [Note: the commit point]."""
-        values, table = self._write_rows()
-        if table is not None:
-            if self._world.group is not None:
-                dist.all_reduce(table, group=self._world.group)
-            values = table.tolist()
+        values = self._add_up(self._write_rows())
         shards, workers = values[: self._num_shards], values[self._num_shards :]
         return StepSums(
             losses=tuple(row[0] for row in shards),
@@ -174,40 +195,46 @@ class StepTable:
             may_be_nonfinite=not all(math.isfinite(row[-1]) for row in workers),
         )
 
-    def _write_rows(self) -> tuple[list[list[float]], Tensor | None]:
-        """Return this worker's rows, and as a tensor if they must be added up or are on a device."""
+    def _write_rows(self) -> list[list[float]]:
         numbers, own = self._numbers, self._num_shards + self._world.rank
         rows = [[0.0] * _NUM_COLUMNS for _ in range(self._num_shards + self._world.world_size)]
-        rows[own][:-2] = [*self._place, *_to_numbers(self._status), numbers.options]
-        if self._device.type == "cpu":  # numbers are at hand: one tensor is made, and none is written to
-            for shard, (loss, weight) in self._losses.items():
-                rows[shard][:2] = [loss.item() * weight, weight]
-            rows[own][-2:] = [float(numbers.values), float(numbers.gradients)]
-            return rows, None if self._world.group is None else torch.tensor(rows, dtype=torch.float64)
-        table = torch.tensor(rows, dtype=torch.float64).to(self._device)
-        for shard, (loss, weight) in self._losses.items():
-            table[shard, 0], table[shard, 1] = loss.double() * weight, weight
-        table[own, -2], table[own, -1] = numbers.values, numbers.gradients
-        return rows, table
+        for shard, loss_and_weight in self._losses.items():
+            rows[shard][:2] = loss_and_weight
+        # A number of the values is a tensor in few steps alone: those before which something has written parameters.
+        gradients = float(numbers.gradients) if self._row is None else 0.0
+        rows[own] = [*self._place, *_to_numbers(self._status), numbers.options, float(numbers.values), gradients]
+        return rows
+
+    def _add_up(self, rows: list[list[float]]) -> list[list[float]]:
+        group = self._world.group
+        if group is None:
+            return rows
+        table = torch.tensor(rows, dtype=torch.float64)
+        if self._row is not None and not has_cpu_backend(group):  # then there is no other way, and reading it waits
+            table = table.to(self._row.device)
+        dist.all_reduce(table, group=group)
+        values: list[list[float]] = table.tolist()
+        raise_if_broken(group)  # a reduction that was ended because a rank was lost leaves any value
+        return values
 
 
 def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
-    asked = status.asked
-    flags = status.ran_inner, status.written, status.has_new_layout, status.wants_stop
-    return float(status.failure), status.num_steps, status.seconds, asked.epoch, asked.step, *flags
+    last_requested = status.last_requested
+    flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested
+    return float(status.failure), status.num_steps, status.seconds, last_requested.epoch, last_requested.step, *flags
 
 
 def _to_status(numbers: Sequence[float]) -> WorkerStatus:
-    failure, num_steps, seconds, epoch, step, ran_inner, written, has_new_layout, wants_stop = numbers
+    failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, stop_requested = numbers
     return WorkerStatus(
         failure=Failure(int(failure)),
         num_steps=int(num_steps),
         seconds=seconds,
-        asked=Cursor(int(epoch), int(step)),
-        ran_inner=bool(ran_inner),
+        last_requested=Cursor(int(epoch), int(step)),
+        has_nested_backward=bool(has_nested_backward),
         written=int(written),
         has_new_layout=bool(has_new_layout),
-        wants_stop=bool(wants_stop),
+        stop_requested=bool(stop_requested),
     )
 
 

@@ -1,6 +1,7 @@
 """`Trainer`: what a training loop calls. The state of the run is in `RunState`, and `StepEngine` takes its steps."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, final
@@ -10,18 +11,20 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.comm import World, join_world
+from lockstep.comm import World, current_world, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
 from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.checks import warn_of_other_conditions
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
 from lockstep.engine.fingerprint import Fingerprint
+from lockstep.engine.recovery import Recovery
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import load_state, save_state
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState, Scheduler
-from lockstep.engine.step_engine import StepEngine, StepOptions, StepResult
+from lockstep.engine.step_engine import StepEngine
+from lockstep.engine.step_result import StepResult
 from lockstep.reduce import BucketLimits
 
 
@@ -37,30 +40,36 @@ class Trainer:
     State that a forward leaves behind belongs in buffers, of which every shard of a step sees the same and shard 0's
     are kept; a forward that writes parameters is refused.
 
-    Constructing is collective: each worker must, with the same model and arguments. Rank 0's parameters and buffers
-    become those of all workers. It sets torch's switches for deterministic operators, for the whole process: see
-    `deterministic`, and `close`, which gives them back.
+    Constructing is collective, with the same model and arguments on each worker. Rank 0's parameters and buffers become
+    those of all. It sets torch's switches for deterministic operators, for the whole process: see `deterministic`, and
+    `close`, which restores them.
 
     Args:
         model: On the device where it is to train. Not wrapped in DistributedDataParallel.
         optimizer: Over the model's parameters.
         loss: `loss(model, batch)`, called for each shard with the collated slice on the model's device. Returns the
             slice's mean loss, or a pair of a mean and its weight, say over tokens; mixed precision goes in there:
-            `with torch.autocast("cuda", torch.bfloat16): ...`.
+            `with torch.autocast("cuda", torch.bfloat16): ...`. A weight that is a tensor on a GPU is not read: where a
+            slice may have weight 0, its gradient must be finite, as with `/ count.clamp(min=1)`.
         num_shards: Number of shards of the run, at least the number of workers; the loader's must be the same.
         seed: Of every random state in a step.
-        scheduler: Learning-rate scheduler; stepped once per step. For one that steps per epoch, leave it out and
-            step it in the loop.
+        scheduler: Learning-rate scheduler; stepped once per step. Step one that counts epochs in the loop instead.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
         nonfinite: What to do with a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
-            parameters, buffers and optimizer as they were, on all workers alike, and continues.
+            parameters, buffers and optimizer as they were, on all workers alike, and continues. On a GPU, with an
+            optimizer of torch's that has fused=True and without a scaler, no step waits for its loss: "stop" raises in
+            the next `step`, `save`, `evaluate`, `move_to` or `close`, and the cursor is at the failed step again.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:
             operators that have a deterministic form use it, others raise; cuDNN does not try kernels. False: operators
             need not be deterministic, and cuDNN tries kernels. Either replaces what you have set before.
         bucket_limits: Sizes of the gradient buckets.
+        on_worker_loss: What `step`, `evaluate`, `save` and `load` do when a worker of `ls.launch` is killed, for a
+            model on the CPU and the default group. "stop": the call raises an error. "continue": the workers that are
+            left divide its shards and finish the call, with the bits that it would have had; ranks may be others then.
+            Only for loops that change the state in `step` alone: no scheduler or weights of their own.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
             this worker and it is not there, or alone.
 
@@ -91,10 +100,10 @@ class Trainer:
         balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
+        on_worker_loss: Literal["stop", "continue"] = "stop",
         world: World | None = None,
     ) -> None:
         world = join_world() if world is None else world
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._arguments = TrainerArguments(
             model=model,
             optimizer=optimizer,
@@ -102,35 +111,30 @@ class Trainer:
             num_shards=num_shards,
             seed=seed,
             scheduler=scheduler,
-            scaler=scaler,
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             max_grad_norm=max_grad_norm,
             nonfinite=nonfinite,
             balance=balance,
             deterministic=deterministic,
+            bucket_limits=bucket_limits or BucketLimits(),
         )
-        terms = check_arguments(self._arguments, world)
+        descriptions = check_arguments(self._arguments, world)
+        self._state = RunState(self._arguments)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.scaler = scaler
-        self.num_shards = int(num_shards)
-        self.seed = int(seed)
-        self._state = RunState(
-            model, optimizer, scheduler=scheduler, scaler=scaler, num_shards=self.num_shards, seed=self.seed
-        )
-        self._options = StepOptions(
-            loss=loss,
-            max_grad_norm=max_grad_norm,
-            nonfinite=nonfinite,
-            balance=balance,
-            bucket_limits=bucket_limits or BucketLimits(),
-        )
+        self.scaler = self._state.scaler
+        self.num_shards = self._state.num_shards
+        self.seed = self._state.seed
         self._switches = DeterminismSwitches(deterministic=deterministic)
         try:
-            self.engine = StepEngine(self._state, self._options, world, terms)
+            self.engine = StepEngine(self._state, self._arguments, world, descriptions)
         except BaseException:
-            self._switches.give_back()
+            self._switches.restore()
             raise
+        continues = on_worker_loss == "continue" and world == current_world()
+        self._recovery = Recovery(self._state, self.move_to, continues=continues)
+        self._state.may_be_unread = self._recovery.generations is None
 
     @property
     def world(self) -> World:
@@ -173,13 +177,18 @@ class Trainer:
                 other workers', or is not the next one of a restored run; the model was changed between steps; the
                 optimizer's options are not the other workers'; or the trainer was closed.
         """
+        return self._recovery.step(partial(self._step, batch))
+
+    def _step(self, batch: ShardedBatch) -> StepResult:
+        if self._recovery.has_moved and batch.world != self.world:
+            batch = batch.for_present_workers()
         return self.engine.step(batch)
 
     def request_stop(self) -> None:
-        """Let the steps from now on say on every worker that it should stop, in `StepResult.should_stop` (local).
+        """Let `StepResult.should_stop` be true on every worker in the steps from now on (local).
 
-        For a signal that asks to end, which reaches the workers at different moments, or only one of them: all leave
-        the loop after the same step.
+        For a signal to end, which reaches the workers at different moments, or only one of them: all leave the loop
+        after the same step.
 
             signal.signal(signal.SIGTERM, lambda number, frame: trainer.request_stop())
             ...
@@ -187,13 +196,14 @@ class Trainer:
                 trainer.save("run.ckpt")
                 return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
         """
-        self.engine.wants_stop = True
+        self.engine.stop_requested = True
 
     def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
         """Sum `metric` over a data set, each sample counted once (collective).
 
         Sums are kept per shard and added in shard order, so the result has the same bits on any number of workers.
-        The model is in evaluation mode meanwhile.
+        The model is in evaluation mode meanwhile. Every slice starts from the buffers that the model has now, and what
+        a forward writes to them is put back.
 
         Args:
             loader: The data; its batches are pairs (input, target) if the metric is of torchmetrics.
@@ -209,7 +219,8 @@ class Trainer:
             TypeError: Not a ShardedLoader, or the metric returned neither a sum and a weight nor several by name.
             ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
-        return evaluate(self._state, self.world, loader, metric)
+        self._state.check_last_step()
+        return self._recovery.repeatable(lambda: evaluate(self._state, self.world, loader, metric))
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
@@ -222,12 +233,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to resume, on any number of workers (local).
 
-        `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and start at its
-        cursor:
-
-            for epoch in range(trainer.cursor.epoch, num_epochs):
-                for batch in loader.epoch(epoch, trainer.cursor.step):
-                    trainer.step(batch)
+        `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and begin at its
+        cursor, as with `load`.
 
         Raises:
             UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
@@ -271,13 +278,14 @@ class Trainer:
             UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
             ValueError: The trainer steps a scheduler by itself already.
         """
-        return save_state(self._state, self.world, Path(path), scheduler, metrics)
+        self._state.check_last_step()
+        return self._recovery.repeatable(lambda: save_state(self._state, self.world, Path(path), scheduler, metrics))
 
     def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
         """Resume from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
 
-        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin at the run's
-        cursor, in the middle of an epoch too; this loop is right for a new trainer as well:
+        Each worker reads the file, every byte is checked, and all compare what they have read. Then begin at the
+        cursor, in the middle of an epoch too; a new trainer may begin so as well:
 
             for epoch in range(trainer.cursor.epoch, num_epochs):
                 for batch in loader.epoch(epoch, trainer.cursor.step):
@@ -295,7 +303,7 @@ class Trainer:
                 to another model, optimizer or run. Nothing was changed.
             ValueError: The trainer steps a scheduler by itself already.
         """
-        return load_state(self._state, self.world, Path(path), scheduler)
+        return self._recovery.repeatable(lambda: load_state(self._state, self.world, Path(path), scheduler))
 
     def move_to(self, world: World) -> None:
         """Continue with other workers (collective for these): close the present engine and make a new one.
@@ -311,16 +319,22 @@ class Trainer:
             PeerFailedError: This number of workers is refused on another worker.
             ValueError: More workers than shards, or trainers that differ between workers.
         """
+        self._state.check_last_step()
         self.engine.close()
-        place = {"place in the data": str(self.cursor), "steps taken": str(self.global_step)}
-        terms = check_arguments(self._arguments, world, place)
-        wants_stop, self.engine = self.engine.wants_stop, StepEngine(self._state, self._options, world, terms)
-        self.engine.wants_stop = wants_stop
+        progress = {"place in the data": str(self.cursor), "steps taken": str(self.global_step)}
+        descriptions = check_arguments(self._arguments, world, progress)
+        stop_requested = self.engine.stop_requested
+        self.engine = StepEngine(self._state, self._arguments, world, descriptions)
+        self.engine.stop_requested = stop_requested
 
     def close(self) -> None:
-        """Release hooks, threads and buckets, and give torch's deterministic switches back (local).
+        """Release hooks, threads and buckets, and restore torch's deterministic switches (local).
 
         Gradients are released too. What reads the state still works: `digest`, `state_dict`, `save`, `evaluate`.
+
+        Raises:
+            LossError: The last step was not finite, and no call has raised that yet; see `nonfinite`.
         """
         self.engine.close()
-        self._switches.give_back()
+        self._switches.restore()
+        self._state.check_last_step()

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 
 from lockstep.engine.external_steps import StepGuard
 from lockstep.engine.run_state import RunState
-from lockstep.engine.tensor_bits import sum_of_bits
-from lockstep.torch_private import forget_scaling, version_of
+from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.torch_private import (
+    forget_scaling,
+    has_step_on_device,
+    optimizer_step_pre_hooks,
+    step_unless,
+    version_of,
+)
 
 _WRITTEN_BY_OPTIMIZER = "It had changed a part of the parameters or of the optimizer's state."
 _WRITTEN_BEFORE_SCHEDULER = "The optimizer had updated the parameters when the scheduler failed."
@@ -45,13 +51,27 @@ class Update:
         self._parameters = list(state.model.parameters())
         self._counts_are_enough: bool | None = None
         self._has_updated_scaler = False
+        self._updated: set[nn.Parameter] = set()
+        self._updated_state: object = None
 
-    def apply(self, norm: Tensor | None, *, is_skipped: bool) -> None:
+    def can_be_left_out(self) -> bool:
+        """Whether the next update can be left out on the device, by `is_bad` of `apply` (local).
+
+        Not the first of a parameter: an optimizer that is left out has made its state, but not filled it.
+        """
+        if self._state.scaler is not None or not has_step_on_device(self._state.optimizer):
+            return False
+        if len(optimizer_step_pre_hooks(self._state.optimizer)) > 1:  # one is our guard
+            return False
+        return self._updated_state is self._state.optimizer.state and self._updated >= self._with_gradient()
+
+    def apply(self, norm: Tensor | None, *, is_skipped: bool, is_bad: Tensor | None = None) -> None:
         """Clip, update and step the scheduler (local).
 
         Args:
             norm: The gradient's norm, for clipping.
             is_skipped: Whether parameters and optimizer stay as they are.
+            is_bad: On the device, whether they stay so all the same; only where `can_be_left_out`.
 
         Raises:
             Exception: What the optimizer or the scheduler raises. Either nothing was changed then, or the state is
@@ -63,7 +83,7 @@ class Update:
         before = _WriteRecord(self._state, self._parameters, reads_bits=self._counts_are_enough is None)
         self._has_updated_scaler = False
         try:
-            self._step_optimizer(norm)
+            self._step_optimizer(norm, is_bad)
         except BaseException:
             if self._has_updated_scaler or self._counts_are_enough is False or before.has_changed():
                 self._state.mark_unusable(_WRITTEN_BY_OPTIMIZER)
@@ -71,6 +91,8 @@ class Update:
                 before.put_back_options()
                 self._forget_scaling()
             raise
+        if is_bad is None and has_step_on_device(self._state.optimizer):
+            self._updated, self._updated_state = self._with_gradient(), self._state.optimizer.state
         if self._counts_are_enough is None and before.has_changed():
             self._counts_are_enough = before.counts_show_all()
         if self._state.scheduler is not None:
@@ -103,7 +125,10 @@ class Update:
         if self._state.scaler is not None:
             forget_scaling(self._state.scaler, self._state.optimizer)
 
-    def _step_optimizer(self, norm: Tensor | None) -> None:
+    def _with_gradient(self) -> set[nn.Parameter]:
+        return {parameter for parameter in self._state.trained_parameters() if parameter.grad is not None}
+
+    def _step_optimizer(self, norm: Tensor | None, is_bad: Tensor | None) -> None:
         optimizer, scaler = self._state.optimizer, self._state.scaler
         trained = list(self._state.trained_parameters())
         if scaler is not None and self._max_grad_norm is not None:
@@ -112,7 +137,9 @@ class Update:
         if self._max_grad_norm is not None and norm is not None:
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
         with self._guard.allowed():
-            if scaler is None:
+            if is_bad is not None:
+                step_unless(optimizer, is_bad)
+            elif scaler is None:
                 optimizer.step()
             else:  # it leaves the step out where a gradient is not finite, and lowers its scale
                 scaler.step(optimizer)

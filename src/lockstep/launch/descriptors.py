@@ -4,7 +4,7 @@ import resource
 
 import psutil
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, counted
 
 _NUM_SPARE = 16
 """Descriptors that do not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
@@ -19,7 +19,8 @@ def check_descriptors(num_workers: int, num_per_worker: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
     if limit != resource.RLIM_INFINITY and needed > limit:
+        needs = "needs" if num_workers == 1 else "need"
         raise UsageError(
-            f"{num_workers} workers need {needed} file descriptors in the process that starts them, but its limit is "
-            f"{limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer workers."
+            f"{counted(num_workers, 'worker')} {needs} {needed} file descriptors in the process that starts them, but "
+            f"its limit is {limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer workers."
         )

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from lockstep.comm import World, join_world, launched_world, report_failure
+from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.devices import DeviceRequest, Placement, parse_request
+from lockstep.devices.current import current_accelerator
 from lockstep.devices.request import Auto, Cpu
-from lockstep.errors import DeviceError, GroupError
+from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.messages import Run
 from lockstep.processes.lifetime import keep_freed_memory
 from lockstep.processes.reproducibility import seed_generators
@@ -45,7 +47,7 @@ def run_here(
     """
     world = join_started(devices)
     _check_request(workers, devices, world.world_size, launcher.launcher)
-    has_gpu = _wants_gpu(devices)
+    accelerator = current_accelerator() if _uses_accelerator(devices) else None
     torch.set_num_threads(threads)
     seed_generators(seed)
     try:
@@ -54,7 +56,7 @@ def run_here(
                 rank=world.rank,
                 world_size=world.world_size,
                 local_rank=_read_local_rank(launcher),
-                device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
+                device=accelerator or torch.device("cpu"),
             )
         )
     except BaseException as error:
@@ -65,10 +67,10 @@ def run_here(
 
 def join_started(devices: DeviceRequest | Placement) -> World:
     """Join the workers that another launcher has started, on the requested kind of device (collective)."""
-    has_gpu = _wants_gpu(devices)
-    if not has_gpu:
+    uses_accelerator = _uses_accelerator(devices)
+    if not uses_accelerator:
         keep_freed_memory()
-    return join_world(None if has_gpu else torch.device("cpu"))
+    return join_world(None if uses_accelerator else torch.device("cpu"))
 
 
 def _read_local_rank(launcher: WorldVariables) -> int:
@@ -77,14 +79,15 @@ def _read_local_rank(launcher: WorldVariables) -> int:
     return int(launcher.local_rank or 0)
 
 
-def _wants_gpu(devices: DeviceRequest | Placement) -> bool:
+def _uses_accelerator(devices: DeviceRequest | Placement) -> bool:
+    """Return whether workers train on this host's accelerator; one without a backend, such as MPS, is not used."""
     is_cpu = not isinstance(devices, Placement) and isinstance(parse_request(devices), Cpu)
-    return torch.cuda.is_available() and not is_cpu
+    return not is_cpu and choose_backend() != choose_backend(torch.device("cpu"))
 
 
 def _check_request(workers: int | None, devices: DeviceRequest | Placement, world_size: int, launcher: str) -> None:
     """Check that the call asks for the workers and devices that the other launcher has started."""
-    started = f"{launcher} started {world_size} workers already"
+    started = f"{launcher} started {counted(world_size, 'worker')} already"
     if workers is not None and workers != world_size:
         raise DeviceError(
             f"workers is {workers}, but {started}. Leave workers out, and give {launcher} the number of workers."

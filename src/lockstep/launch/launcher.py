@@ -2,7 +2,7 @@
 
 launcher                                            worker r
 --------                                            --------
-1 open the store, on a port that the kernel picks
+1 serve the store, over a channel to each worker
 2 start the process, send the task           ->     join the group, call the function
 3 wait for reports and exits                 <-     report: result or failure
 4 after the first failure: wait a moment for an earlier one, then terminate, and later kill, the other workers
@@ -16,14 +16,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.channel.server import ChannelServer
 from lockstep.devices import DeviceRequest, Placement, place_workers
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.messages import WorkerTask, pack_call
+from lockstep.launch.notebook import is_in_ipython
 from lockstep.launch.results import load_result
 from lockstep.launch.signal_forwarding import SignalForwarding
 from lockstep.launch.signals import sigint_held_back
-from lockstep.launch.store import open_store
+from lockstep.launch.store import reserved_port
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
 from lockstep.processes.stop_signals import StopRequest
 
@@ -120,10 +122,12 @@ def call_on_workers(
     call = pack_call(function, args, kwargs)
     with ExitStack() as stack:
         forwarding = stack.enter_context(SignalForwarding())
-        store = open_store()
+        master_port = stack.enter_context(reserved_port())
+        server = ChannelServer()
+        stack.callback(server.close)
         launcher_pipe, held = os.pipe()
         with sigint_held_back():
-            pool = WorkerPool(held, can_stop=settings.stop is not None)
+            pool = WorkerPool(held, server, can_stop=settings.stop is not None)
             stack.callback(pool.stop)
         try:
             for rank, device in enumerate(placement.devices):
@@ -132,11 +136,12 @@ def call_on_workers(
                         rank=rank,
                         world_size=len(placement.devices),
                         device=device.name,
-                        store_port=store.port,
+                        master_port=master_port,
                         threads=settings.threads_per_worker,
                         seed=settings.seed,
                         parent_pid=os.getpid(),
                         argv=tuple(sys.argv),
+                        is_from_ipython=is_in_ipython(),
                         call=call,
                     ),
                     device,

@@ -20,16 +20,19 @@ from lockstep.launch.pickling import pack
 from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_result, name_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Run:
-    """Rank and device of a worker: the first argument of the function that `launch` calls."""
+    """Rank and device of a worker: the first argument of the function that `launch` calls.
+
+    Where a trainer continues without a lost worker, `rank` and `world_size` change in the call that does so.
+    """
 
     rank: int
     """Number of this worker."""
     world_size: int
     """How many workers there are."""
     local_rank: int
-    """Number of this worker on its host."""
+    """Number of this worker on its host; it does not change."""
     device: torch.device
     """The worker's device; if it is a GPU, it is the current device already."""
 
@@ -44,8 +47,8 @@ class WorkerTask:
     """How many there are."""
     device: str
     """Device name."""
-    store_port: int
-    """Port of the rendezvous store, on loopback, held by the launcher."""
+    master_port: int
+    """A loopback port that the launcher has reserved, for a store of the function's own."""
     threads: int
     """CPU threads for torch's operators."""
     seed: int
@@ -54,6 +57,8 @@ class WorkerTask:
     """Process id of the launcher."""
     argv: tuple[str, ...]
     """The launcher's `sys.argv`."""
+    is_from_ipython: bool
+    """Whether the launcher is a shell of IPython, whose built-in functions the function may call."""
     call: bytes
     """The function, its positional and its keyword arguments, pickled by `pack_call`."""
 

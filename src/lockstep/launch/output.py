@@ -172,14 +172,14 @@ def make_log_directory(directory: Path) -> None:
     """Make the directory for log files. It may exist if it has no log files.
 
     Raises:
-        UsageError: It cannot be made, or has log files.
+        UsageError: It cannot be created, or has log files.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         found = sorted(directory.glob("rank-*.log"))
     except OSError as error:
         raise UsageError(
-            f"The log directory {directory} cannot be made: {error.strerror}. Give another one."
+            f"The log directory {directory} cannot be created: {error.strerror}. Give another one."
         ) from error
     if found:
         raise _logs_of_another(found[0])

@@ -23,6 +23,7 @@ from typing import final
 from lockstep.devices import Placement, count_cores
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
+from lockstep.launch.drop_in import NOTICE, with_drop_in
 from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
 from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
 from lockstep.launch.lines import Tail
@@ -32,7 +33,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.settings import LAUNCHED, read_num_threads, worker_environment
+from lockstep.settings import LAUNCHED, read_num_threads, read_python_path, worker_environment
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -68,6 +69,8 @@ class ScriptJob:
     """Whether the lines of several workers begin with their rank."""
     log_dir: Path | None = None
     """The directory for log files of the workers' output; None for no log files."""
+    drop_in: bool = False
+    """Whether Python processes of the workers have Lockstep's classes in place of torch's."""
     grace_seconds: float = GRACE_SECONDS
     """How long workers may take to end after the first signal, before they get SIGKILL."""
 
@@ -87,7 +90,8 @@ class ScriptJob:
         """Return a line that describes devices and threads."""
         threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
         hint = f"\nhint: {self.placement.hint}" if self.placement.hint else ""
-        return f"devices: {self.placement.reason}; {threads} each ({count_cores()} cores){hint}"
+        notice = f"\n{NOTICE}" if self.drop_in else ""
+        return f"devices: {self.placement.reason}; {threads} each ({count_cores()} cores){hint}{notice}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +283,8 @@ def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) 
         defaults["PYTHONUNBUFFERED"] = "1"
     # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
+    if job.drop_in:
+        overrides["PYTHONPATH"] = with_drop_in(read_python_path())
     return worker_environment(overrides, defaults=defaults)
 
 

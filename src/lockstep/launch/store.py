@@ -32,12 +32,17 @@ class Rendezvous:
     """Set when the first process connects to the store that the launcher serves."""
 
 
-def open_store() -> "TCPStore":
-    """Open the rendezvous, on a loopback port that the kernel picks and that no other process can take in between."""
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen(_BACKLOG)
-    return _serve(listener)
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a loopback port that the kernel picks, for a store that workers may open themselves.
+
+    The launcher holds a socket that is bound but does not listen. The kernel gives the port to no program that asks for
+    any free port, but to a store, which asks for this one and sets SO_REUSEADDR.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, 0))
+        yield reserved.getsockname()[1]
 
 
 @contextmanager
@@ -49,21 +54,17 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 
     A single worker serves its store itself. If its script starts processes of its own (`torch.multiprocessing.spawn`),
     it makes a rendezvous for them, and with TORCHELASTIC_USE_AGENT_STORE they would expect that a launcher serves it.
-    The launcher reserves the worker's port with a socket that is bound but does not listen. The kernel gives the port
-    to no program that asks for any free port, but to a store, which asks for this one and sets SO_REUSEADDR.
     """
-    with socket.socket() as reserved:
-        if num_workers == 1:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((LOOPBACK, 0))
-        port = reserved.getsockname()[1]
-        if num_workers == 1:
+    if num_workers == 1:
+        with reserved_port() as port:
             yield Rendezvous(port, is_served=False)
-            return
-        reserved.listen(_BACKLOG)
+        return
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(_BACKLOG)
         over, over_writer = os.pipe()
-        rendezvous = Rendezvous(port, is_served=True)
-        arguments = (reserved, over, rendezvous.was_found)
+        rendezvous = Rendezvous(listener.getsockname()[1], is_served=True)
+        arguments = (listener, over, rendezvous.was_found)
         serving = threading.Thread(target=_serve_when_asked, args=arguments, name="rendezvous")
         serving.start()
         try:

@@ -1,7 +1,7 @@
 """A worker of `launch`: it receives its task, joins the group, calls the function and reports."""
 
 import contextlib
-import datetime
+import math
 import os
 import pickle
 import sys
@@ -11,27 +11,32 @@ import traceback
 from typing import BinaryIO
 
 import torch
-import torch.distributed as dist
 
-from lockstep.comm import destroy_process_group, init_process_group, report_failure, send_exit_notices
+from lockstep.comm import destroy_process_group, report_failure, send_exit_notices
 from lockstep.comm.bootstrap.process_group import choose_backend
+from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
+from lockstep.errors import GroupError
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
+from lockstep.launch.notebook import add_ipython_functions
 from lockstep.launch.pickling import pack
 from lockstep.processes.lifetime import die_with_parent, keep_freed_memory
 from lockstep.processes.reproducibility import seed_generators
+from lockstep.settings import write_place
 
-_RENDEZVOUS_SECONDS = 300
 _LAST_CALLS_SECONDS = 2.0
 """After the function has returned: how long this worker waits for the others before it sends an exit notice."""
+_LOOK_SECONDS = 0.02
+"""How often a worker that has returned looks whether the others need it, because one is lost."""
 
 
-def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int) -> None:
+def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channel_descriptor: int) -> None:
     """Run one worker from start to end.
 
     Args:
         task_pipe: The pipe with the task; the search path, which comes first, was read already.
         report_descriptor: The pipe for the report.
         launcher_pipe: A pipe that the launcher keeps open until it ends.
+        channel_descriptor: This worker's end of its channel to the launcher.
     """
     try:
         task: WorkerTask = pickle.loads(task_pipe.read())  # noqa: S301 - from our parent, over a pipe only we hold
@@ -45,7 +50,9 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int) -> Non
     may_exit = threading.Event()
     threading.Thread(target=_watch_launcher, args=(launcher_pipe, may_exit), daemon=True).start()
     sys.argv[:] = task.argv
-    report = _run(task)
+    if task.is_from_ipython:
+        add_ipython_functions()
+    report = _run(task, channel_descriptor)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it
             stream.flush()
@@ -54,12 +61,24 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int) -> Non
     if report.result is not None:
         # All workers destroy their groups together: to a worker that still communicates, a worker without its group
         # looks lost.
-        if not may_exit.wait(_LAST_CALLS_SECONDS):
+        if not _wait_for_others(may_exit, time.monotonic() + _LAST_CALLS_SECONDS):
             # Another worker may still call a collective, as in an evaluation on rank 0 alone. Without this notice it
             # would wait until its timeout.
             send_exit_notices()
-            may_exit.wait()
+            _wait_for_others(may_exit, math.inf)
         destroy_process_group()
+
+
+def _wait_for_others(may_exit: threading.Event, deadline: float) -> bool:
+    """Wait until all workers may exit, and help them to continue if one is lost; return False at the deadline."""
+    while not may_exit.wait(_LOOK_SECONDS):
+        generations = current_generations()
+        if generations is not None and generations.has_next and generations.help_others is not None:
+            with contextlib.suppress(GroupError):  # those that need the group raise it themselves
+                generations.help_others()
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 def _keep_from_children(*descriptors: int) -> None:
@@ -86,9 +105,9 @@ def _watch_launcher(launcher_pipe: int, may_exit: threading.Event) -> None:
         os._exit(1)
 
 
-def _run(task: WorkerTask) -> Report:
+def _run(task: WorkerTask, channel_descriptor: int) -> Report:
     try:
-        run = _set_up(task)
+        run = _set_up(task, channel_descriptor)
         function, args, kwargs = pickle.loads(task.call)  # noqa: S301 - from our parent, as above
         result = function(run, *args, **kwargs)
         packed = pack_result(result)
@@ -100,22 +119,25 @@ def _run(task: WorkerTask) -> Report:
     return Report(rank=task.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
 
 
-def _set_up(task: WorkerTask) -> Run:
+def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
     torch.set_num_threads(task.threads)
     device = torch.device(task.device)
     if device.type == "cpu":
         keep_freed_memory()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        task.store_port,
-        is_master=False,
-        timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS),
-    )
-    init_process_group(choose_backend(device), store=store, rank=task.rank, world_size=task.world_size)
+    else:
+        torch.accelerator.set_device_index(device)
+    generations = Generations(channel_descriptor, choose_backend(device))
+    generations.make_first(task.rank, task.world_size)
+    follow_generations(generations)
     seed_generators(task.seed)
-    return Run(rank=task.rank, world_size=task.world_size, local_rank=task.rank, device=device)
+    run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.rank, device=device)
+
+    def follow(joined: NextGeneration) -> None:
+        run.rank, run.world_size = joined.rank, joined.world_size
+        write_place(joined.rank, joined.world_size)
+
+    generations.on_joined = follow
+    return run
 
 
 def _failure(rank: int, error: BaseException, failed_at: float) -> Report:

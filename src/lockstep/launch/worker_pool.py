@@ -10,8 +10,10 @@ import sys
 import time
 from typing import final
 
+from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
 from lockstep.errors import WorkerFailure
+from lockstep.launch.continuation import Continuation, EndedWorker
 from lockstep.launch.exits import describe_exit
 from lockstep.launch.messages import Report, WorkerTask, read_report, send_task
 from lockstep.launch.results import failed_error, is_consequence, load_error
@@ -22,7 +24,7 @@ from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.settings import LAUNCHED, worker_environment
 
 NUM_DESCRIPTORS_PER_WORKER = 4
-"""How many the launcher needs for each worker, at most: two pipes, two connections to the store."""
+"""How many the launcher needs for each worker, at most: two pipes, both ends of the channel while it starts."""
 EARLIER_FAILURE_SECONDS = 0.5
 """After the first report of a failure: how long to wait for a report of one that happened before it."""
 _ROOT_CAUSE_SECONDS = 5.0
@@ -41,14 +43,14 @@ _BOOTSTRAP = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-down, up, life = map(int, sys.argv[1:4])
+down, up, life, channel = map(int, sys.argv[1:5])
 stream = os.fdopen(down, "rb")
 search_path = stream.readline()
 if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
     sys.exit(1)
 sys.path[:] = json.loads(search_path)
 from lockstep.launch.worker import main
-main(stream, up, life)
+main(stream, up, life, channel)
 """
 
 
@@ -117,14 +119,17 @@ class WorkerPool:
     Args:
         launcher_pipe: The writing end of a pipe that every worker reads from. Only the launcher holds it, so the pipe
             ends when the launcher does. The launcher writes a byte for each worker when the workers may exit.
+        server: Serves the workers' channels.
         can_stop: Whether the workers handle SIGTERM and SIGUSR1 as requests to save and stop.
     """
 
-    def __init__(self, launcher_pipe: int, *, can_stop: bool) -> None:
+    def __init__(self, launcher_pipe: int, server: ChannelServer, *, can_stop: bool) -> None:
         self._launcher_pipe = launcher_pipe
+        self._server = server
         self._can_stop = can_stop
         self._sessions = Sessions()
         self._workers: list[StartedWorker] = []
+        self._lost: set[int] = set()
         self._may_exit = False
 
     def start(self, task: WorkerTask, device: Device, launcher_pipe: int) -> None:
@@ -132,14 +137,17 @@ class WorkerPool:
         with (
             sigint_held_back(),
             signals_blocked(STOP_SIGNALS if self._can_stop else ()),
+            self._server.worker_end(task.rank) as channel,
         ):  # until `stop` knows the worker
             down_read, down_write = os.pipe()
             up_read, up_write = os.pipe()
-            command = [sys.executable, "-c", _BOOTSTRAP, str(down_read), str(up_write), str(launcher_pipe)]
+            # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
+            descriptors = (down_read, up_write, launcher_pipe, channel)
+            command = [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)]
             try:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter
                     command,
-                    pass_fds=(down_read, up_write, launcher_pipe),
+                    pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     env=worker_environment({**_variables(task), **device.variables()}, seed=task.seed),
                     start_new_session=True,
@@ -189,6 +197,7 @@ class WorkerPool:
             WorkerFailedError: One failed.
         """
         deadline = math.inf
+        continuation = Continuation(self._server, len(self._workers))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 os.set_blocking(worker.report_pipe, False)
@@ -201,20 +210,47 @@ class WorkerPool:
                 for worker in readable | ended:
                     if worker.receive(has_ended=worker in ended):
                         selector.unregister(worker.report_pipe)
-                failed = [worker for worker in self._workers if worker.has_failed()]
+                continuation.receive_reports()
+                failed = self._failed()
+                if failed and self._continue_without(failed, continuation):
+                    deadline = math.inf
+                    continue
                 if failed:
                     are_consequences = all(worker.is_consequence() for worker in failed)
                     patience = _ROOT_CAUSE_SECONDS if are_consequences else EARLIER_FAILURE_SECONDS
                     deadline = min(deadline, time.monotonic() + patience)
-        failed = [worker for worker in self._workers if worker.has_failed()]
-        if failed:
+        if self._failed():
+            # With those without which the others have continued: what fails now may be a consequence of that.
+            failed = [worker for worker in self._workers if worker.has_failed()]
             failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in failed]
             failures.sort(key=lambda failure: failure[:2])
             raise failed_error(tuple(failure for *_, failure in failures))
         with contextlib.suppress(BrokenPipeError):  # all were killed after their reports
             os.write(self._launcher_pipe, b"." * len(self._workers))
         self._may_exit = True
-        return [worker.report for worker in self._workers if worker.report is not None]
+        reports = {worker.rank: worker.report for worker in self._workers if worker.report is not None}
+        return [reports[worker] for worker in continuation.generation.workers]
+
+    def _failed(self) -> "list[StartedWorker]":
+        """Return the workers that have failed, but for those without which the others continue."""
+        return [worker for worker in self._workers if worker.has_failed() and worker.rank not in self._lost]
+
+    def _continue_without(self, failed: "list[StartedWorker]", continuation: Continuation) -> bool:
+        """Let the others continue without workers that have ended; return whether they can."""
+        if any(worker.report is not None for worker in failed):
+            continuation.refuse()
+            return False  # an error of the function
+        ended = [
+            EndedWorker(worker=worker.rank, pid=worker.process.pid, reason=worker.describe_failure()[1].reason)
+            for worker in failed
+        ]
+        for worker in failed:
+            if exit_code(worker.process) is None:  # it has only closed its pipe: two workers must not have one rank
+                os.kill(worker.process.pid, signal.SIGKILL)
+        if not continuation.continue_without(ended):
+            return False
+        self._lost.update(each.worker for each in ended)
+        return True
 
     def stop(self) -> None:
         """End every worker and all processes that workers have started, before this returns."""
@@ -239,13 +275,13 @@ def _variables(task: WorkerTask) -> dict[str, str]:
     """Return the variables that torchrun sets, for code that reads them, and keep Gloo on loopback."""
     threads = str(task.threads)
     return {
-        LAUNCHED: str(task.store_port),
+        LAUNCHED: str(task.master_port),
         "RANK": str(task.rank),
         "LOCAL_RANK": str(task.rank),
         "WORLD_SIZE": str(task.world_size),
         "LOCAL_WORLD_SIZE": str(task.world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(task.store_port),
+        "MASTER_PORT": str(task.master_port),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,

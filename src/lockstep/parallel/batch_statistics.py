@@ -65,7 +65,7 @@ def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: 
     """
     count = inputs.numel() // inputs.size(1)
     mean, deviation = local_moments(inputs, eps)
-    row = torch.cat([mean, deviation, mean.new_tensor([count, is_recorded])])
+    row = torch.cat([mean, deviation, mean.new_full((1,), count), mean.new_full((1,), is_recorded)])
     # A list of rows: the call for one tensor has one name up to torch 2.12 and another from 2.13 on.
     rows = row.new_empty(world.world_size, row.numel())
     with naming_the_layer(called, "forward", world):

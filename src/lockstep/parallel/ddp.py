@@ -8,7 +8,7 @@ to do with gradients: the list of buffers, the checks of a hook's signature, `sc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep.comm import current_world
 from lockstep.devices.transfer import to_device
 from lockstep.errors import GroupError
+from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options, number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import JoinCalls, WrapperJoinHook
 from lockstep.parallel.module_arguments import (
@@ -36,15 +37,13 @@ from lockstep.parallel.module_buffers import broadcast_model, send_no_buffers, s
 from lockstep.parallel.module_hook import ModuleHook, close_orphans
 from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
 from lockstep.parallel.module_sync import ModuleSync
-from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
+from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook, leaves_ranks_equal
 from lockstep.parallel.statistics import Statistics, describe_wrapper, list_options
-from lockstep.parallel.torch_names import TorchNames
-from lockstep.parallel.warned import UnevenBatchWarning, warn_of_ignored
+from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
+from lockstep.parallel.warned import warn_of_ignored
+from lockstep.parallel.wrapper_state import state_for_copy
 from lockstep.reduce import (
     HookReduction,
-    KeepLocalGradients,
-    MeanReduction,
-    Reducer,
     ReducerOptions,
     TrainedModel,
     check_same_model,
@@ -92,6 +91,14 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: Accepted: small gradients are copied together anyway.
         forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward, and
             again at the end of each backward that synchronises.
+        on_skip: What becomes of a batch that one rank skips after its forward (`continue` in an `except`, a loss that
+            is not finite): "error" on all ranks in the next backward, or "zeros": that rank takes part in the backward
+            of the others with zeros that do not count in the mean, and steps its optimizers as they do. See
+            `skip_backward`.
+        nonfinite: What becomes of an optimizer step with a gradient that is not finite: "stop" for an error that
+            names rank and parameter, "skip" to change nothing in that step. A GradScaler sees them first.
+        compare: Whether each backward compares the ranks' parameters, optimizers and steps. Turn it off where they
+            are to differ: local perturbations, models that are averaged now and then.
 
     Raises:
         GroupError: There is no process group.
@@ -122,9 +129,14 @@ class DistributedDataParallel(TorchNames):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        on_skip: Literal["error", "zeros"] = "error",
+        nonfinite: Literal["stop", "skip"] = "stop",
+        compare: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        check_options(nonfinite, on_skip)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._workers = find_world(process_group, device_mesh)
         self.process_group = require_group(self._workers)
@@ -169,11 +181,15 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.use_side_stream_for_tensor_copies = False
         self.logger: Any = Statistics()
+        self._options = AveragingOptions(
+            model_number=number_model(self._workers),
+            compares_replicas=compare,
+            nonfinite=nonfinite,
+            on_skip=on_skip,
+        )
         self._limits = limits
-        self._mean = MeanReduction(self._workers)
         self._use_python_reducer = False
         self._divide_by_initial_world_size = True
-        self._uneven_batches = UnevenBatchWarning(self._workers.rank)
         self._lazy_init_ran = False
         self._hook: RegisteredHook | None = None
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
@@ -202,12 +218,9 @@ class DistributedDataParallel(TorchNames):
             compares_buffers=self.forward_sync_buffers,
             skips_unused=self.skip_all_reduce_unused_params,
         )
-        self.reducer: Any = None  # torch's attribute is of another type
-        if model.trained:
-            self._mean = MeanReduction(self._workers)
-            self.reducer = Reducer(model, self._workers, options, self._mean, KeepLocalGradients(self._mean))
-            self.reducer.on_status = self._uneven_batches.look_at
-        sync = self._sync = ModuleSync(model, self._workers, self.reducer, syncs_buffers=self.forward_sync_buffers)
+        averaging = self._averaging = Averaging(model, self._workers, options, self._options)
+        self.reducer: Any = averaging.reducer  # torch's attribute is of another type
+        sync = self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
             self.reducer.schedule.send_besides = partial(
                 start_buffers, weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
@@ -256,13 +269,29 @@ class DistributedDataParallel(TorchNames):
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
-        self._uneven_batches.is_expected = self._join_config.enable
+        self._averaging.set_joining(self._join_config.enable)
+        self._sync.begin_forward(module)
         source = self._sync.buffers.source = self._join_forward(sends_buffers) if self._join_config.enable else 0
         if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
             self._sync_module_buffers(source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
             self.reducer.times.begin_forward()
+
+    def skip_backward(self) -> None:
+        """Take part in a backward of the other ranks with nothing, in place of a backward of this rank's (collective).
+
+        For a batch that this rank leaves out. The mean is then over the other ranks, and `.grad` holds it here too: go
+        on as after a backward, with clipping and the optimizer's step.
+        """
+        if self._averaging.comparison is not None:
+            self._averaging.comparison.take_part_with_nothing()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module in training mode, or in evaluation mode."""
+        if self._averaging.comparison is not None:
+            self._averaging.comparison.expect_writes()
+        return super().train(mode)
 
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         syncs = self._sync.has_group and torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -327,6 +356,8 @@ class DistributedDataParallel(TorchNames):
     def _use_hook(self) -> None:
         if self.reducer is not None and self._hook is not None:
             self.reducer.use_reduction(HookReduction(self._hook.comm_hook(), self._workers), only_gradients=True)
+            if self._averaging.comparison is not None:
+                self._averaging.comparison.compares_replicas &= leaves_ranks_equal(self._hook.function)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._register_hook(built_in_hook(comm_hook_type, self.process_group))
@@ -336,6 +367,7 @@ class DistributedDataParallel(TorchNames):
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
+        self._averaging.set_joining(True)
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         reduce_nothing = None if self.reducer is None else self.reducer.reduce_nothing
         return WrapperJoinHook(
@@ -350,7 +382,7 @@ class DistributedDataParallel(TorchNames):
         work = Join.notify_join_context(self)
         if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
-            self._mean.divide_by(int(num_ranks.item()))
+            self._averaging.mean.divide_by(int(num_ranks.item()))
         calls = JoinCalls(self.process_group, self.device)
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync and self.reducer is not None
         calls.exchange_forward(buffers=sends_buffers, reduction=reduces)
@@ -363,7 +395,8 @@ class DistributedDataParallel(TorchNames):
         model = TrainedModel(self.module, self.parameters_to_ignore)
         broadcast_model(model, self.process_group, source, with_buffers=self.forward_sync_buffers)
         if self.reducer is not None:
-            self._mean.divide_by(self._workers.world_size)
+            self._averaging.mean.divide_by(self._workers.world_size)
+        self._averaging.set_joining(False)
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 
@@ -376,6 +409,8 @@ class DistributedDataParallel(TorchNames):
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
         self._workers = current_world(new_process_group)
+        if self._delayed is not None:
+            self._delayed.move_to(self._workers)
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -389,20 +424,20 @@ class DistributedDataParallel(TorchNames):
         Raises:
             RuntimeError: It has another group, or delayed parameters that wait for one which is not the module's.
         """
-        delayed_names = None if self._delayed is None else self._delayed.names_for_copy()
+        delayed = None if self._delayed is None else self._delayed.names_for_copy()
         self._check_default_group()  # type: ignore[no-untyped-call]
-        state = {**self.__dict__, "_delayed": delayed_names}
-        for name in ("process_group", "reducer", "_workers", "_sync", "_mean", "_hook", "_uneven_batches"):
-            del state[name]
-        return state
+        return state_for_copy(self.__dict__, delayed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew, over the default group (local)."""
         nn.Module.__setstate__(self, state)
+        if "_limits" not in state:  # torch has pickled an object of its class, whose name `lockstep.drop_in` replaces
+            DistributedDataParallel.__init__(self, self.module, init_sync=False, **arguments_from_torch(state))
+            self.__dict__.update({name: state[name] for name in vars(nn.Module()) if name in state})
+            return
         self._workers = find_world(None, None)
         self.process_group = require_group(self._workers)
         self._hook = None
-        self._uneven_batches = UnevenBatchWarning(self._workers.rank)
         if self._delayed is not None:
             names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there
             self._delayed = DelayedParameters.of_names(self.module, names, trigger_name, self._workers)

@@ -72,6 +72,10 @@ class DelayedParameters:
             )
         return self._names, self._trigger_name
 
+    def move_to(self, world: World) -> None:
+        """Average over the ranks of another group from now on (each rank calls)."""
+        self._world = world
+
     def broadcast(self) -> None:
         """Overwrite the parameters with rank 0's (collective)."""
         assert self._world.group is not None

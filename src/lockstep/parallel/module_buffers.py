@@ -12,7 +12,8 @@ from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
 from lockstep.reduce import Reducer, TrainedModel
 
 BUFFERS_BEFORE_FORWARD = (
-    "the buffers of a wrapped model before a forward in training (on one rank alone, call eval() or use no_grad())"
+    "the buffers of a wrapped model before a forward in training (call train() on every rank; for a forward on one "
+    "rank alone, eval() or no_grad())"
 )
 """What a call is for: ranks compare it, and errors show it."""
 BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"

@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World
+from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.module_buffers import BufferBroadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
-from lockstep.reduce import Reducer, TrainedModel
+from lockstep.reduce import TrainedModel
 from lockstep.torch_private import find_tensors
 
 
@@ -28,7 +29,7 @@ class ModuleSync:
     Args:
         model: The module's parameters and buffers.
         world: The workers.
-        reducer: Reduces its gradients.
+        averaging: Averages its gradients.
         syncs_buffers: Whether buffers are overwritten with rank 0's before a training forward and with its gradients.
 
     Attributes:
@@ -36,12 +37,13 @@ class ModuleSync:
         buffers: Broadcasts the buffers.
     """
 
-    def __init__(self, model: TrainedModel, world: World, reducer: Reducer | None, *, syncs_buffers: bool) -> None:
+    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
         self.handles: list[RemovableHandle] = []
-        self.buffers = BufferBroadcast(world, reducer)
+        self.buffers = BufferBroadcast(world, averaging.reducer)
         self._model = model
         self._world = world
-        self._reducer = reducer
+        self._reducer = averaging.reducer
+        self._comparison = averaging.comparison
         self._syncs_buffers = syncs_buffers
         self._puts_time_first = model.module is not None and puts_time_first(model.module)
 
@@ -55,6 +57,7 @@ class ModuleSync:
         if self._reducer is None or self._world.group is None or not self.has_group:
             return
         self._reducer.finish_interrupted()
+        self.begin_forward(module)
         if module.training and torch.is_grad_enabled():
             buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
             if buffers and self._reducer.watch.synchronizes:
@@ -62,18 +65,26 @@ class ModuleSync:
                 self.buffers.broadcast(buffers)
             self._reducer.times.begin_forward()
 
+    def begin_forward(self, module: nn.Module) -> None:
+        """Note that a forward begins."""
+        if self._comparison is not None and torch.is_grad_enabled():
+            self._comparison.begin_forward(is_training=module.training)
+
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
         buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
         self.buffers.source = 0
         return self.buffers.start(buffers)
 
-    def after_forward(self, _module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the outputs."""
         if self._reducer is not None and torch.is_grad_enabled():
             num_samples = count_samples([inputs, kwargs], output, time_first=self._puts_time_first)
-            outputs = find_tensors(output)
-            self._reducer.mark(*outputs, num_samples=num_samples)
+            outputs = list(find_tensors(output))
+            on_reached = None
+            if self._comparison is not None:
+                on_reached = self._comparison.end_forward(module, [inputs, kwargs], outputs)
+            self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
 
     def close(self) -> None:
         """Do nothing more, and let the module go (local)."""
@@ -81,3 +92,5 @@ class ModuleSync:
             self.handles.pop().remove()
         if self._reducer is not None:
             self._reducer.close()
+        if self._comparison is not None:
+            self._comparison.close()

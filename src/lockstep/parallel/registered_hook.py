@@ -38,6 +38,13 @@ def built_in_hook(kind: dist.BuiltinCommHookType, group: ProcessGroup) -> Regist
     return RegisteredHook(function=hooks[kind], state=group, name=str(kind))
 
 
+def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
+    """Return whether a hook leaves the same gradients on all ranks: torch's do, but for its hook for local SGD."""
+    function = getattr(function, "func", function)  # of a partial
+    module = getattr(function, "__module__", "") or ""
+    return module.startswith("torch.distributed.algorithms.ddp_comm_hooks.") and "post_localSGD" not in module
+
+
 def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> None:
     """Check that a function has the signature of a hook, with torch's checks.
 

@@ -54,10 +54,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     and bias are sums over this rank's samples, as every layer's are: `DistributedDataParallel` averages them.
 
     In eval mode, without a process group and in a group of one rank this is BatchNorm, bit for bit. Otherwise forward
-    and backward are collective, and a step that runs backward on one rank must on all. If only some ranks use some
-    parameters, give these layers a group of their own (`torch.distributed.new_group()`): their calls and those for
-    gradients may then come in different orders on different ranks. Gradients of gradients are an error, which
-    `create_graph=True` alone is not.
+    and backward are collective, and a step that runs backward on one rank must on all. Its calls and those for
+    gradients must come in the same order on every rank, so every rank must use the same layers, in the same order. A
+    second process group is no way around that: where two NCCL groups use one GPU, their calls must be in the same order
+    on all ranks too, or they may deadlock. If ranks use different branches, use GroupNorm or LayerNorm in them.
+    Gradients of gradients are an error, which `create_graph=True` alone is not.
 
     A rank that does not call the layer leaves the others waiting until the group's timeout; their error then says in
     which layer.
@@ -293,7 +294,9 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
             f"{called} with parametrizations, which would be lost in a SyncBatchNorm. Convert it first, and register "
             "them on the new layer."
         )
-    known = {AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
+    # The base, and not `nn.SyncBatchNorm`, which is this class under `lockstep.drop_in`.
+    torchs: Any = SyncBatchNorm.__base__
+    known = {AnyBatchNorm.forward, torchs.forward, SyncBatchNorm.forward}
     if "forward" in vars(layer) or type(layer).forward not in known:
         raise ValueError(
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "

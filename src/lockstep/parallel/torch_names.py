@@ -4,7 +4,7 @@ Other programs use these: Join and accelerate the public ones, Lightning and tor
 need only the attributes below, which the wrapper sets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -125,3 +125,21 @@ class TorchNames(torch_parallel.DistributedDataParallel):
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
+
+
+def arguments_from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which an object of torch's class was made.
+
+    Args:
+        state: Its attributes, or what torch has pickled of them, which is without the group.
+    """
+    taken = (
+        *("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+        *("mixed_precision", "skip_all_reduce_unused_params", "process_group"),
+    )
+    is_default = state.get("bucket_bytes_cap_default", True)
+    return {
+        **{name: state[name] for name in taken if name in state},
+        "forward_sync_buffers": state.get("forward_sync_buffers", state.get("broadcast_buffers", True)),
+        "bucket_cap_mb": None if is_default else state["bucket_bytes_cap"] / (1 << 20),
+    }

@@ -2,13 +2,17 @@
 
 import random
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lockstep.settings import set_determinism_variables
+from lockstep.settings import CUBLAS_WORKSPACE, read_cublas_workspace, set_determinism_variables
 from lockstep.torch_private import set_inductor_deterministic
 
+REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
+"""The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
 _DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
 
 
@@ -51,6 +55,7 @@ def set_deterministic(deterministic: bool) -> None:
     which kernel is the fastest.
     See https://docs.pytorch.org/docs/stable/notes/randomness.html.
     """
+    was_set = read_cublas_workspace() in REPRODUCIBLE_WORKSPACES
     set_determinism_variables(deterministic)
     set_inductor_deterministic(deterministic)
     # The same as torch.use_deterministic_algorithms, which also imports the compiler; that takes a second.
@@ -59,3 +64,34 @@ def set_deterministic(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
+    if deterministic and not was_set and torch.cuda.is_initialized():
+        warn_of_late_workspace(_multiply_on_gpu)
+
+
+def warn_of_late_workspace(multiply: Callable[[], object]) -> None:
+    """Warn if cuBLAS was used before its workspace was set, while operators must be deterministic (local).
+
+    When the first matrix product is computed, torch records whether CUBLAS_WORKSPACE_CONFIG is set. Later products
+    raise if it was not. That CUDA is initialized is not enough: moving a model to the GPU computes no product.
+
+    Args:
+        multiply: Computes a matrix product with cuBLAS.
+    """
+    try:
+        multiply()
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        warnings.warn(
+            "This process has computed matrix products on the GPU before CUBLAS_WORKSPACE_CONFIG was set, so cuBLAS "
+            "is not reproducible in it, and torch refuses further matrix products while operators must be "
+            f"deterministic. Set CUBLAS_WORKSPACE_CONFIG={CUBLAS_WORKSPACE} where the process is started (ls.launch, "
+            "lockstep run and lockstep train do), make the trainer before the first product, or pass "
+            "deterministic=False.",
+            stacklevel=2,
+        )
+
+
+def _multiply_on_gpu() -> object:
+    matrix = torch.ones(2, 2, device="cuda")
+    return matrix @ matrix

@@ -1,16 +1,16 @@
 """Reduction: from gradients on every worker to the reduced gradient on all of them.
 
-A *bucket* is a flat buffer that holds many gradients and travels as one message; a *plan* says which gradient lies
-where in which bucket. A *reducer* has three parts, none of which knows the others: what watches a backward
+A *bucket* is a flat buffer that holds many gradients and is sent as one message; a *plan* is which gradient lies
+where in which bucket. A *reducer* has three parts, none of which depends on the others: what watches a backward
 (`backward_watch`), what schedules buckets (`bucket_schedule`), and how one bucket is reduced (`bucket_reduction`,
 `tree_reduction`).
 
 Invariants:
 
 - `.grad` of a parameter is a view into its bucket: a gradient exists once.
-- Buckets travel in the same order on every rank, whatever the order in which gradients arrive.
+- Buckets are sent in the same order on every rank, whatever the order in which gradients arrive.
 - What is reduced is the content of `.grad` *after* accumulation. Where ranks agree on what was accumulated before,
-  reducing again gives the same, so a backward may be reduced as often as it comes.
+  reducing again gives the same result, so the same gradients may be reduced several times.
 - A parameter that no rank had a gradient for keeps its `.grad` as it was. [Note: used-parameter counts]
 - A backward that fails on one rank is an error of that backward on every rank. [Note: a whole backward]
 """
@@ -19,15 +19,17 @@ from lockstep.reduce.backward_policy import KeepLocalGradients
 from lockstep.reduce.bucket_reduction import HookReduction, MeanReduction
 from lockstep.reduce.comm_hook import CommHook, GradBucket
 from lockstep.reduce.model import TrainedModel
+from lockstep.reduce.observer import BackwardObserver
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
 from lockstep.reduce.reducer import Reducer
 from lockstep.reduce.same_model import check_same_model
 from lockstep.reduce.shard_reducer import ShardReducer
-from lockstep.reduce.status import GroupStatus
+from lockstep.reduce.status import GroupStatus, RankStatus
 from lockstep.reduce.tree_reduction import TreeReduction
 
 __all__ = [
+    "BackwardObserver",
     "BucketLimits",
     "CommHook",
     "GradBucket",
@@ -36,6 +38,7 @@ __all__ = [
     "KeepLocalGradients",
     "MeanReduction",
     "ParameterSpec",
+    "RankStatus",
     "Reducer",
     "ReducerOptions",
     "ShardReducer",

@@ -39,7 +39,7 @@ class BackwardPolicy(Protocol):
 
 @final
 class KeepLocalGradients:
-    """Keeps local gradients in their buckets, as `no_sync` wants it, and plans anew for a model that has changed.
+    """Keeps local gradients in their buckets, for `no_sync`, and plans anew for a model that has changed.
 
     Args:
         mean: How gradients are averaged that the old plan had no place for.

@@ -21,13 +21,11 @@ things shows in its first backward, so that one sends nothing before its end.
 one that had nothing special about it, those that follow in the same graph task have not either, and are only counted
 (`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task.
 
-[Note: who holds whom] The listener holds its watch, and the watch does not hold its listener: reference counts alone
-must free both. So each call says who listens. A graph holds the listener: it may live longer than its wrapper, and
-its backward must synchronise all the same.
+The watch has no reference to its listener, so each call passes it. [Note: ownership] in
+`lockstep.reduce.backward_reducer`.
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
@@ -41,10 +39,6 @@ from lockstep.reduce.unsupported_backwards import refuse_compiled_autograd, refu
 from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_callback
 
 _NEVER_A_TASK: Final = -2
-_LOCAL_GRADIENTS = (
-    "torch.autograd.grad gave gradients of this rank alone for parameters of a model that is trained on several: they "
-    "are not averaged. Call backward() for averaged ones, or average these with torch.distributed.all_reduce."
-)
 
 
 class Phase(Enum):
@@ -104,7 +98,9 @@ class BackwardWatch:
             its gradients arrive.
         waits_for_end: Whether nothing is to be sent before the end of the backward that is under way.
         plain_task: The graph task whose small gradients need only be counted. [Note: plain arrivals]
-        was_asked: Whether the gradient of a parameter was computed, accumulated or not.
+        was_asked: Whether the gradient of a parameter was computed, accumulated or not, and not to be differentiated.
+        has_local_gradients: Whether `torch.autograd.grad` has computed gradients of this rank since the last reduction.
+        num_local_backwards: How many backwards since the last reduction were not reduced.
     """
 
     def __init__(self, may_synchronize: Callable[[], bool]) -> None:
@@ -112,6 +108,9 @@ class BackwardWatch:
         self.waits_for_end = False
         self.plain_task = _NEVER_A_TASK
         self.was_asked = False
+        self.has_local_gradients = False
+        self.num_local_backwards = 0
+        self._local_samples: list[int] = []
         self._may_synchronize = may_synchronize
         self._phase = Phase.IDLE
         self._lock = threading.RLock()
@@ -120,7 +119,6 @@ class BackwardWatch:
         self._any_arrived = False
         self._only_once = False
         self._is_forced = False
-        self._has_warned = False
         self._always_waits = True  # until a first backward has shown that it need not. [Note: the end of a backward]
         self._has_inner_tasks = False
         self._forwards: dict[int, _Forward] = {}
@@ -136,17 +134,30 @@ class BackwardWatch:
         counts = [forward.num_samples for forward in self._forwards.values()]
         return sum(counts) if all(counts) else 0
 
+    @property
+    def num_accumulated_samples(self) -> int:
+        """The same, with those of the backwards since the last reduction that were not reduced."""
+        counts = [*self._local_samples, self.num_samples]
+        return sum(counts) if all(counts) else 0
+
     # -- Before a backward ---------------------------------------------------------------------------------------------
 
-    def mark(self, outputs: Iterable[Tensor], num_samples: int, listener: BackwardListener) -> None:
+    def mark(
+        self,
+        outputs: Iterable[Tensor],
+        num_samples: int,
+        listener: BackwardListener,
+        on_reached: Callable[[], None] | None = None,
+    ) -> None:
         """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
 
         Args:
             outputs: Those of one forward.
             num_samples: How many samples it was given; 0 if that is not known.
             listener: Is called by the backward.
+            on_reached: Called when a backward reaches one of the outputs for the first time.
         """
-        forward = _Forward(num_samples)
+        forward = _Forward(num_samples, on_reached)
         for output in outputs:
             if output.grad_fn is not None:
                 refuse_compiled_autograd()
@@ -184,8 +195,8 @@ class BackwardWatch:
     def begin_without_backward(self, listener: BackwardListener) -> None:
         """Begin with a reduction for which no backward runs here."""
         self.finish_interrupted(listener)
-        listener.begin(Phase.SYNCHRONIZING)
         self._change_phase(Phase.SYNCHRONIZING)
+        listener.begin(Phase.SYNCHRONIZING)
 
     # -- During a backward ---------------------------------------------------------------------------------------------
 
@@ -213,6 +224,17 @@ class BackwardWatch:
         self._task, self.plain_task = NO_GRAPH_TASK, _NEVER_A_TASK
         if self._phase is not Phase.IDLE:
             self._change_phase(Phase.IDLE)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient has arrived in the present backward."""
+        return self._any_arrived
+
+    def forget_local(self) -> None:
+        """Forget the backwards that were not reduced: one was now, and with it what they have accumulated."""
+        self.num_local_backwards = 0
+        self.has_local_gradients = False
+        self._local_samples.clear()
 
     def stop_synchronizing(self) -> None:
         """Reduce no further backward, if only one was to be reduced; called when one was, or was to be."""
@@ -252,13 +274,15 @@ class BackwardWatch:
                 self._change_phase(Phase.SYNCHRONIZING)
                 listener.begin_synchronizing_late()
             self._forwards[id(forward)] = forward
+            forward.note_reached()
 
     def _begin(self, listener: BackwardListener, *, wanted: bool) -> None:
         self.waits_for_end = self._always_waits
         phase = Phase.SYNCHRONIZING if wanted and self._may_synchronize() else Phase.ACCUMULATING
-        listener.begin(phase)
+        # First of all: after an error in `begin`, the next forward makes the calls that other ranks wait for.
         self._change_phase(phase)
-        self._task = current_graph_task_id()
+        listener.begin(phase)
+        self._task = current_graph_task_id()  # not earlier, or another thread would not wait for `begin`
         callback = partial(self._on_end, listener, self._task)
         self._callback = weakref.ref(callback)
         queue_callback(callback)
@@ -271,12 +295,12 @@ class BackwardWatch:
             self._always_waits = self._has_inner_tasks
             listener.complete()
             return
-        # torch.autograd.grad: nothing was accumulated, nothing is reduced
-        is_local = self.was_asked and not self._any_arrived
+        if self._any_arrived:
+            self.num_local_backwards += 1
+            self._local_samples.append(self.num_samples)
+        elif self.was_asked:  # torch.autograd.grad: nothing was accumulated, nothing is reduced
+            self.has_local_gradients = True
         listener.forget()
-        if is_local and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_LOCAL_GRADIENTS, stacklevel=2)
 
 
 @final
@@ -285,12 +309,20 @@ class _Forward:
 
     Args:
         num_samples: How many samples it was given; 0 if that is not known.
+        on_reached: Called when a backward reaches it for the first time.
     """
 
-    __slots__ = ("num_samples",)
+    __slots__ = ("_on_reached", "num_samples")
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, on_reached: Callable[[], None] | None) -> None:
         self.num_samples = num_samples
+        self._on_reached = on_reached
+
+    def note_reached(self) -> None:
+        """Note that a backward has reached it."""
+        on_reached, self._on_reached = self._on_reached, None
+        if on_reached is not None:
+            on_reached()
 
 
 def _no_callback() -> None:

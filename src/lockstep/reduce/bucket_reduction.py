@@ -1,6 +1,6 @@
 """How one bucket is reduced: the mean over a group, or what a user's communication hook makes of it.
 
-`lockstep.reduce.tree_reduction` has the third way, sums in the order of the tree over shards. A reduction comes whole
+`lockstep.reduce.tree_reduction` has the third way, sums in the order of the tree over shards. A reduction is one call
 (`all_reduce`) and in two halves, between which each rank has only its own segment of the result, as an optimizer that
 is sharded over the ranks wants it:
 
@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import World, calls_for
-from lockstep.errors import ReductionError
+from lockstep.errors import GroupError, ReductionError
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
+from lockstep.torch_private import count_calls
 
 # Names of torch 2.13, which deprecates those of the torch before it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,6 +45,10 @@ class BucketReduction(Protocol):
     @property
     def is_one_at_a_time(self) -> bool:
         """Whether a reduction must have ended before the next message is sent."""
+
+    @property
+    def runs_users_code(self) -> bool:
+        """Whether it may raise an error of the user's on one rank; then it has made the call that others wait for."""
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
         """Start to reduce a bucket whose message is ready (collective).
@@ -74,6 +79,7 @@ class MeanReduction:
     """
 
     is_one_at_a_time = False
+    runs_users_code = False
 
     def __init__(self, world: World) -> None:
         self.scale = 1 / world.world_size
@@ -117,6 +123,10 @@ class HookReduction:
     [Note: one hook at a time] A communication hook such as PowerSGD's makes further calls when its first is done. With
     the hooks of two buckets at work, it would depend on the moment which rank makes which call first.
 
+    [Note: a hook that fails] If a hook raises an error on one rank, the others wait in the calls of theirs. As a rule a
+    hook makes one all-reduce of the bucket. So if it has made no call, that one is made in its place. The result is not
+    used, because all ranks raise an error at the end of this backward.
+
     Args:
         hook: The hook; it sees gradients as they are, and divides itself.
         world: The ranks; there is a group.
@@ -124,19 +134,32 @@ class HookReduction:
 
     scale = 1.0
     is_one_at_a_time = True
+    runs_users_code = True
 
     def __init__(self, hook: CommHook, world: World) -> None:
         self._hook = hook
         self._world = world
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
-        """Call the hook (collective)."""
+        """Call the hook (collective).
+
+        Raises:
+            Exception: What the hook raises. [Note: a hook that fails]
+        """
+        num_calls = count_calls(self._world.group)
         with calls_for(""):  # whichever thread makes a hook's further calls, and that need not be the same on all ranks
-            future = self._hook.start(GradBucket(bucket, index, is_last=is_last))
+            try:
+                future = self._hook.start(GradBucket(bucket, index, is_last=is_last))
+            except GroupError:
+                raise
+            except Exception:
+                if count_calls(self._world.group) == num_calls:
+                    start_all_reduce(bucket.gradients, self._world.group, waits=True)
+                raise
         return lambda: bucket.take(result_of(future))
 
     def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
-        """Call the hook, which reduces all of the bucket: a hook knows no halves (collective)."""
+        """Call the hook, which reduces all of the bucket: a hook has no halves (collective)."""
         return self.all_reduce(bucket, index=index, is_last=is_last, waits=False)
 
     def all_gather(self, bucket: Bucket) -> Finish:

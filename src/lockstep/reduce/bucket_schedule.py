@@ -1,33 +1,45 @@
-"""What schedules buckets: which one may be sent, in what order, and what travels with the last message.
+"""What schedules buckets: which one may be sent, in what order, and what is sent with the last message.
 
 Buckets are sent in the order of the plan, whatever the order in which gradients arrive: ranks must send in one order.
 
     gradients arrive        `send_full`    buckets, up to the first that is not full
-    the backward ends       `complete`     the rest; the status of this rank; what the owner sends besides
+    the backward ends       `complete`     the rest; what the owner sends besides; the status of this rank
                                            then wait for all, and read the status of all ranks
 
-[Note: a whole backward] The last message is sent at the end of a backward, and its status says whether the backward was
-completed. A rank whose backward ended in an exception sends the messages that the others wait for before its next
-forward, with a status that says so. Where a gradient does not fit its bucket, a rank sends zeros and that status at
-once. So all ranks raise an error for that backward, and may continue with the next one.
+[Note: a whole backward] The status is sent at the end of a backward, and shows whether the backward was completed. A
+rank whose backward ended in an exception sends the messages that the others wait for before its next forward, with
+zeros and a status that shows the failure. Where a gradient does not fit its bucket, or a user's hook fails, a rank
+sends zeros and that status at once. So all ranks raise an error for that backward, and may continue with the next one.
+
+[Note: a rank that is cut off] Where the status has a message of its own over the hosts, a rank whose device has failed
+can still send it, with a flag that its gradients are missing. Then all ranks abort the group and raise an error.
+
+[Note: unused buckets] With `skips_unused`, buckets of which no rank has a gradient are not sent. Which ones, all ranks
+must decide alike, also one whose backward has failed. So a rank sends the buckets that were used in the last backward;
+then the used-parameter counts, with the status; then the buckets that were not used before and are now.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import World, calls_for, capabilities_of
+from lockstep.errors import GroupError
 from lockstep.reduce.bucket_reduction import BucketReduction, Finish, start_all_reduce
-from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets
+from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets, read_used_counts
+from lockstep.reduce.observer import BackwardObserver, NoObserver
 from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
 from lockstep.reduce.status_message import StatusChannel, StatusTrailer
 from lockstep.reduce.times import StepTimes
 from lockstep.reduce.waits import Waits
+from lockstep.torch_private import abort_device_backends
+
+Result = TypeVar("Result")
 
 
 @final
@@ -46,10 +58,10 @@ class BucketSchedule:
         times: When the parts of the last step began and ended.
         waits: What this rank waits for.
         failure: The error that this rank had when it made a message of this backward ready. It sent zeros instead, and
-            the status says that its backward failed.
+            the status shows that its backward failed.
         on_end_of_backward: Called when the last gradient has arrived.
-        send_besides: Starts what is to travel beside the gradients, just before the last message, and returns what
-            waits for it and takes it.
+        send_besides: Starts what is to be sent beside the gradients, just before the last message, and returns what
+            waits for it and stores it.
     """
 
     def __init__(
@@ -68,6 +80,7 @@ class BucketSchedule:
         self.failure: Exception | None = None
         self.on_end_of_backward: Callable[[], None] = _do_nothing
         self.send_besides: Callable[[], Finish] = _send_nothing
+        self.observer: BackwardObserver = NoObserver()
         self._world = world
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = capabilities_of(world.group).runs_in_callers_thread
@@ -76,7 +89,12 @@ class BucketSchedule:
         self._bucket_set = no_buckets()
         self._status: StatusChannel = StatusTrailer(self._bucket_set.trailer)
         self._lock = threading.RLock()
-        self._finishes: list[Finish] = []
+        self._next = 0
+        self._finishes: dict[int, Finish] = {}
+        self._used: set[int] = set()
+        self._sends_nothing = False
+        self._is_cut_off = False
+        self._counts: list[Sequence[float]] = []
         self._finish_besides: Finish = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
 
@@ -85,9 +103,15 @@ class BucketSchedule:
         """What the messages are for."""
         return self._purpose
 
+    @property
+    def used_counts(self) -> Sequence[Sequence[float]]:
+        """How many ranks had each gradient, for each bucket in which one was absent here; after `complete`."""
+        return self._counts
+
     def use(self, bucket_set: BucketSet, status: StatusChannel) -> None:
         """Send these buckets from now on, and the status over this channel; called between two backwards."""
         self._bucket_set, self._status = bucket_set, status
+        self._used = set()
 
     def drop_buckets(self) -> None:
         """Hold no buckets, until there are others."""
@@ -101,43 +125,50 @@ class BucketSchedule:
 
     def was_sent(self, bucket: Bucket) -> bool:
         """Whether a bucket of this backward was sent."""
-        return any(sent is bucket for sent in self._bucket_set.buckets[: len(self._finishes)])
+        return any(self._bucket_set.buckets[index] is bucket for index in self._finishes)
 
     def send_full(self) -> None:
         """Send buckets in plan order, up to the first that is not full.
 
-        The message with the status waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
+        A message with the status waits for the end. [Note: a whole backward] Two threads of the autograd engine, one
         per device, may have filled a bucket at once.
         """
         buckets = self._bucket_set.buckets
-        num_free = len(buckets) - (self._bucket_set.extra_message is None)
         with self._lock:
-            while len(self._finishes) < num_free and buckets[len(self._finishes)].num_pending == 0:
-                self._send(len(self._finishes))
+            while self._next < self._num_free and (
+                not self._is_sent_in_turn(self._next) or not buckets[self._next].num_pending
+            ):
+                self._send_next()
 
     def complete(self, status: RankStatus) -> GroupStatus:
-        """Send what was not sent yet, wait for everything, and return the status of all ranks (collective)."""
+        """Send what was not sent yet, wait for everything, and return the status of all ranks (collective).
+
+        Raises:
+            GroupError: A rank could not send its gradients; on every rank alike. [Note: a rank that is cut off]
+        """
         self.times.end_backward()
-        self.on_end_of_backward()
+        self._sends_nothing = status.has_failed
+        self._run_local(self.on_end_of_backward)
         self.waits.begin(0)
-        num_buckets, extra_message = len(self._bucket_set.buckets), self._bucket_set.extra_message
-        while len(self._finishes) < num_buckets - (extra_message is None):
-            self._send(len(self._finishes))
-        if extra_message is None:
-            self._prepare(num_buckets - 1)  # before the status, which says whether that has failed
+        for streams in self._bucket_set.streams:
+            self._run_local(streams.join)
+        while self._next < self._num_free:
+            self._send_next()
+        self._count_unsent()
+        last = self._next
+        if last < len(self._bucket_set.buckets):
+            self._prepare(last)  # before the status, which shows whether that has failed
+        self._finish_previous()
+        status = self._run_local(partial(self.observer.fill_in, status)) or status
         status = replace(status, has_failed=status.has_failed or self.failure is not None)
-        # At this place on every rank, however many buckets it sent earlier: some groups have one order for all calls.
-        self._status.post(write_status(status, self._world.rank, self._world.world_size))
-        if extra_message is None:
-            self._send_prepared(num_buckets - 1, is_last_message=True)
+        if self._status.is_message:
+            group_status = self._exchange_over_hosts(status)
+            self._wait()
         else:
-            self._finish_previous()
-            self._start(partial(start_all_reduce, extra_message, self._group), is_last_message=True)
-        self._wait()
-        self._wait_besides()
+            group_status = self._send_with_last(status, last)
+        self._send_late(group_status)
         while self._awaited:
             self._awaited.pop().wait()
-        group_status = read_status(self._status.receive())
         self.times.end()
         return group_status
 
@@ -152,30 +183,53 @@ class BucketSchedule:
     def reset(self) -> None:
         """Forget a backward."""
         self.failure = None
+        self._next = 0
         self._finishes.clear()
+        self._counts = []
+        self._sends_nothing = self._is_cut_off = False
         self._finish_besides = _do_nothing
         self.waits.end()
         for bucket in self._bucket_set.buckets:
             bucket.reset()
 
-    def _send(self, index: int) -> None:
-        bucket = self._bucket_set.buckets[index]
-        if self._skips_unused and not any(slot.has_arrived or slot.is_unsynced for slot in bucket.slots):
-            bucket.used_counts.zero_()
-            self._finishes.append(_do_nothing)
-            return
-        self._prepare(index)
-        self._send_prepared(index)
+    # -- Buckets -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_free(self) -> int:
+        """How many buckets may be sent before the end of the backward."""
+        has_status = self._bucket_set.extra_message is None and not self._status.is_message
+        return len(self._bucket_set.buckets) - has_status
+
+    def _is_sent_in_turn(self, index: int) -> bool:
+        """Whether a bucket is sent before it is known who uses it. [Note: unused buckets]."""
+        return not self._skips_unused or index in self._used
+
+    def _send_next(self) -> None:
+        """Send the next bucket, if it is sent in its turn."""
+        index, self._next = self._next, self._next + 1
+        if self._is_sent_in_turn(index):
+            self._prepare(index)
+            self._send_prepared(index)
+
+    def _count_unsent(self) -> None:
+        """Write the used-parameter counts of buckets that may be sent late. [Note: unused buckets]."""
+        for index in set(range(self._next)) - self._finishes.keys():
+            bucket = self._bucket_set.buckets[index]
+            self._run_local(bucket.count_nothing if self._sends_nothing else bucket.count_used)
 
     def _prepare(self, index: int) -> None:
         """Make a message ready. [Note: a whole backward]: a gradient that does not fit must not stop the messages."""
         self.times.begin_messages()
         bucket = self._bucket_set.buckets[index]
-        try:
-            bucket.prepare(self.reduction.scale)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this message
-            bucket.prepare_nothing()
-            self.failure = self.failure or error
+        if not self._sends_nothing:
+            try:
+                bucket.prepare(self.reduction.scale)
+                self.observer.look_at(bucket)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this message
+                self.failure = self.failure or error
+            else:
+                return
+        self._run_local(bucket.prepare_nothing)
 
     def _send_prepared(self, index: int, *, is_last_message: bool = False) -> None:
         bucket = self._bucket_set.buckets[index]
@@ -183,34 +237,117 @@ class BucketSchedule:
         self._finish_previous()
         is_last = index == len(self._bucket_set.buckets) - 1
         start = partial(self.reduction.all_reduce, bucket, index=index, is_last=is_last)
-        self._start(start, is_last_message=is_last_message)
+        self._start(index, start, is_last_message=is_last_message)
 
-    def _start(self, start: "Callable[..., Finish]", *, is_last_message: bool) -> None:
-        if is_last_message:
-            self._finish_besides = self.send_besides()
+    def _start(self, index: int, start: "Callable[..., Finish]", *, is_last_message: bool = False) -> None:
         waits = is_last_message and self._group_uses_this_thread
-        with calls_for(f"bucket {1 + len(self._finishes)} of the gradients of {self._purpose}"):
+        with calls_for(f"bucket {1 + index} of the gradients of {self._purpose}"):
             if waits:
                 # The group's calls run one after the other; so it is known which one is waited for, and an error of one
-                # is raised before this rank waits in the next, to which the others may never come.
+                # is raised before this rank waits in the next, which the others may never reach.
                 self._wait()
-                self._wait_besides()
-                self.waits.turn_to(len(self._finishes))
-            self._finishes.append(start(waits=waits))
+                self.waits.turn_to(index)
+            finish = self._run_local(partial(start, waits=waits))
+        self._finishes[index] = finish or _do_nothing
 
     def _finish_previous(self) -> None:
         """Wait for the reduction that was started last, if only one may be under way."""
         if self.reduction.is_one_at_a_time and self._finishes:
-            self._finishes[-1]()
+            index = next(reversed(self._finishes))
+            finish, self._finishes[index] = self._finishes[index], _do_nothing
+            self._run_local(finish)
+
+    def _run_local(self, function: Callable[[], Result]) -> Result | None:
+        """Run what may fail on this rank alone, and go on where the other ranks can be informed of it."""
+        if self._is_cut_off:
+            return None
+        try:
+            return function()
+        except GroupError:
+            raise
+        except Exception as error:
+            if not self.reduction.runs_users_code:
+                if not self._status.is_message:
+                    raise
+                self._is_cut_off = True
+            self.failure = self.failure or error
+        return None
+
+    # -- Status --------------------------------------------------------------------------------------------------------
+
+    def _send_with_last(self, status: RankStatus, last: int) -> GroupStatus:
+        """Send the status with the last message, and return that of all ranks (collective)."""
+        self._status.post(write_status(status, self._world.rank, self._world.world_size), ())
+        self._finish_besides = self.send_besides()
+        extra = self._bucket_set.extra_message
+        if extra is None:
+            self._send_prepared(last, is_last_message=True)
+        else:
+            self._start(last, partial(start_all_reduce, extra, self._group), is_last_message=True)
+        self._wait()
+        numbers, _ = self._status.receive()
+        buckets = self._bucket_set.buckets
+        self._counts = read_used_counts(buckets, (index for index, bucket in enumerate(buckets) if bucket.absent))
+        return read_status(numbers)
+
+    def _exchange_over_hosts(self, status: RankStatus) -> GroupStatus:
+        """Send the status in a message of its own, and return that of all ranks (collective)."""
+        rank, world_size = self._world.rank, self._world.world_size
+        self._finish_besides = self._run_local(self.send_besides) or _do_nothing
+        # At this place on every rank, however many buckets it sent earlier: some groups have one order for all calls.
+        cut_off = [float(self._is_cut_off and other == rank) for other in range(world_size)]
+        buckets = self._bucket_set.buckets
+        used = [float(index not in bucket.unused) for bucket in buckets for index in range(len(bucket.slots))]
+        status = replace(status, has_failed=status.has_failed or self.failure is not None)
+        self._status.post(write_status(status, rank, world_size), [*cut_off, *used])
+        self.waits.turn_to("the status of the other ranks")
+        numbers, further = self._status.receive()
+        lost = [other for other in range(world_size) if further[other] > 0]
+        if lost:
+            self._raise_cut_off(lost)
+        counts = further[world_size:]
+        self._counts = []
+        for bucket in buckets:
+            self._counts.append(counts[: len(bucket.slots)])
+            counts = counts[len(bucket.slots) :]
+        return read_status(numbers)
+
+    def _raise_cut_off(self, ranks: Sequence[int]) -> None:
+        """Raise the error of a group that cannot be used any more. [Note: a rank that is cut off]."""
+        self._finishes.clear()
+        abort_device_backends(self._group)
+        raise GroupError(
+            f"Rank {', '.join(map(str, ranks))} could not send its gradients to the other ranks, and its log shows "
+            "why: its device has failed, or is out of memory. The process group was aborted on every rank and cannot "
+            "be used any more. Start the program again, from a checkpoint."
+        ) from self.failure
+
+    def _send_late(self, status: GroupStatus) -> None:
+        """Send the buckets that were not expected to be used, and are (collective). [Note: unused buckets]."""
+        if not self._skips_unused:
+            return
+        buckets = self._bucket_set.buckets
+        counts = self._counts if self._status.is_message else read_used_counts(buckets, range(len(buckets)))
+        now = {index for index, numbers in enumerate(counts) if any(numbers)}
+        for index in sorted(now - self._used):
+            total = buckets[index].used_counts.clone()
+            self._prepare(index)
+            self._send_prepared(index)
+            buckets[index].used_counts.copy_(total)
+        self._wait()
+        if not status.failed:
+            self._used = now
 
     def _wait(self) -> None:
-        for index, finish in enumerate(self._finishes):
+        for index, finish in self._finishes.items():
             self.waits.turn_to(index)
-            finish()
-
-    def _wait_besides(self) -> None:
-        finish, self._finish_besides = self._finish_besides, _do_nothing
-        finish()
+            self._finishes[index] = _do_nothing
+            if self.reduction.is_one_at_a_time:
+                self._run_local(finish)
+            else:
+                finish()
+        finish_besides, self._finish_besides = self._finish_besides, _do_nothing
+        finish_besides()
 
 
 def _do_nothing() -> None:

@@ -1,6 +1,6 @@
 """From a plan to buffers: the buckets of a model, and where used-parameter counts and status trailer are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,8 @@ from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.plan import ReductionPlan
 from lockstep.reduce.slot import Slot
 from lockstep.reduce.sparse_bucket import SparseBucket, SparseSlot
+from lockstep.reduce.status_message import read_numbers
+from lockstep.reduce.streams import BackwardStreams, make_streams
 
 Bucket = DenseBucket | SparseBucket
 AnySlot = Slot | SparseSlot
@@ -24,11 +26,13 @@ class BucketSet:
     """The buckets of a plan, at work."""
 
     buckets: tuple[Bucket, ...]
-    """In the order in which they travel."""
+    """In the order in which they are sent."""
     trailer: Tensor
-    """The part of the last message where the status is written and read; empty if it travels otherwise."""
+    """The part of the last message where the status is written and read; empty if it is not sent with it."""
     extra_message: Tensor | None
     """Counts and trailer, if they have a message of their own, after that of the last bucket."""
+    streams: tuple[BackwardStreams, ...] = ()
+    """Those of each device that has streams and buckets."""
 
 
 def no_buckets() -> BucketSet:
@@ -57,6 +61,7 @@ def allocate_buckets(
     extra = None
     if plan.has_extra_message:
         extra = torch.zeros(num_slots + plan.trailer_length, device=plan.buckets[0].device)
+    streams = {device: make_streams(device) for device in {bucket.device for bucket in plan.buckets}}
     buckets: list[Bucket] = []
     offset = 0
     buffer = None
@@ -72,7 +77,7 @@ def allocate_buckets(
         offset += len(bucket.slots)
         if bucket.is_sparse:
             only = trained[bucket.slots[0].parameter]
-            buckets.append(SparseBucket(only.spec.name, only.parameter, used_counts))
+            buckets.append(SparseBucket(only.spec.name, only.parameter, used_counts, streams[bucket.device]))
         else:
             assert buffer is not None
             buckets.append(
@@ -83,6 +88,7 @@ def allocate_buckets(
                     used_counts,
                     as_view=as_view,
                     allocate=allocate,
+                    streams=streams[bucket.device],
                     holds_partials=holds_partials,
                 )
             )
@@ -92,7 +98,39 @@ def allocate_buckets(
     for each in buckets:
         if isinstance(each, DenseBucket):
             each.count_holders(trailer)
-    return BucketSet(buckets=tuple(buckets), trailer=trailer, extra_message=extra)
+    return BucketSet(
+        buckets=tuple(buckets),
+        trailer=trailer,
+        extra_message=extra,
+        streams=tuple(each for each in streams.values() if each is not None),
+    )
+
+
+def read_used_counts(buckets: Sequence[Bucket], needed: Iterable[int]) -> list[Sequence[float]]:
+    """Return how many ranks had each gradient, for the buckets with the numbers in `needed`; for others nothing.
+
+    Where the buckets lie on an asynchronous device this waits for it: once for all of them.
+    """
+    found: list[Sequence[float]] = [()] * len(buckets)
+    on_device = []
+    for number in needed:
+        if buckets[number].used_counts.device.type == "cpu":
+            found[number] = read_numbers(buckets[number].used_counts)
+        else:
+            on_device.append(number)
+    if on_device:
+        home = buckets[on_device[0]].used_counts.device
+        numbers = read_numbers(
+            torch.cat([_as_real(buckets[number].used_counts).to(home, torch.float32) for number in on_device])
+        )
+        for number in on_device:
+            num_slots = len(buckets[number].slots)
+            found[number], numbers = numbers[:num_slots], numbers[num_slots:]
+    return found
+
+
+def _as_real(numbers: Tensor) -> Tensor:
+    return torch.view_as_real(numbers)[:, 0] if numbers.is_complex() else numbers
 
 
 def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:

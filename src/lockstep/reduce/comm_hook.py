@@ -23,7 +23,7 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the number of the bucket; 0 travels first."""
+        """Return the number of the bucket; 0 is sent first."""
         return self._index
 
     def is_last(self) -> bool:

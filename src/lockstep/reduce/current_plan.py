@@ -3,7 +3,7 @@
 [Note: order of arrival] The plan is made anew once, after the first reduction, in the order in which gradients arrived
 on rank 0: modules are often used in another order than they were registered in.
 
-[Note: a changed model] A rank that finds other parameters than the plan has says so in its status, and then all ranks,
+[Note: a changed model] A rank that finds other parameters than the plan has sets a flag in its status. Then all ranks,
 at the end of that backward, compare their models, plan anew and reduce what the old plan had no place for.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.reduce.bucket_set import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets
+from lockstep.reduce.bucket_set import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets, read_used_counts
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.plan import ReductionPlan, plan_buckets
@@ -64,11 +64,11 @@ class CurrentPlan:
 
     @property
     def slots(self) -> list[AnySlot]:
-        """All places, in the order in which they travel."""
+        """All places, in the order in which they are sent."""
         return [slot for bucket in self.bucket_set.buckets for slot in bucket.slots]
 
     def make_status_channel(self, purpose: str) -> StatusChannel:
-        """Return what carries the ranks' status in reductions of these buckets; `purpose` says of what."""
+        """Return what carries the ranks' status in reductions of these buckets; `purpose` is shown in errors."""
         if self._status_by_hosts:
             return StatusOverHosts(self._group, purpose)
         return StatusTrailer(self.bucket_set.trailer)
@@ -119,7 +119,9 @@ class CurrentPlan:
         order = [index[id(slot.parameter)] for slot in self._arrived]
         seen = set(order)
         order += [number for number in reversed(range(len(index))) if number not in seen]
-        sent = torch.tensor(order, device=self._model.trained[0].parameter.device)
+        # Over hosts where that is possible: to read what a device holds is to wait for it.
+        home = torch.device("cpu") if self._status_by_hosts else self._model.trained[0].parameter.device
+        sent = torch.tensor(order, device=home)
         dist.broadcast(sent, group=self._group, group_src=0)
         self._order = sent.tolist()
 
@@ -128,7 +130,7 @@ class CurrentPlan:
 
         Called when the next backward begins: until then gradients may lie in the old buckets.
         """
-        if not self._order or self.has_changed:
+        if not self._order:
             return False
         plan, self._order = self._make(), []
         is_new = plan != self._plan
@@ -137,16 +139,27 @@ class CurrentPlan:
             self._replace()
         return is_new
 
+    def allocate_missing(self) -> bool:
+        """Allocate the buckets if there was no memory for them when they were to be replaced; return whether (local).
+
+        Called before a message is sent for a backward that failed: all ranks must send the same ones.
+        """
+        if self.bucket_set.buckets:
+            return False
+        self.bucket_set = self._allocate()
+        claim(self._dense_slots)
+        return True
+
     # -- A model that changes ------------------------------------------------------------------------------------------
 
     def look(self) -> list[nn.Parameter]:
-        """See whether the model has changed; return the parameters that the plan does not have and that are new here.
+        """Find out whether the model has changed; return parameters that are not in the plan and were not found before.
 
-        What no longer fits the plan is left out of it until all ranks know. Asked in every backward: a model
+        What no longer fits the plan is left out of it until the status was exchanged. Called in every backward: a model
         that was frozen for a backward which reduced nothing may be as it was again. [Note: a changed model]
         """
         if not self._model.has_changed():
-            if self.has_changed:  # it was, and no reduction said so: it has changed back since
+            if self.has_changed:  # it was, no reduction has exchanged that, and it has changed back since
                 self.has_changed = False
                 for slot in self.slots:
                     slot.fits = True
@@ -203,8 +216,9 @@ class CurrentPlan:
             dist.all_reduce(bucket.message, group=self._group)
         if bucket_set.extra_message is not None:
             dist.all_reduce(bucket_set.extra_message, group=self._group)
-        for bucket in bucket_set.buckets:
-            bucket.write_back()
+        counts = read_used_counts(bucket_set.buckets, range(len(bucket_set.buckets)))
+        for bucket, numbers in zip(bucket_set.buckets, counts, strict=True):
+            bucket.write_back(numbers)
         return [slot for bucket in bucket_set.buckets for slot in bucket.slots]
 
     # -- Making plans --------------------------------------------------------------------------------------------------
@@ -220,6 +234,8 @@ class CurrentPlan:
 
     def _replace(self, late: Sequence[AnySlot] = ()) -> None:
         unsynced = {id(slot.parameter) for slot in self.slots if slot.is_unsynced}
+        # None after the ranks have compared their models; here it is the same plan in another order.
+        unfit = {id(slot.parameter) for slot in self.slots if not slot.fits and self.has_changed}
         ours = {id(slot.parameter) for slot in [*self._dense_slots, *late] if slot.has_gradient_in_place}
         give_up(self._dense_slots)
         self.bucket_set = no_buckets()
@@ -228,7 +244,8 @@ class CurrentPlan:
         claim(self._dense_slots)
         for slot in self.slots:
             slot.is_unsynced = id(slot.parameter) in unsynced
-            if id(slot.parameter) in ours:
+            slot.fits = id(slot.parameter) not in unfit
+            if slot.fits and id(slot.parameter) in ours:
                 slot.adopt()  # else it would be taken for a gradient that the user put in other memory
 
     def _make(self) -> ReductionPlan:

@@ -7,6 +7,7 @@ message is back    `write_back`      `.grad` is the place, which now holds the r
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -18,8 +19,8 @@ from torch import Tensor
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
 from lockstep.reduce.plan import BucketPlan
-from lockstep.reduce.slot import Slot, make_place
-from lockstep.reduce.status_message import read_numbers
+from lockstep.reduce.slot import Slot, make_view
+from lockstep.reduce.streams import BackwardStreams
 from lockstep.torch_private import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
@@ -45,10 +46,12 @@ class DenseBucket:
         as_view: Whether `.grad` should be a view, as torch understands it.
         holds_partials: Whether what `.grad` holds before a backward is a partial sum of the same step, as where ranks
             run several shards each. Then sparse gradients become dense instead of being an error.
+        streams: Those of the buffer's device, which all its buckets share; None if it has none.
         allocate: Returns a tensor like `buffer`, of zeros.
 
     Attributes:
         absent: Indices of the slots that got no gradient here before the last reduction.
+        unused: Indices of the slots to which this rank adds nothing in this reduction, not even an older gradient.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class DenseBucket:
         *,
         as_view: bool,
         allocate: Callable[[], Tensor],
+        streams: BackwardStreams | None = None,
         holds_partials: bool = False,
     ) -> None:
+        self.streams = streams
         self._buffer = buffer
         self._gradients = buffer[: plan.num_gradient_elements]
         self.used_counts = used_counts
@@ -69,9 +74,7 @@ class DenseBucket:
         for slot in plan.slots:
             trained = parameters[slot.parameter]
             flat = buffer[slot.offset : slot.offset + trained.spec.num_elements]
-            self.slots.append(
-                Slot(trained.spec.name, trained.parameter, flat, as_view=as_view, takes_sparse=holds_partials)
-            )
+            self.slots.append(Slot(trained.spec, trained.parameter, flat, as_view=as_view, takes_sparse=holds_partials))
         self._offsets = [slot.offset for slot in plan.slots]
         self._parameters = [slot.parameter for slot in self.slots]
         self._as_view = as_view
@@ -83,6 +86,7 @@ class DenseBucket:
         self._addresses = [slot.place.data_ptr() for slot in self.slots]
         self._elsewhere: list[Slot] = []
         self.absent: list[int] = []
+        self.unused: list[int] = []
         self.num_pending = len(self.slots)
 
     @property
@@ -92,7 +96,7 @@ class DenseBucket:
 
     @property
     def gradients(self) -> Tensor:
-        """The part of it that a communication hook sees."""
+        """The part of it that a communication hook is given."""
         return self._gradients
 
     def count_holders(self, trailer: Tensor) -> None:
@@ -120,8 +124,13 @@ class DenseBucket:
 
     def prepare(self, scale: float) -> None:
         """Make the message ready; `scale` what is not scaled already."""
+        if self.streams is not None:
+            self.streams.join()
         self._adopt_small()
-        self._write_used_counts()
+        for slot in self.slots:
+            if not slot.has_arrived:
+                slot.fill_absent()
+        self.count_used()
         if scale == 1.0:
             return
         unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
@@ -131,21 +140,48 @@ class DenseBucket:
             foreach_mul_(unscaled, scale)
 
     def prepare_nothing(self) -> None:
-        """Make a message of zeros ready, where `prepare` has failed; `.grad` keeps the values that it has."""
+        """Make a message of zeros ready, for a backward that has failed here.
+
+        What `.grad` holds may be lost, as it is not usable after a failure. What others hold is kept if there is memory
+        for it; if there is none, the message goes first, because the other ranks wait for it.
+        """
+        if self.streams is not None:
+            self.streams.join()
         for slot in self.slots:
-            slot.keep_held()
+            with suppress(torch.OutOfMemoryError):
+                slot.keep_held_by_others()
         with torch.no_grad():
             self._gradients.zero_()
-            self.used_counts.zero_()
+        self.count_nothing()
+
+    def count_used(self) -> None:
+        """Write down which parameters have a gradient here. [Note: used-parameter counts] in `lockstep.reduce.plan`."""
+        self.absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
+        self.unused = []
+        self.used_counts.fill_(1)
+        for index in self.absent:
+            slot = self.slots[index]
+            # What was accumulated under no_sync counts as had, unless it was cleared since.
+            slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
+            if not slot.is_unsynced and not (self._holds_partials and slot.kept is not None):
+                self.unused.append(index)
+                self.used_counts[index] = 0
+
+    def count_nothing(self) -> None:
+        """Write down that no parameter has a gradient here."""
+        self.absent = self.unused = list(range(len(self.slots)))
+        self.used_counts.zero_()
 
     def add(self, partials: Partials) -> list[Tensor]:
         """Add to the message what its gradients are to be added to; return other messages with what stays apart.
 
         For a bucket whose ranks run several shards each; called after `prepare`.
         """
-        for index, slot in enumerate(self.slots):
-            if not slot.has_arrived and partials.has(slot.parameter):
+        for index in self.absent:
+            if partials.has(self.slots[index].parameter):
                 self.used_counts[index] = 1
+                if index in self.unused:
+                    self.unused.remove(index)
         with torch.no_grad():
             for merge in partials.merged:
                 found = [slot for slot in self.slots if slot.parameter in merge.gradients]
@@ -155,8 +191,11 @@ class DenseBucket:
                     if slot.parameter not in merge.gradients
                     and not (slot.has_arrived and slot.parameter in merge.in_place)
                 ]
-                add_each([slot.place for slot in found], [merge.gradients.pop(slot.parameter) for slot in found])
+                added = [merge.gradients.pop(slot.parameter) for slot in found]
+                add_each([slot.place for slot in found], added)
                 add_zero(alone)
+                if self.streams is not None:
+                    self.streams.keep_until_read(added)
         return [self._pack(gradients) for gradients in partials.kept]
 
     def take(self, result: Tensor) -> None:
@@ -164,14 +203,13 @@ class DenseBucket:
         if result is not self._gradients:
             self._gradients.copy_(result.reshape(-1))
 
-    def write_back(self) -> None:
+    def write_back(self, counts: Sequence[float]) -> None:
         """Give each parameter its reduced gradient.
 
-        Counts are read only where something was absent here: on a GPU the look waits for the device.
+        Args:
+            counts: How many ranks had each gradient; not used if none was absent here.
         """
-        absent = self.absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
-        counts = read_numbers(self.used_counts) if absent else []
-        for index in absent:
+        for index in self.absent:
             self.slots[index].write_back(counts[index])
         for slot in self.slots:
             if not slot.lies_in_bucket and slot.has_arrived:
@@ -191,7 +229,7 @@ class DenseBucket:
     def _keep_held(self) -> None:
         """Take new memory, and leave the old one to those who hold a part of it. [Note: held gradients].
 
-        Not if nothing was cleared: then a view of a gradient that is added to sees that in torch as well.
+        Not if nothing was cleared: then a view of a gradient that is added to changes in torch as well.
         """
         if all(slot.parameter.grad is slot.place for slot in self.slots):
             return
@@ -213,10 +251,12 @@ class DenseBucket:
             gradient = gradients.pop(slot.parameter, None)
             if gradient is not None:
                 flat = packed[offset : offset + gradient.numel()]
-                places.append(make_place(flat, slot.parameter, as_view=True))
+                places.append(make_view(flat, *slot.layout, as_view=True))
                 found.append(gradient)
         if found:
             foreach_copy_(places, found)
+        if self.streams is not None:
+            self.streams.keep_until_read(found)
         return packed
 
     def _adopt_small(self) -> None:
@@ -234,13 +274,5 @@ class DenseBucket:
         if places:
             with torch.no_grad():
                 foreach_copy_(places, gradients)
-
-    def _write_used_counts(self) -> None:
-        self.used_counts.fill_(1)
-        for index, slot in enumerate(self.slots):
-            if not slot.has_arrived:
-                # What was accumulated under no_sync counts as had, unless it was cleared since.
-                slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
-                slot.fill_absent()
-                if not slot.is_unsynced and not (self._holds_partials and slot.kept is not None):
-                    self.used_counts[index] = 0
+            if self.streams is not None:
+                self.streams.keep_until_read(gradients)

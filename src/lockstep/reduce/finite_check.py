@@ -1,13 +1,14 @@
-"""Are the gradients numbers? Asked of a sum, which only reads: it is a number only if all that is in it are.
+"""Whether gradients are finite, by their sum, which only reads them: it is finite only if all of them are.
 
-A sum that is not finite does not prove that a gradient is not, for sums of large numbers overflow. So whoever asks must
-then look at each gradient, and nothing depends on what was summed with what.
+A sum that is not finite does not prove that a gradient is not, for sums of large numbers overflow. So the caller must
+then check each gradient, and nothing depends on what was summed with what.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
@@ -32,6 +33,17 @@ def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Ten
     for alike in by_kind.values():
         total += _sum(torch.cat(alike)).to(device)
     return total
+
+
+@torch.no_grad()
+def largest_magnitude(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the largest magnitude of the numbers in the tensors, on `device`: exactly, so it is finite if all are.
+
+    For a device that must not be waited for: nobody can look at each gradient there (local).
+    """
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    full = [tensor for tensor in real if tensor.numel()]
+    return nn.utils.get_total_norm(full, math.inf).to(device) if full else torch.zeros((), device=device)
 
 
 def _sum(tensor: Tensor) -> Tensor:

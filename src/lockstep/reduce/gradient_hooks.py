@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -53,7 +54,8 @@ class GradientHooks:
         self.remove()
         places = [(slot, bucket) for bucket in buckets for slot in bucket.slots if slot.parameter.requires_grad]
         for slot, bucket in places:
-            hook = partial(_deliver, self._watch, self._receiver, slot, bucket)
+            deliver = _deliver if bucket.streams is None else _deliver_on_stream
+            hook = partial(deliver, self._watch, self._receiver, slot, bucket)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
         for slot, _ in places[:_NUM_WATCHED]:
             self._handles.append(slot.parameter.register_hook(partial(_note_asked, self._watch)))
@@ -91,6 +93,19 @@ def _deliver(
 
 
 @keep_compiler_out
+def _deliver_on_stream(
+    watch: BackwardWatch,
+    receiver: "weakref.ref[GradientReceiver]",
+    slot: AnySlot,
+    bucket: Bucket,
+    parameter: nn.Parameter,
+) -> None:
+    if bucket.streams is not None:
+        bucket.streams.note_current()
+    _deliver(watch, receiver, slot, bucket, parameter)
+
+
+@keep_compiler_out
 def _deliver_unplanned(receiver: "weakref.ref[GradientReceiver]", _parameter: nn.Parameter) -> None:
     alive = receiver()
     if alive is not None:
@@ -99,7 +114,8 @@ def _deliver_unplanned(receiver: "weakref.ref[GradientReceiver]", _parameter: nn
 
 @keep_compiler_out
 def _note_asked(watch: BackwardWatch, _gradient: Tensor) -> None:
-    watch.was_asked = True
+    # Gradients that are differentiated again (`create_graph=True`) become part of a loss, whose backward is reduced.
+    watch.was_asked |= not torch.is_grad_enabled()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

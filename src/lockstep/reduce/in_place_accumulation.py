@@ -1,20 +1,20 @@
 """Letting autograd add a shard's gradients to a partial, in place.
 
-[Note: accumulating in place] in `lockstep.reduce.partials` says what for.
+[Note: accumulating in place] in `lockstep.reduce.partials` gives the reason.
 
 [Note: what may be added to in place] A partial may be what `.grad` holds during a backward if that gives the sums of
-the tree, and if no hook sees it that expects the gradient of one shard. `may_accumulate_in_place` asks for both:
+the tree, and if no hook reads it that expects the gradient of one shard. `may_accumulate_in_place` checks both:
 
 - A backward runs another one inside, as a reentrant checkpoint does: parameters may get their gradients in several
   additions. In the first step nothing is added in place; whether any worker had such backwards in any step decides for
   all that follow. ([Note: a backward inside a backward])
 - A loss function runs a backward of its own before it returns: its gradients wait in `.grad` for those of the loss.
 - A sparse gradient whose indices repeat is added in several additions.
-- A hook of the user's, run after accumulation, is to see one shard's gradient.
+- A hook of the user's, run after accumulation, must be given one shard's gradient.
 
 [Note: a backward inside a backward] Autograd numbers the graph tasks of a process. If the number after a backward is
-not the next one, then something in it ran a backward of its own. All workers learn of it; the step in which that is
-first seen, if it is not the first, fails on all of them alike, whether anything was added in place there or not.
+not the next one, then something in it ran a backward of its own. This is sent to all workers; the step in which that is
+first found, if it is not the first, fails on all of them alike, whether anything was added in place there or not.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def may_accumulate_in_place(
         adds_once: Whether backwards are known to run no others inside.
         is_waiting: Whether gradients wait in `.grad` before the backward.
         sparse: Parameters that have had a sparse gradient.
-        hooked: Parameters whose gradients others look at.
+        hooked: Parameters whose gradients hooks of the user's read.
     """
     if not adds_once or is_waiting:
         return set()
@@ -64,15 +64,15 @@ class InPlaceAccumulation:
 
     Attributes:
         adds_once: Whether all workers' backwards so far have run no others inside.
-        hooked: Parameters whose gradients others look at.
-        ran_inner: Whether a backward of this step has run another inside.
+        hooked: Parameters whose gradients hooks of the user's read.
+        has_nested_backward: Whether a backward of this step has run another inside.
     """
 
     def __init__(self, trained: Sequence[TrainedParameter]) -> None:
         self._parameters = [each.parameter for each in trained]
         self.adds_once = False
         self.hooked: set[nn.Parameter] = set()
-        self.ran_inner = False
+        self.has_nested_backward = False
         self._sparse = {each.parameter for each in trained if each.spec.is_sparse}
         self._task = NO_GRAPH_TASK
         self._is_waiting = False
@@ -83,12 +83,12 @@ class InPlaceAccumulation:
 
     def begin_step(self) -> None:
         """Forget a step that may have ended in the middle of a backward."""
-        self.ran_inner = False
+        self.has_nested_backward = False
         self._task = NO_GRAPH_TASK
         self._target, self._rest, self._versions = None, {}, []
 
     def watch(self, loss: Tensor) -> None:
-        """See what the backward from `loss` does."""
+        """Watch the backward from `loss`."""
         loss.register_hook(self._note_task)
         self._is_waiting = any(map(is_not, map(_GRADIENT, self._parameters), repeat(None)))
         if self._is_waiting:
@@ -140,10 +140,10 @@ class InPlaceAccumulation:
         self._look_for_inner_tasks()
 
     def _look_for_inner_tasks(self) -> None:
-        """See whether a backward that is over ran others inside."""
+        """Find out whether a backward that is over ran others inside."""
         task, self._task = self._task, NO_GRAPH_TASK
-        if task != NO_GRAPH_TASK and not self.ran_inner and self._task_counter.next_task() != task + 1:
-            self.ran_inner = True
+        if task != NO_GRAPH_TASK and not self.has_nested_backward and self._task_counter.next_task() != task + 1:
+            self.has_nested_backward = True
 
     def _note_task(self, _gradient: Tensor) -> None:
         self._task = current_graph_task_id()
@@ -161,7 +161,7 @@ class _TaskCounter:
         self._output.register_hook(self._note)
 
     def next_task(self) -> int:
-        """Return the number of the next graph task, using it up."""
+        """Return the number of the next graph task, which this call uses."""
         torch.autograd.grad(self._output, self._leaf, retain_graph=True)
         return self._found
 

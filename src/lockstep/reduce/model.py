@@ -85,6 +85,10 @@ class TrainedModel:
         """Whether the model differs from what was seen."""
         return self._seen != self._glance()
 
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the named parameters that are not ignored, trainable or not."""
+        return list(self._named())
+
     def tensors(self) -> list[torch.Tensor]:
         """Return all parameters and buffers that are not ignored, trainable or not."""
         return [tensor for _, tensor in [*self._named(), *self.buffers()]]

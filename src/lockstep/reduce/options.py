@@ -28,8 +28,8 @@ class ReducerOptions:
     holds_partials: bool = False
     """Whether what `.grad` holds before a backward is a partial sum of the same step; then gradients are dense."""
     compares_buffers: bool = True
-    """Whether buffers must agree between ranks when the model is seen to have changed."""
+    """Whether buffers must agree between ranks when the model has changed."""
     skips_unused: bool = False
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
     is_asynchronous: Callable[[torch.device], bool] = is_asynchronous
-    """Whether work on a device goes on after the call that starts it; tests say so of the CPU."""
+    """Whether work on a device goes on after the call that starts it; tests let the CPU count as such."""

@@ -9,20 +9,25 @@ of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
 [Note: accumulating in place] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while
 its backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie
 in fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
-once to each parameter; `lockstep.reduce.in_place_accumulation` says when it does.
+once to each parameter; `lockstep.reduce.in_place_accumulation` finds out whether it does.
 
 [Note: gradients in one memory] Where two parameters are added through views, `position[None] + kind[None]`, autograd
 gives both the same memory as gradient. What is done in place to one would be done to the other, and so to each twice.
+
+[Note: memory of CUDA graphs] A model compiled with `mode="reduce-overhead"` runs as CUDA graphs, whose outputs lie in
+memory that the next run of the graph overwrites. Autograd takes such an output for `.grad` without copying it. The next
+shard would overwrite the partial, so all gradients are copied as soon as the compiler has made such graphs. Graphs of
+`torch.cuda.make_graphed_callables` keep their outputs, which reference counts show.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import count_storage_users, foreach_add_
+from lockstep.torch_private import count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
 
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
@@ -44,7 +49,7 @@ class Partials:
 
     Attributes:
         kept: The sums; the last is on top.
-        merged: Those to which the gradients that are to come will be added, in turn.
+        merged: Those to which the next gradients will be added, in turn.
     """
 
     def __init__(self) -> None:
@@ -56,7 +61,7 @@ class Partials:
 
         Args:
             gradients: Dense; written to.
-            num_sums: As `lockstep.shards.ShardTask` says.
+            num_sums: See `lockstep.shards.ShardTask`.
         """
         for _ in range(num_sums):
             gradients = add_gradients(self.kept.pop(), gradients)
@@ -98,19 +103,21 @@ def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter]
             if sparse is not None and gradient.is_sparse:
                 sparse.add(parameter)
             taken[parameter] = as_dense(gradient)
-    gradient = None  # its memory is asked for its users
+    gradient = None  # it would count as a user of its memory
     separate(taken)
     return taken
 
 
 def separate(gradients: Gradients) -> None:
-    """Give each dense gradient memory of its own. [Note: gradients in one memory]."""
+    """Give each dense gradient memory of its own. [Note: gradients in one memory] and [Note: memory of CUDA graphs]."""
+    # Counted here and not once, because a dispatch mode, such as torch's CUDA sanitizer, may change it.
+    users_of_own_memory = count_storage_users(torch.empty(1, device="cpu"))
+    copies_all = has_cuda_graphs_of_compiler()
     for parameter, gradient in gradients.items():
-        if not gradient.is_sparse and count_storage_users(gradient) > _USERS_OF_OWN_MEMORY:
+        if gradient.is_sparse:
+            continue
+        if copies_all or count_storage_users(gradient) > users_of_own_memory:
             gradients[parameter] = gradient.clone()
-
-
-_USERS_OF_OWN_MEMORY: Final = count_storage_users(torch.empty(1))
 
 
 def as_dense(gradient: Tensor) -> Tensor:

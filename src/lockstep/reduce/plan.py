@@ -11,15 +11,15 @@ A bucket of n parameters:
     ^ every gradient starts on a multiple of 64 bytes                | n numbers   | in the last bucket only
 
 [Note: used-parameter counts] After the gradients each bucket carries one number per parameter: how many ranks had a
-gradient for it. It costs no message of its own, and tells a parameter that nobody used (its `.grad` must stay
+gradient for it. It costs no message of its own, and distinguishes a parameter that no rank used (its `.grad` must stay
 untouched) from one whose gradients happen to add up to zero. The number is compared with zero only: in bfloat16 the
 ones of 300 ranks add up to 256, but never to zero.
 
-`lockstep.reduce.status` says what is in the status trailer, which may also travel otherwise
+`lockstep.reduce.status` has the content of the status trailer, which may also be sent otherwise
 (`lockstep.reduce.status_message`).
 
 A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
-buckets hold gradients without gaps, and counts and trailer travel in a message of their own.
+buckets hold gradients without gaps, and counts and trailer are sent in a message of their own.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ class BucketLimits:
     """When a bucket is full. A bucket closes with the gradient that takes it to its limit or over."""
 
     sizes_bytes: tuple[int, ...] = (1 << 20, 25 << 20)
-    """Limits of the last bucket to travel, of the one before it, ..., for each dtype and device; the last limit is that
-    of all the rest. The default is torch's."""
+    """Limits of the last bucket to be sent, of the one before it, ..., for each dtype and device; the last limit is
+    that of all the rest. The default is torch's."""
 
     def limit_bytes(self, number: int) -> int:
         """Return the limit of the bucket with this number."""
@@ -103,7 +103,7 @@ class ReductionPlan:
     """The layout of all buckets."""
 
     buckets: tuple[BucketPlan, ...]
-    """In the order in which they travel."""
+    """In the order in which they are sent."""
     has_extra_message: bool
     """Whether used-parameter counts and status trailer have a message of their own; else they are in the buckets."""
     trailer_length: int
@@ -119,7 +119,7 @@ def plan_buckets(
     only_gradients: bool = False,
     has_extra_message: bool = False,
 ) -> ReductionPlan:
-    """Lay out the gradients of `specs`, given in registration order, in buckets in the order they should travel.
+    """Lay out the gradients of `specs`, given in registration order, in buckets in the order in which they are sent.
 
     Args:
         specs: At least one.
@@ -128,7 +128,7 @@ def plan_buckets(
             order of registration.
         trailer_length: How many numbers the last message carries besides.
         only_gradients: Keep buckets free of all but gradients.
-        has_extra_message: Let counts and trailer travel in a message of their own.
+        has_extra_message: Let counts and trailer are sent in a message of their own.
 
     Raises:
         ValueError: An order that does not name each spec once.
@@ -158,7 +158,7 @@ def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequenc
         if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limits.limit_bytes(number):
             closed.append(open_buckets.pop(key))
             num_closed[key] = number + 1
-    # A bucket travels when its last gradient is expected.
+    # A bucket is sent when its last gradient is expected.
     place = {index: number for number, index in enumerate(order)}
     return sorted([*closed, *open_buckets.values()], key=lambda members: place[members[-1]])
 

@@ -5,13 +5,14 @@
     begin                                  tasks: (0), (1, adds to 1 partial), (2)
     shard 0: backward, `end`               [0]
     shard 1: backward, `end`               [0 + 1]
-    shard 2: backward                      kept [0 + 1]; as gradients of shard 2 arrive, buckets leave with both
+    shard 2: backward                      kept [0 + 1]; as gradients of shard 2 arrive, buckets are sent with both
     `end`                                  `.grad` is ((0 + 1) + (2 + (3 + 4))), on every worker
 
 A worker that is alone has the whole tree in its stack, and sends nothing.
 """
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.reduce.backward_policy import LeaveLocalGradients
-from lockstep.reduce.finite_check import sum_for_finite_check
+from lockstep.reduce.finite_check import largest_magnitude, sum_for_finite_check
 from lockstep.reduce.in_place_accumulation import InPlaceAccumulation
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.options import ReducerOptions
@@ -65,17 +66,22 @@ class ShardReducer:
             self._reducer.watch.synchronizes = False
 
     @property
-    def ran_inner(self) -> bool:
+    def has_nested_backward(self) -> bool:
         """Whether a backward of the last step ran another one inside here."""
-        return self._in_place.ran_inner
+        return self._in_place.has_nested_backward
 
     @property
     def has_reduced(self) -> bool:
         """Whether the reduction since `begin` is over here, so that no other worker waits for this one in it."""
         return self._reducer is not None and self._reducer.num_reductions != self._num_reductions
 
+    @property
+    def has_failed_on_all(self) -> bool:
+        """Whether the reduction since `begin` has ended in an error that every worker has: it adds nothing to it."""
+        return self.has_reduced and self._reducer is not None and self._reducer.failed_on_all
+
     def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
-        """Call `start` just before the last message of each step, as `BucketSchedule.send_besides` says (local)."""
+        """Call `start` just before the last message of each step, see `BucketSchedule.send_besides` (local)."""
         if self._reducer is not None:
             self._reducer.schedule.send_besides = start
 
@@ -151,18 +157,31 @@ class ShardReducer:
         Each worker looks at its segment of every bucket, so it is true of the numbers of all workers together: of the
         segments, as of the gradients of one that is alone. See `lockstep.reduce.finite_check`.
         """
-        if self._reducer is None:
-            return sum_for_finite_check((each.grad for each in self._parameters if each.grad is not None), device)
-        segments = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
-        return sum_for_finite_check((parts[self._world.rank] for parts in segments), device)
+        return sum_for_finite_check(self._own_gradients(), device)
 
-    def fail(self, ranges: Sequence[range]) -> None:
+    def largest_magnitude(self, device: torch.device) -> Tensor:
+        """Return the largest magnitude in this worker's part of the gradients, as `sum_for_finite_check` (local)."""
+        return largest_magnitude(self._own_gradients(), device)
+
+    def _own_gradients(self) -> Iterator[Tensor]:
+        if self._reducer is None:
+            return (each.grad for each in self._parameters if each.grad is not None)
+        segments = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
+        return (parts[self._world.rank] for parts in segments)
+
+    def fail(self, ranges: Sequence[range], error: BaseException | None = None) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective).
 
         Args:
-            ranges: As for `begin`, which this worker may not have come to. Without effect if they cannot be those of
+            ranges: As for `begin`, which this worker may not have called. Without effect if they cannot be those of
                 these workers, as in a batch of another loader: the ranges of the step before are used then.
+            error: Why it cannot. If no memory was left, the tensors of the frames in its traceback are released first.
+
+        Raises:
+            GroupError: The other workers cannot be informed, or the group cannot be used any more.
         """
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            release_frames(error)
         self._partials.clear()
         self._in_place.begin_step()
         if self._reducer is not None and self._tree is not None:
@@ -172,7 +191,7 @@ class ShardReducer:
             self._reducer.fail()
 
     def close(self) -> None:
-        """Reduce no more, and let go of the buckets (local)."""
+        """Reduce no more, and release the buckets (local)."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._tree = None
@@ -181,7 +200,7 @@ class ShardReducer:
         tree.expect(self._partials, [partial_nodes_by_size(shards, self._num_shards) for shards in ranges])
 
     def _look_at_hooks(self) -> None:
-        """See which gradients others look at after accumulation; they are to have done so before one is taken."""
+        """Find out which gradients hooks of the user's read; they must run before a gradient is taken."""
         found = self._list_hooks()
         if found == self._hooks:
             return
@@ -194,6 +213,13 @@ class ShardReducer:
 
     def _list_hooks(self) -> list[tuple[int, ...]]:
         return [tuple(hooks or ()) for hooks in map(post_accumulate_grad_hooks, self._parameters)]
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Clear the local variables of the frames that an error has left, which hold the tensors of a step (local)."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _do_nothing() -> None:

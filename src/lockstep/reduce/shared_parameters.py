@@ -7,7 +7,7 @@
 and send the memory that the second is about to read. So each of them copies it when it arrives, leaves `.grad` alone,
 and writes the mean into it at the end: what torch does always. That `.grad` then gets the same mean twice is harmless.
 
-Reducers do not know of each other; what they have in common is the parameter. Hence the one table here. A place keeps
+Reducers have no references to each other, only the parameter in common. Hence the one table here. A place keeps
 its parameter alive, so the identity of a parameter names it as long as it has a place.
 """
 

@@ -1,9 +1,9 @@
 """The place of one gradient in its bucket, which becomes `.grad`.
 
 [Note: held gradients] In torch `.grad` has memory of its own, so whoever holds it, or a view of it, after it was
-cleared keeps its values. Here the next gradient comes to the same place. So before a place is written it is asked who
-else holds it: the tensor's reference count tells of the tensor itself, the count of the bucket's memory of views,
-detached tensors and arrays. The held one keeps the memory, or gets a copy.
+cleared keeps its values. Here the next gradient comes to the same place. So before a place is written, reference counts
+show who else holds it: that of the tensor counts other references to the tensor itself, that of the bucket's memory
+counts views, detached tensors and arrays. The held one keeps the memory, or gets a copy.
 
 [Note: gradients in other memory] A gradient that lay elsewhere before the backward, as in the user's own flat buffer,
 stays there: it is copied to its place, and what is reduced is copied back. So is one that several reducers share.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
+from lockstep.reduce.plan import ParameterSpec
 from lockstep.torch_private import REFERENCES_OF_ONE_HOLDER
 
 _SMALL_ELEMENTS = 1 << 14
@@ -27,7 +28,7 @@ class Slot:
     """The place of one gradient in its bucket.
 
     Args:
-        name: Full name of the parameter.
+        spec: The parameter as it was planned; it may have changed since, on this rank alone.
         parameter: Whose gradient.
         flat: The elements of the bucket that are its own.
         as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
@@ -45,6 +46,7 @@ class Slot:
         "is_small",
         "is_unsynced",
         "kept",
+        "layout",
         "lies_in_bucket",
         "name",
         "parameter",
@@ -53,14 +55,15 @@ class Slot:
     )
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, flat: Tensor, *, as_view: bool, takes_sparse: bool = False
+        self, spec: ParameterSpec, parameter: nn.Parameter, flat: Tensor, *, as_view: bool, takes_sparse: bool = False
     ) -> None:
-        self.name = name
+        self.name = spec.name
         self.parameter = parameter
         self.flat = flat
         self._is_view = as_view
         self.takes_sparse = takes_sparse
-        self.place = make_place(flat, parameter, as_view=as_view)
+        self.layout = _make_layout(spec.shape, spec.stride)
+        self.place = make_view(flat, *self.layout, as_view=as_view)
         self.use_bucket()
         self.fits = True
         self.has_arrived = False
@@ -92,7 +95,7 @@ class Slot:
         return self.place.data_ptr() == self.flat.data_ptr()
 
     def find_in_other_memory(self) -> bool:
-        """See whether there is a gradient in other memory, which stays there. [Note: gradients in other memory]."""
+        """Find out whether the gradient lies in other memory, where it stays. [Note: gradients in other memory]."""
         gradient = self.parameter.grad
         if gradient is None or gradient is self.place or not self.fits or gradient.is_sparse:
             return False
@@ -101,7 +104,7 @@ class Slot:
 
     def renew_place(self) -> None:
         """Make another tensor the place, and leave the old one as it is."""
-        self.place = make_place(self.flat, self.parameter, as_view=self._is_view)
+        self.place = make_view(self.flat, *self.layout, as_view=self._is_view)
 
     def take(self, scale: float) -> None:
         """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
@@ -187,6 +190,11 @@ class Slot:
         if getrefcount(self.place) > REFERENCES_OF_ONE_HOLDER:
             self._move_out()
 
+    def keep_held_by_others(self) -> None:
+        """Likewise, but let `.grad` change with the place if it lies there."""
+        if getrefcount(self.place) > REFERENCES_OF_ONE_HOLDER + (self.parameter.grad is self.place):
+            self._move_out()
+
     def detach_gradient(self) -> Tensor | None:
         """Take the gradient away from the parameter, with its values and out of the bucket, and return it."""
         gradient = self.parameter.grad
@@ -203,10 +211,17 @@ class Slot:
             held.set_(held.clone())  # type: ignore[call-overload]
 
 
-def make_place(flat: Tensor, parameter: nn.Parameter, *, as_view: bool) -> Tensor:
-    """Return `flat` with the shape of the parameter, and its strides where they leave no holes."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    view = flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape)
+def _make_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> "tuple[tuple[int, ...], tuple[int, ...]]":
+    """Return shape and strides of a place: those of the parameter, where they leave no holes."""
+    like = torch.empty_strided(shape, strides, device="meta")
+    if not torch.ops.aten.is_non_overlapping_and_dense(like):
+        strides = torch.empty(shape, device="meta").stride()
+    return shape, strides
+
+
+def make_view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], *, as_view: bool) -> Tensor:
+    """Return the elements of `flat` with a shape: a view as torch understands it, or a tensor that shares memory."""
+    view = flat.as_strided(shape, strides)
     if as_view:
         return view
     with torch.no_grad():

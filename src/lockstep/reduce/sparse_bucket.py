@@ -3,6 +3,7 @@
 It has no buffer: its length differs from rank to rank and step to step. The group adds sparse tensors, if it can.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.partials import Partials
+from lockstep.reduce.streams import BackwardStreams
 
 
 @final
@@ -47,13 +49,24 @@ class SparseSlot:
 
 @final
 class SparseBucket:
-    """A sparse gradient on its way."""
+    """A sparse gradient on its way.
 
-    def __init__(self, name: str, parameter: nn.Parameter, used_counts: Tensor) -> None:
+    Args:
+        name: Full name of the parameter.
+        parameter: Whose gradient.
+        used_counts: As of a `DenseBucket`.
+        streams: Likewise.
+    """
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, used_counts: Tensor, streams: BackwardStreams | None = None
+    ) -> None:
         self.slots = [SparseSlot(name, parameter)]
         self.used_counts = used_counts
         self.num_pending = 1
+        self.streams = streams
         self.absent: list[int] = []
+        self.unused: list[int] = []
         self._message = _nothing(parameter)
 
     def begin(self) -> None:
@@ -66,11 +79,13 @@ class SparseBucket:
 
     @property
     def gradients(self) -> Tensor:
-        """What a communication hook sees: all of it."""
+        """What a communication hook is given: all of it."""
         return self._message
 
     def prepare(self, scale: float) -> None:
         """Make the message ready, times `scale`."""
+        if self.streams is not None:
+            self.streams.join()
         (slot,) = self.slots
         gradient = slot.parameter.grad if slot.fits else None
         if gradient is not None and not gradient.is_sparse:
@@ -79,12 +94,24 @@ class SparseBucket:
                 "with sparse=False, or use its weight in nothing else."
             )
         self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
-        slot.is_unsynced = slot.is_unsynced and gradient is not None
-        self.used_counts.fill_(int(slot.has_arrived or slot.is_unsynced))
+        self.count_used()
 
     def prepare_nothing(self) -> None:
-        """Make an empty message ready, where `prepare` has failed."""
+        """Make an empty message ready, for a backward that has failed here."""
         self._message = _nothing(self.slots[0].parameter)
+        self.count_nothing()
+
+    def count_used(self) -> None:
+        """Write down whether the parameter has a gradient here."""
+        (slot,) = self.slots
+        slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
+        self.absent = [] if slot.has_arrived else [0]
+        self.unused = [] if slot.has_arrived or slot.is_unsynced else [0]
+        self.used_counts.fill_(1 - len(self.unused))
+
+    def count_nothing(self) -> None:
+        """Write down that it has none here."""
+        self.absent, self.unused = [0], [0]
         self.used_counts.zero_()
 
     def add(self, _partials: Partials) -> list[Tensor]:
@@ -95,11 +122,10 @@ class SparseBucket:
         """Let `result`, which a hook made, be the reduced gradient."""
         self._message = result
 
-    def write_back(self) -> None:
+    def write_back(self, counts: Sequence[float]) -> None:
         """Give the parameter its reduced gradient, if any rank had one."""
         (slot,) = self.slots
-        self.absent = [] if slot.has_arrived else [0]
-        if slot.fits and self.used_counts.item() > 0:
+        if slot.fits and (not self.absent or counts[0] > 0):
             slot.parameter.grad = self._message.coalesce()
         slot.is_unsynced = False
 

@@ -7,7 +7,7 @@
     3 a moment later: reads all      <-   at 0, at 1               3 the same
     4 logs them                                                    4 logs them
 
-A rank whose process is stopped or has exited writes nothing, and the warning says so. A rank that has ended its
+A rank whose process is stopped or has exited writes nothing, and the warning shows that. A rank that has ended its
 training wrote that when its watch ended. The wait itself is not ended: that is what the group's timeout does.
 """
 

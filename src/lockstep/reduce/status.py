@@ -1,44 +1,91 @@
 """What the ranks tell each other in each reduction, besides gradients. Pure: numbers in and out.
 
-    | rank 0: flags, batch size in 3 digits | rank 1: ... | ... |
+    | rank 0: flags, batch size in 3 digits, ... | rank 1: ... | ... |
 
 All are added up over the ranks, as a rule in the dtype of a bucket. Sums of many ranks are not exact in all of them:
 bfloat16 holds integers up to 256 only, so that 300 ranks' ones add up to 256. Therefore each number is written by one
 rank alone, the others add zeros to it, and none is larger than 127: digits to the base of 128.
+
+[Note: one number to compare] What must be the same on all ranks is one number per rank, a hash of it all. Only where
+these differ, which all ranks see, do the ranks exchange what they were made of, and find what it is.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _BASE = 128
-_NUM_DIGITS = 3
-_NUM_PER_RANK = 1 + _NUM_DIGITS
 _FAILED = 1
 _CHANGED = 2
+_EMPTY = 4
+_NUM_DIGITS = {
+    "flags": 1,
+    "batch_size": 3,
+    "num_backwards": 1,
+    "comparison": 4,
+    "inputs": 2,
+    "gradients": 2,
+    "nonfinite": 2,
+}
+"""Of each field of a status, in the order in which they travel."""
+_NUM_PER_RANK = sum(_NUM_DIGITS.values())
+
+COMPARISON_LIMIT = _BASE ** _NUM_DIGITS["comparison"]
+"""What `RankStatus.comparison` must be below."""
+FINGERPRINT_LIMIT = _BASE ** _NUM_DIGITS["inputs"]
+"""What `RankStatus.inputs` and `gradients` must be below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """How one rank's backward went."""
+    """How one rank's backward went. Numbers that are too large are sent as the largest that can be."""
 
     has_failed: bool = False
     """It ended in an exception, so its gradients are not whole."""
     has_changed: bool = False
     """Its model has other parameters than the plan."""
+    is_empty: bool = False
+    """It had no backward, and takes part with zeros that do not count in the mean."""
     batch_size: int = 0
     """How many samples its gradients come from; 0 if that is not known."""
+    num_backwards: int = 1
+    """From how many backwards its gradients come: the one that is reduced, and those before it that were not."""
+    comparison: int = 0
+    """A number that must be the same on all ranks. [Note: one number to compare]"""
+    inputs: int = 0
+    """A number for the inputs of its last forward; 0 if that is not known."""
+    gradients: int = 0
+    """A number for its gradients before they are reduced; 0 if that is not known."""
+    nonfinite: int = 0
+    """The number of the first parameter found to have a gradient that is not finite, from 1 on; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus:
-    """How the backwards of all ranks went."""
+    """How the backwards of all ranks went; what is of each rank is in rank order."""
 
     failed: tuple[int, ...]
     """The ranks whose backward ended in an exception."""
     changed: tuple[int, ...]
     """The ranks whose model has changed."""
-    batch_sizes: tuple[int, ...]
+    empty: tuple[int, ...] = ()
+    """The ranks that took part with zeros that do not count in the mean."""
+    batch_sizes: tuple[int, ...] = ()
     """Samples of each rank; 0 where it is not known."""
+    nums_backwards: tuple[int, ...] = ()
+    """From how many backwards each rank's gradients come."""
+    comparisons: tuple[int, ...] = ()
+    """What must be the same. [Note: one number to compare]"""
+    inputs: tuple[int, ...] = ()
+    """A number for each rank's inputs; 0 where it is not known."""
+    gradients: tuple[int, ...] = ()
+    """A number for each rank's gradients before they were reduced; 0 where it is not known."""
+    nonfinite: tuple[int, ...] = ()
+    """The number of a parameter whose gradient was not finite on each rank, from 1 on; 0 for none."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether what must be the same on all ranks is."""
+        return len(set(self.comparisons)) <= 1
 
     @property
     def uneven_batch_sizes(self) -> tuple[int, ...]:
@@ -54,25 +101,58 @@ def status_length(world_size: int) -> int:
 
 def write_status(status: RankStatus, rank: int, world_size: int) -> list[float]:
     """Return the numbers that `rank` adds."""
-    numbers = [0.0] * status_length(world_size)
-    start = _NUM_PER_RANK * rank
-    numbers[start] = float(_FAILED * status.has_failed + _CHANGED * status.has_changed)
-    rest = min(status.batch_size, _BASE**_NUM_DIGITS - 1)
-    for digit in range(1, _NUM_PER_RANK):
-        numbers[start + digit] = float(rest % _BASE)
-        rest //= _BASE
-    return numbers
+    flags = _FAILED * status.has_failed + _CHANGED * status.has_changed + _EMPTY * status.is_empty
+    own: list[float] = [float(flags)]
+    own += _digits(status.batch_size, 3)
+    own += _digits(status.num_backwards, 1)
+    own += _digits(status.comparison, 4)
+    own += _digits(status.inputs, 2)
+    own += _digits(status.gradients, 2)
+    own += _digits(status.nonfinite, 2)
+    return [*[0.0] * (_NUM_PER_RANK * rank), *own, *[0.0] * (_NUM_PER_RANK * (world_size - rank - 1))]
 
 
 def read_status(numbers: Sequence[float]) -> GroupStatus:
     """Return the status of all ranks, from the sums of their numbers."""
-    whole = [round(number) for number in numbers]
-    flags = whole[::_NUM_PER_RANK]
+    whole = list(map(round, numbers))
+    columns = [whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK)]
+    values: dict[str, tuple[int, ...]] = {}
+    first = 0
+    for name, num_digits in _NUM_DIGITS.items():
+        values[name] = _join(columns[first : first + num_digits])
+        first += num_digits
+    flags = values["flags"]
     return GroupStatus(
-        failed=tuple(rank for rank, flag in enumerate(flags) if flag & _FAILED),
-        changed=tuple(rank for rank, flag in enumerate(flags) if flag & _CHANGED),
-        batch_sizes=tuple(
-            sum(digit * _BASE**place for place, digit in enumerate(whole[start + 1 : start + _NUM_PER_RANK]))
-            for start in range(0, len(whole), _NUM_PER_RANK)
-        ),
+        failed=_ranks_with(flags, _FAILED),
+        changed=_ranks_with(flags, _CHANGED),
+        empty=_ranks_with(flags, _EMPTY),
+        batch_sizes=values["batch_size"],
+        nums_backwards=values["num_backwards"],
+        comparisons=values["comparison"],
+        inputs=values["inputs"],
+        gradients=values["gradients"],
+        nonfinite=values["nonfinite"],
     )
+
+
+def _digits(number: int, num_digits: int) -> list[float]:
+    rest = min(number, _BASE**num_digits - 1)
+    digits = []
+    for _ in range(num_digits):
+        digits.append(float(rest % _BASE))
+        rest //= _BASE
+    return digits
+
+
+def _join(digits: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return one number per rank, from the columns of its digits."""
+    first, *others = digits
+    if not any(map(any, others)):
+        return tuple(first)
+    return tuple(
+        sum(digit * _BASE**place for place, digit in enumerate(row)) for row in zip(first, *others, strict=True)
+    )
+
+
+def _ranks_with(flags: Sequence[int], flag: int) -> tuple[int, ...]:
+    return tuple(rank for rank, value in enumerate(flags) if value & flag) if any(flags) else ()

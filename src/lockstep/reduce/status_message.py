@@ -1,10 +1,10 @@
 """How the status of the ranks travels: with the gradients, or from host to host.
 
 [Note: two planes] To read what a device holds is to wait for the device. So where gradients lie on an asynchronous one,
-what only hosts know (a failed backward, a changed model, batch sizes) travels over the group's CPU backend: it is sent
-when the backward has been launched and read at its end, which waits for hosts and never for the device. Where the
+what only hosts know (a failed backward, a changed model, batch sizes, used parameters) is sent over the group's CPU
+backend when the backward and the messages were launched. Reading it waits for hosts and never for the device. Where the
 gradients lie on the CPU it costs no message: it is a trailer of the last bucket. Either way a failure in a backward is
-an error of that same backward on every rank, before anybody can step an optimizer.
+an error of that same backward on every rank, before any rank can step an optimizer.
 """
 
 from collections.abc import Sequence
@@ -16,40 +16,62 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import calls_for
+from lockstep.reduce.streams import make_streams
 from lockstep.torch_private import device_types
 
 
 class StatusChannel(Protocol):
     """Carries the numbers of one status per reduction; those of all ranks are added up."""
 
-    def post(self, numbers: Sequence[float]) -> None:
-        """Send this rank's numbers, or put them where they are sent from (collective)."""
+    @property
+    def is_message(self) -> bool:
+        """Whether it sends a message of its own; else the numbers are a part of the last message."""
 
-    def receive(self) -> list[float]:
-        """Return the sums over the ranks; called when all messages of the reduction have been waited for."""
+    def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:
+        """Send this rank's numbers, or put them where they are sent from (collective).
+
+        Args:
+            numbers: The status.
+            further: What only a message of its own carries.
+        """
+
+    def receive(self) -> tuple[list[float], list[float]]:
+        """Return the sums over the ranks of both; the second is empty where there is no message of its own.
+
+        Where the status is a part of the last message, that must have been waited for.
+        """
 
 
 @final
 class StatusTrailer:
     """The end of the last message.
 
-    Where the message lies on an asynchronous device, reading waits for it: that is so only for a group without a
-    backend for the CPU, which has no other way to tell hosts anything.
+    Where the message lies on an asynchronous device, reading waits for the device. That happens only with a group that
+    has no backend for the CPU.
 
     Args:
         place: That part of the message.
     """
 
+    is_message = False
+
     def __init__(self, place: Tensor) -> None:
         self._place = place
+        # Pinned, so that the copy does not wait for the device. Made once: pinned memory is slow to allocate. It may be
+        # written again when the message was read, which is after the copy.
+        is_pinned = place.device.type != "cpu" and make_streams(place.device) is not None
+        self._numbers = torch.zeros(place.numel(), pin_memory=True) if is_pinned else torch.empty(0)
 
-    def post(self, numbers: Sequence[float]) -> None:
+    def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:  # noqa: ARG002 - no message of its own
         """Write the numbers into the message."""
-        self._place.copy_(torch.tensor(numbers, dtype=torch.float32))
+        values = torch.tensor(numbers, dtype=torch.float32)
+        if self._numbers.numel() == values.numel():
+            values = self._numbers.copy_(values)
+        self._place.copy_(values, non_blocking=True)
 
-    def receive(self) -> list[float]:
+    def receive(self) -> tuple[list[float], list[float]]:
         """Read them from the message."""
-        return read_numbers(self._place)
+        return read_numbers(self._place), []
 
 
 @final
@@ -61,23 +83,28 @@ class StatusOverHosts:
         purpose: Of what this is the status, in words.
     """
 
+    is_message = True
+
     def __init__(self, group: ProcessGroup, purpose: str) -> None:
         self._group = group
         self._purpose = purpose
+        self._length = 0
         self._numbers = torch.empty(0)
         self._work: dist.Work | None = None
 
-    def post(self, numbers: Sequence[float]) -> None:
+    def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:
         """Start to add up the numbers (collective)."""
-        self._numbers = torch.tensor(numbers, dtype=torch.float32)
+        self._length = len(numbers)
+        self._numbers = torch.tensor([*numbers, *further], dtype=torch.float32)
         with calls_for(f"the status of {self._purpose}"):
             self._work = dist.all_reduce(self._numbers, group=self._group, async_op=True)
 
-    def receive(self) -> list[float]:
+    def receive(self) -> tuple[list[float], list[float]]:
         """Wait for the other hosts."""
         if self._work is not None:
             self._work.wait()
-        return read_numbers(self._numbers)
+        found = read_numbers(self._numbers)
+        return found[: self._length], found[self._length :]
 
 
 def has_cpu_backend(group: ProcessGroup) -> bool:

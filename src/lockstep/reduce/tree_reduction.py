@@ -37,12 +37,14 @@ class TreeReduction:
 
     scale = 1.0
     is_one_at_a_time = False
+    runs_users_code = False
 
     def __init__(self, world: World, num_shards: int) -> None:
         self._world = world
         self._num_shards = num_shards
         self._ordered = OrderedReductions(world, num_shards)
         self._partials = Partials()
+        self._has_nothing = False
         self._nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
 
     def expect(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
@@ -54,11 +56,11 @@ class TreeReduction:
                 gradients to come.
         """
         self._partials, self._nodes = partials, nodes
+        self._has_nothing = False
 
     def expect_nothing(self) -> None:
         """Let this rank's part of what is still to be reduced be empty."""
-        self._partials = Partials()
-        self._partials.kept = [{} for _ in self._nodes[self._world.rank][1:]]
+        self._partials, self._has_nothing = Partials(), True
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
         """Start to add up a bucket (collective)."""
@@ -101,6 +103,12 @@ class TreeReduction:
 
     def _messages(self, bucket: Bucket) -> list[Tensor]:
         """Return what this rank holds of a bucket, in the order of its nodes."""
+        if self._has_nothing:
+            # The message, which is of zeros, in place of each, because there may be no memory for others. Not if it has
+            # the status, which would be added several times; the last bucket is a small one.
+            has_status = bucket.message.numel() > bucket.gradients.numel() + bucket.used_counts.numel()
+            others = torch.zeros_like(bucket.message) if has_status else bucket.message
+            return [*[others] * (len(self._nodes[self._world.rank]) - 1), bucket.message]
         return [*bucket.add(self._partials), bucket.message]
 
 

@@ -1,4 +1,4 @@
-"""Backwards of which a reducer sees nothing: without a refusal each rank would train alone, and nothing would say so.
+"""Backwards that run no hooks of a reducer: without a refusal each rank would train alone, without any error.
 
 torch's compiled autograd runs a graph of its own in place of the engine's: hooks on parameters and the engine's
 callbacks do not run. A backward of `torch.distributed.autograd` keeps gradients in its context, not in `.grad`.
@@ -25,7 +25,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def refuse_distributed_autograd() -> None:
-    """Raise in a context of `torch.distributed.autograd`; asked after a forward, alike on every rank (local).
+    """Raise in a context of `torch.distributed.autograd`; called after a forward, alike on every rank (local).
 
     Raises:
         ReductionError: This thread is in one.

@@ -1,4 +1,4 @@
-"""What a rank waits for in a reduction, and since when: asked by another thread when it takes long."""
+"""What a rank waits for in a reduction, and since when. Another thread reads it when it takes long."""
 
 import math
 import time
@@ -25,7 +25,7 @@ class Waits:
         self._since, self._what = time.monotonic(), what
 
     def turn_to(self, what: int | str) -> None:
-        """Say what this rank waits for now, if it waits."""
+        """Set what this rank waits for now, if it waits."""
         self._what = what
 
     def end(self) -> None:

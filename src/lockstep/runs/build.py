@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.data import ShardedLoader
+from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import can_be_called, check_scheduler
 from lockstep.engine.evaluation import MetricValues
@@ -177,7 +178,7 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
             shuffle=shuffle,
             num_workers=config.loader_workers,
             persistent_workers=config.loader_workers > 0,  # the data set does not change between epochs
-            pin_memory=device.type == "cuda",
+            pin_memory=is_asynchronous(device),
         )
     except (TypeError, ValueError) as error:
         name = "train" if shuffle else "test"

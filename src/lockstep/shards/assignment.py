@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+from lockstep.errors import counted
+
 
 def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
     """Split `range(total)` into contiguous parts whose lengths differ by at most one; the longer parts come first.
@@ -31,7 +33,9 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
         ValueError: The rank is not below `world_size`, or there are more workers than shards.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"Rank {rank} is outside a world of {world_size} workers. Expected 0 to {world_size - 1}.")
+        raise ValueError(
+            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}. Expected 0 to {world_size - 1}."
+        )
     if world_size > num_shards:
         raise ValueError(
             f"{world_size} workers cannot share {num_shards} shards: some would have nothing to do. "

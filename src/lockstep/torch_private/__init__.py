@@ -1,9 +1,9 @@
 """Names that torch does not promise to keep, each under a name of ours: nothing else in the package uses one.
 
-"Private" is a name with a leading underscore, of a module, a class or an object of torch, and what we know of torch by
-looking: how a reference count behaves, in which order graph tasks are numbered. Each entry says what it is for and what
-we rely on. `tests/unit/torch_private` has a contract test for each, which checks that it *behaves* so, and says which
-feature breaks if it does not. With a new torch, run these first.
+"Private" is a name with a leading underscore, of a module, a class or an object of torch, and what we rely on by
+observation: how a reference count behaves, in which order graph tasks are numbered. Each entry has its purpose and what
+we rely on. `tests/unit/torch_private` has a contract test for each, which checks that it *behaves* so, and names the
+feature that breaks if it does not. With a new torch, run these first.
 
 The tests pass with torch 2.11, 2.12, 2.13 and 2.15. Names are bound when this is imported, so a call costs
 what it costs in torch. `torch._foreach_*` are here too: torch's documentation lists only some of them, as beta.
@@ -24,12 +24,14 @@ from lockstep.torch_private.autograd import (
     NO_GRAPH_TASK,
     current_graph_task_id,
     is_in_distributed_autograd,
+    is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
 )
 from lockstep.torch_private.compiler import (
     disable_compiler,
     forget_compiled_call,
+    has_cuda_graphs_of_compiler,
     is_compiled_autograd_on,
     is_compiled_function,
     is_compiled_module,
@@ -41,13 +43,19 @@ from lockstep.torch_private.compiler import (
 )
 from lockstep.torch_private.groups import (
     AnyFuture,
+    GroupRequest,
+    abort_device_backends,
     backend_of,
+    count_calls,
     default_group,
     default_timeout,
     device_types,
     gloo_num_threads,
     gloo_options,
+    intercept_group_making,
+    intercept_timeouts,
     list_groups,
+    make_backend,
     register_backend,
     root_mesh,
     set_default_backend,
@@ -74,6 +82,8 @@ from lockstep.torch_private.modules import (
     former_parameters_of,
     forward_pre_hooks,
     has_forward_or_backward_hooks,
+    has_step_on_device,
+    has_torchs_comm_hook,
     ignored_names,
     localize_tensor_parallel,
     make_replica_shell,
@@ -84,6 +94,8 @@ from lockstep.torch_private.modules import (
     separate_registries,
     set_precision_attributes,
     set_state_dict_versions,
+    step_unless,
+    stop_torchs_reducer,
     warn_of_unequal_devices,
 )
 from lockstep.torch_private.values import (
@@ -99,10 +111,13 @@ __all__ = [
     "REFERENCES_OF_ONE_HOLDER",
     "AnyBatchNorm",
     "AnyFuture",
+    "GroupRequest",
     "TorchDispatchMode",
+    "abort_device_backends",
     "backend_of",
     "buffer_registry",
     "check_comm_hook",
+    "count_calls",
     "count_storage_users",
     "current_graph_task_id",
     "default_device_of_thread",
@@ -121,15 +136,22 @@ __all__ = [
     "forward_pre_hooks",
     "gloo_num_threads",
     "gloo_options",
+    "has_cuda_graphs_of_compiler",
     "has_forward_or_backward_hooks",
+    "has_step_on_device",
+    "has_torchs_comm_hook",
     "ignored_names",
+    "intercept_group_making",
+    "intercept_timeouts",
     "is_compiled_autograd_on",
     "is_compiled_function",
     "is_compiled_module",
     "is_in_distributed_autograd",
     "is_inductor_deterministic",
+    "is_inside_func_grad",
     "list_groups",
     "localize_tensor_parallel",
+    "make_backend",
     "make_replica_shell",
     "mark_uncompiled",
     "module_registry",
@@ -149,6 +171,8 @@ __all__ = [
     "set_state_dict_versions",
     "set_timeout",
     "skip_frames",
+    "step_unless",
+    "stop_torchs_reducer",
     "storage_address",
     "storage_use_count",
     "store_of",

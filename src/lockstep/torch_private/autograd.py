@@ -32,7 +32,7 @@ NO_GRAPH_TASK: Final = -1
 post_accumulate_grad_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `register_post_accumulate_grad_hook`, by number, in the order in which they run; None or empty without.
 
-For: running after everybody else's hooks, and not adding several shards into a gradient that somebody looks at.
+For: running after all other hooks, and not adding several shards into a gradient that a hook of the user's reads.
 """
 
 
@@ -55,3 +55,11 @@ def is_in_distributed_autograd() -> bool:
 def _is_rpc_running() -> bool:
     rpc: Any = sys.modules.get("torch.distributed.rpc")  # which is there from the first import of torch.distributed
     return rpc is not None and rpc._is_current_rpc_agent_set()
+
+
+is_inside_func_grad: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
+"""Whether a tensor was computed within `torch.func.grad` or another of its kind, which differentiates it.
+
+Its gradients are returned, not accumulated, and the engine runs no hooks of the parameters. For: a warning of gradients
+that are not averaged.
+"""

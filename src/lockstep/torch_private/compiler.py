@@ -83,3 +83,17 @@ def set_inductor_deterministic(deterministic: bool) -> None:
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None:
         config.deterministic = deterministic
+
+
+def has_cuda_graphs_of_compiler() -> bool:
+    """Return whether the compiler has made CUDA graphs for this thread, as `mode="reduce-overhead"` has it do.
+
+    The compiler keeps a manager of graphs per device as long as a compiled function with graphs lives. A tensor alone
+    does not show whether it lies in the memory of a graph: the run that is recorded returns ordinary tensors. For:
+    gradients that the next run of a graph would overwrite.
+    """
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")  # not there before the first graph
+    if trees is None:
+        return False
+    containers = trees.get_obj(trees.local, "tree_manager_containers")
+    return any(container.tree_manager is not None for container in containers.values())

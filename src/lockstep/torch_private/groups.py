@@ -1,11 +1,14 @@
 """Process groups: which there are, their stores and backends, and options of backends."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Backend, ProcessGroup, Store, distributed_c10d
+from torch.distributed import Backend, BackendConfig, GroupMember, ProcessGroup, Store, distributed_c10d
 
 AnyFuture: type = torch._C.Future
 """The class of every future, `torch.futures.Future` and what `then` of a future from C++ returns alike."""
@@ -36,6 +39,72 @@ def default_group() -> ProcessGroup:
         ValueError: There is none.
     """
     return distributed_c10d._get_default_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """What torch is asked to make, by `init_process_group` or `new_group`."""
+
+    ranks: Sequence[int]
+    """The ranks of the default group that are in it; empty for the default group itself."""
+    backend: str
+    """The backend, as torch names it."""
+    name: str
+    """The name that torch gives it: a number, which counts the groups of this process, unless only its members call."""
+    make: Callable[..., Any]
+    """Makes it, without arguments as asked. With a backend and its options: of that one, under the name that was asked
+    for. Returns what torch's function returns."""
+
+
+def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
+    """Call `intercept` wherever torch makes a group; it returns what `make` of the request returns.
+
+    For: comparing that all ranks make the same group, and groups that compare calls, which go by their backend's name.
+    """
+    original = distributed_c10d._new_process_group_helper
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make_group(*arguments: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*arguments, **keywords)
+        asked = bound.arguments["backend"]
+
+        def make(backend: str | None = None, options: Any = None) -> Any:
+            if backend is None:
+                return original(*arguments, **keywords)
+            bound.arguments.update(backend=Backend(backend), backend_options=options)
+            made, store = original(*bound.args, **bound.kwargs)
+            if isinstance(made, ProcessGroup):
+                distributed_c10d._world.pg_map[made] = (asked, store)
+                distributed_c10d._world.pg_backend_config[made] = str(BackendConfig(Backend(asked)))
+            return made, store
+
+        return intercept(
+            GroupRequest(
+                ranks=tuple(bound.arguments["global_ranks_in_group"]),
+                backend=str(asked),
+                name=str(bound.arguments["group_name"]),
+                make=make,
+            )
+        )
+
+    distributed_c10d._new_process_group_helper = make_group
+
+
+def intercept_timeouts(set_timeout: Callable[[ProcessGroup, timedelta], bool]) -> None:
+    """Call `set_timeout` where the timeout of a group is changed; torch changes it if that returns False.
+
+    For: groups written in Python, whose timeouts torch's function does not change.
+    """
+    original = distributed_c10d._set_pg_timeout
+
+    @functools.wraps(original)
+    def set_pg_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+        target = GroupMember.WORLD if group is None else group
+        if not (isinstance(target, ProcessGroup) and set_timeout(target, timeout)):
+            original(timeout, group)
+
+    distributed_c10d._set_pg_timeout = set_pg_timeout
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -88,6 +157,29 @@ def gloo_num_threads() -> int:
     return num_threads
 
 
+def make_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a backend for accelerators, by its name in torch (collective, with some backends).
+
+    For: groups written in Python that have one within: torch makes none for those.
+
+    Raises:
+        RuntimeError: This torch lacks it, or there is no device for it.
+    """
+    maker: Any = getattr(distributed_c10d, f"ProcessGroup{name.upper()}", None)
+    if maker is not None:
+        options = maker.Options()
+        set_timeout(options, timeout)
+        return maker(store, rank, size, options)
+    plugin = Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise RuntimeError(f"This torch has no backend {name!r}.")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    request = distributed_c10d._DistributedBackendOptions()
+    request.store, request.group_rank, request.group_size, request.timeout = store, rank, size, timeout
+    return plugin.creator_fn(request, None)
+
+
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set how long the calls of a backend with these options wait."""
     options._timeout = timeout
@@ -96,3 +188,27 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 def root_mesh(mesh: Any) -> Any:
     """Return the device mesh that a mesh was cut from; a mesh that was not, itself."""
     return mesh._get_root_mesh()
+
+
+def count_calls(group: ProcessGroup | None) -> int:
+    """Return how many collectives this process has made on a group; -1 for a group that does not count them.
+
+    For: whether a communication hook that raised an error had made its call.
+    """
+    if group is None:
+        return -1
+    counted: Any = group  # the method is not in torch's stub
+    try:
+        return int(counted._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def abort_device_backends(group: ProcessGroup) -> None:
+    """End the collectives of a group that devices are in, on this process; that of the CPU is left alone (local).
+
+    For: a rank that cannot send what the others' devices wait for. Backends that cannot be aborted have none such.
+    """
+    for device in device_types(group):
+        if device.type != "cpu":
+            group._get_backend(device).abort()

@@ -10,15 +10,15 @@ from torch import Tensor, UntypedStorage
 storage_address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 """The address of torch's StorageImpl, the argument of `storage_use_count`; equal for all tensors that share memory.
 
-Unlike `data_ptr()` it tells two storages apart that are both empty, and stays the same when the storage is resized.
+Unlike `data_ptr()` it differs for two storages that are both empty, and stays the same when the storage is resized.
 """
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and storage objects hold the StorageImpl at an address.
 
 Each tensor counts once, and so do a view, a detached tensor, an array made by `numpy()`, and the storage object, of
-which there is one at a time however often it is asked for. For: seeing whether anybody still looks at memory that is
-about to be written (the buckets' held gradients, replicas' kept memory) and whether two gradients share memory.
+which there is one at a time. For: finding out whether anything else refers to memory that is about to be written (the
+buckets' held gradients, replicas' kept memory) and whether two gradients share memory.
 """
 
 

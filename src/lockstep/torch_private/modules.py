@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel.data_parallel import _check_balance
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 __all__ = [
     "AnyBatchNorm",
@@ -22,6 +23,7 @@ __all__ = [
     "former_parameters_of",
     "forward_pre_hooks",
     "has_forward_or_backward_hooks",
+    "has_step_on_device",
     "ignored_names",
     "localize_tensor_parallel",
     "make_replica_shell",
@@ -32,6 +34,7 @@ __all__ = [
     "separate_registries",
     "set_precision_attributes",
     "set_state_dict_versions",
+    "step_unless",
     "warn_of_unequal_devices",
 ]
 
@@ -142,8 +145,45 @@ def check_comm_hook(wrapper: parallel.DistributedDataParallel, hook: Callable[..
     _check_comm_hook(wrapper, hook)
 
 
+def has_torchs_comm_hook(wrapper: parallel.DistributedDataParallel) -> bool:
+    """Return whether a communication hook was registered on an object of torch's wrapper."""
+    return len(wrapper._comm_hooks) > 0
+
+
+def stop_torchs_reducer(wrapper: parallel.DistributedDataParallel) -> None:
+    """Remove the hooks of the C++ reducer of torch's wrapper from the parameters, so that it reduces no more."""
+    wrapper._remove_autograd_hooks()
+
+
 def localize_tensor_parallel(module: nn.Module) -> None:
     """Make a tensor-parallel module's parameters local between forwards and sharded within, as torch's DDP does."""
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     _pre_dp_module_transform(module)
+
+
+def has_step_on_device(optimizer: Optimizer) -> bool:
+    """Return whether `step_unless` works: one of torch's own classes with `fused=True`, without hooks after its step.
+
+    `_step_supports_amp_scaling` is how `GradScaler` finds it out. A class that is derived from torch's may write
+    something else in its step, and a hook may: these are not left out.
+    """
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not (optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+    )
+
+
+def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
+    """Make a step that is left out on the device where `is_bad`, a tensor of one truth value there, is true.
+
+    As `GradScaler.step` does with torch's fused optimizers, which read these two attributes.
+    """
+    fused: Any = optimizer
+    fused.grad_scale, fused.found_inf = None, is_bad.float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf

@@ -1,4 +1,4 @@
-"""What a command says and how it ends when something fails."""
+"""What a command prints, and its exit code, when something fails."""
 
 import pytest
 import typer

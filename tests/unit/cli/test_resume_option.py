@@ -32,12 +32,12 @@ from lockstep.cli.resume_option import ResumingCommand, give_value
         ("c.yaml --resume step-00000012.ckpt", "step-00000012.ckpt"),
     ],
 )
-def test_a_path_is_told_from_other_arguments(given: str, resumed: str) -> None:
+def test_a_path_is_distinguished_from_other_arguments(given: str, resumed: str) -> None:
     parsed: dict[str, Any] = {}
 
     def command(
         config: str,
-        overrides: list[str] = typer.Argument(None),  # noqa: B008 - how typer says it
+        overrides: list[str] = typer.Argument(None),  # noqa: B008 - the form that typer needs
         resume: str = typer.Option(None, "--resume"),
         allow: list[str] = typer.Option(None),  # noqa: B008 - likewise
         force: bool = typer.Option(False, "--force"),

@@ -83,8 +83,27 @@ def test_arguments_may_be_given_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "keywords", "said"),
-    [((TWO,), {}, r"missing arguments \['input'\]"), ((TWO, ONE), {"root": 1}, r"unknown arguments \['root'\]")],
+    [
+        ((TWO,), {}, r"missing arguments \['input'\]"),
+        ((TWO, ONE), {"root": 1}, r"unknown arguments \['root'\]"),
+        # These were accepted, and had no effect.
+        ((TWO, ONE, "max"), {}, r"got \['max'\] after output, input, expected one options object"),
+        ((TWO, ONE, dist.ReduceScatterOptions(), 1), {}, "expected one options object"),
+        ((TWO, ONE, 1, None, None, None), {}, "expected one options object"),
+    ],
 )
 def test_arguments_that_no_such_method_has_are_refused(arguments: Any, keywords: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         BY_NAME["all_gather_into_tensor"].read(arguments, keywords)
+
+
+def test_an_argument_that_is_none_keeps_its_place() -> None:
+    # The options came where the sizes belong.
+    options: Any = dist.AllToAllOptions()
+    call = BY_NAME["all_to_all_single"].read(
+        (ONE, TWO), {"output_split_sizes": None, "input_split_sizes": None, "opts": options}
+    )
+    assert [*call.arguments[2:]] == [None, None, options]
+    assert BY_NAME["broadcast"].read(([ONE], 1, None), {}).options == [1]
+    timeout = datetime.timedelta(seconds=1)
+    assert [*BY_NAME["all_reduce"].read(([ONE], None, timeout), {}).arguments[1:]] == [None, timeout]

@@ -1,9 +1,14 @@
 """Data sets of one length are told apart, where tensors hold them."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lockstep.data.contents import content_number
+from lockstep.data.contents import content_number, slice_number
 
 
 def numbers(start: int, length: int = 500) -> TensorDataset:
@@ -30,3 +35,42 @@ def test_of_other_data_sets_nothing_is_said() -> None:
     assert content_number(Refusing()) == 0
     assert content_number(ConcatDataset([numbers(0), Subset(numbers(0), [])])) != 0
     assert content_number(Subset(Refusing(), [1, 2])) == 0
+
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([2, 1])),
+        (IMAGES, -IMAGES),
+        (IMAGES, IMAGES.half()),
+        (IMAGES + 0j, 2 * IMAGES + 0j),
+        (np.array([1, 2]), np.array([2, 1])),
+        (np.float32(1), np.float32(2)),
+        ([1, 2], [2, 1]),
+        ("a text", "another"),
+        ({"ids": [1], "label": 2}, {"ids": [2], "label": 1}),
+        (SimpleNamespace(x=torch.ones(2), y=[1]), SimpleNamespace(x=torch.ones(2), y=[2])),
+        (torch.tensor([True, False]), torch.tensor([False, True])),
+    ],
+)
+def test_different_slices_have_different_numbers(one: Any, other: Any) -> None:
+    assert slice_number((one, 0)) != slice_number((other, 0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGES, IMAGES * (1 + 1e-7)),  # hosts that round in another way
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
+        ("/scratch/job-1/cat.png", "/scratch/job-2/cat.png"),
+        (torch.zeros(0), torch.zeros(0)),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+        (np.array(["a", "b"]), np.array(["a", "b"])),
+        (object(), object()),
+    ],
+)
+def test_equal_slices_have_equal_numbers(one: Any, other: Any) -> None:
+    assert slice_number((one, 0)) == slice_number((other, 0)) != 0

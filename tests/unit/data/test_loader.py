@@ -80,6 +80,19 @@ def test_the_last_batch_is_smaller_and_says_so() -> None:
     assert len(loader()) == 3
 
 
+def test_drop_last_leaves_out_the_smaller_last_batch_of_an_epoch_and_not_of_an_evaluation() -> None:
+    dropping = loader(drop_last=True)
+    batches = list(dropping.epoch(0))
+    assert [batch.num_samples for batch in batches] == [8, 8]
+    assert {batch.num_steps for batch in batches} == {len(dropping)} == {2}
+    assert contents(batches).items() <= contents(list(loader().epoch(0))).items()
+    assert sum(batch.num_samples for batch in dropping.fixed_assignment_epoch()) == 23
+    assert dropping.source != loader().source
+    assert len(loader(drop_last=True, length=24)) == 3
+    with pytest.raises(ValueError, match="drop_last=True leaves out all of them"):
+        loader(drop_last=True, length=7)
+
+
 def test_a_last_batch_smaller_than_the_shards_leaves_slices_out() -> None:
     *_, last = loader(length=9).epoch(0)
     assert [part.shard for part in last.slices] == [0]

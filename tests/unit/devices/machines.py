@@ -1,4 +1,4 @@
-"""Machines that are not here: inventories by hand, and an NVML that plays what its manual says of real ones."""
+"""Machines that are not here: inventories by hand, and a fake NVML with the answers that its manual describes."""
 
 # ruff: noqa: N802 - the names are NVML's
 
@@ -99,8 +99,8 @@ class FakeNvml:
         self.num_open = 0
 
     def __getattr__(self, name: str) -> Any:
-        # A function that is not played here must not reach a real driver.
-        assert not name.startswith("nvml"), f"{name} is not played"
+        # A function that the fake lacks must not reach a real driver.
+        assert not name.startswith("nvml"), f"the fake has no {name}"
         return getattr(pynvml, name)
 
     def nvmlInit(self) -> None:

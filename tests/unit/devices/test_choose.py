@@ -1,4 +1,4 @@
-"""Requests against machines: what is taken, and what is said of it."""
+"""Requests for devices on several machines: what is taken, and the reason or error that is shown."""
 
 from dataclasses import replace
 from typing import Any
@@ -166,7 +166,7 @@ def test_auto_without_a_free_card_lists_them_all_and_does_not_go_to_the_cpu() ->
     assert lines[4].endswith('or use "cpu:2" to train on the CPU.')
 
 
-def test_too_few_free_cards_tell_how_many_there_are() -> None:
+def test_the_error_for_too_few_free_cards_counts_them() -> None:
     with pytest.raises(DeviceError, match="4 workers need 4 GPUs, but of 5 here 3 can be taken") as refused:
         choose_devices("auto:4", inventory=LAB)
     assert "GPU 1 (NVIDIA GeForce RTX 3090) is free" in str(refused.value)
@@ -256,7 +256,7 @@ def test_who_makes_a_card_busy(card: Any, said: str) -> None:
         (replace(ALICE, command="python " + "x" * 80), "python " + "x" * 50 + "..., since"),
     ],
 )
-def test_holders_are_told_as_far_as_they_are_known(holder: Any, said: str) -> None:
+def test_holders_are_described_as_far_as_they_are_known(holder: Any, said: str) -> None:
     assert said in find_occupants(held(0, holder), LAB)
 
 
@@ -312,6 +312,50 @@ def test_mig_instances_are_cards_of_their_own() -> None:
         choose_devices([0], inventory=SPLIT)
 
 
+NEW_NCCL = replace(SPLIT, nccl_version=(2, 30, 1))
+
+
+def test_one_worker_is_no_workers() -> None:
+    # "1 workers need 1 GPUs"
+    with pytest.raises(DeviceError, match="1 worker needs 1 GPU, but of 1 here none can be taken"):
+        choose_devices("auto:1", inventory=machine(held(0)))
+    with pytest.raises(DeviceError, match="device_ids names 1 GPU, but workers is 2"):
+        choose_devices([0], workers=2, inventory=FOUR)
+
+
+def test_auto_takes_one_instance_of_each_card() -> None:
+    # It took two of one card, which NCCL refuses in the first collective.
+    assert taken(choose_devices("auto:2", inventory=SPLIT), SPLIT) == ["0:0", 1]
+    placement = choose_devices("auto", inventory=SPLIT)
+    assert taken(placement, SPLIT) == ["0:0", 1]
+    assert "GPU 0:1 is on the card of GPU 0:0, and NCCL before 2.30 does not join" in placement.reason
+    assert taken(choose_devices("auto:1", inventory=SPLIT), SPLIT) == [1]
+    with pytest.raises(DeviceError, match=r"of 3 here 2 can be taken:\n(.*\n)*  GPU 0:1 .* is on the card of GPU 0:0"):
+        choose_devices("auto:3", inventory=SPLIT)
+    assert taken(choose_devices("auto:3", inventory=NEW_NCCL), SPLIT) == ["0:0", "0:1", 1]
+
+
+def test_the_free_instance_of_a_card_is_taken() -> None:
+    busy = replace(instance(0, 0), holders=(ALICE,))
+    inventory = machine(busy, instance(0, 1), instance(1, 0))
+    assert taken(choose_devices("auto:2", inventory=inventory), inventory) == ["0:1", "1:0"]
+
+
+def test_named_instances_of_one_card_are_refused_for_several_workers() -> None:
+    with pytest.raises(DeviceError, match=r"asks for GPU 0:1, which is on the card of GPU 0:0, and NCCL before 2[.]30"):
+        choose_devices(["0:0", "0:1"], inventory=SPLIT)
+    assert taken(choose_devices(["0:0", "0:1"], inventory=SPLIT, force=True), SPLIT) == ["0:0", "0:1"]
+    assert taken(choose_devices(["0:0", "0:1"], inventory=NEW_NCCL), SPLIT) == ["0:0", "0:1"]
+
+
+@pytest.mark.parametrize(("free", "is_taken"), [(20.5, True), (13, True), (11, False)])
+def test_the_desktop_of_windows_does_not_make_the_only_card_busy(free: float, *, is_taken: bool) -> None:
+    # Its processes cannot be seen under WSL, and `auto` refused the card.
+    card = gpu(0, free=free)
+    assert bool(find_occupants(card, machine(card))) is True
+    assert bool(find_occupants(card, machine(card, is_wsl=True))) is not is_taken
+
+
 def test_cards_of_one_kind_need_no_hint() -> None:
     # The driver keeps a little of each card for itself, not always the same.
     assert choose_devices("auto", inventory=machine(gpu(0), gpu(1, total=23.99))).hint == ""
@@ -332,7 +376,7 @@ def test_cards_without_known_memory_are_taken_unless_memory_is_asked_for() -> No
 def test_a_request_is_resized() -> None:
     for text, expected in (("auto:3>=20GiB", "auto:2>=20GiB"), ("cpu", "cpu:2"), ("0,3,1", "0,3")):
         assert resized(parse_request(text), 2) == parse_request(expected)
-    with pytest.raises(DeviceError, match=r"names 1 devices, too few for 2 workers[.]"):
+    with pytest.raises(DeviceError, match=r"names 1 device, too few for 2 workers[.]"):
         resized(parse_request([0]), 2)
 
 

@@ -2,22 +2,34 @@
 
 import os
 import pwd
+from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pynvml
 import pytest
 import torch
-from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, refusal
+from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, machine, refusal
 
 from lockstep.devices import Inventory, take_inventory
+from lockstep.devices.choose import find_occupants
 from lockstep.devices.holders import look_up_holder
+from lockstep.devices.own_memory import measure_own_memory
 from lockstep.settings import VisibleDevices
 
 NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)
 LOST = refusal(pynvml.NVML_ERROR_GPU_IS_LOST)
 GONE = 2**22 + 1  # above the kernel's largest pid
+
+
+@pytest.fixture(autouse=True)
+def _opened_gpu(tmp_path: Path) -> Iterator[None]:
+    """Let this process have opened a GPU, as holders have: in a container only such a process is one."""
+    with (tmp_path / "libcuda.so.1").open("w"):
+        yield
 
 
 def look_at(*cards: Card, variable: str | None = None, order: str | None = None, **options: Any) -> Inventory:
@@ -27,6 +39,7 @@ def look_at(*cards: Card, variable: str | None = None, order: str | None = None,
         VisibleDevices(devices=variable, order=order),
         options.get("ask", lambda: pytest.fail("the driver was asked")),
         options.get("torch_problem", ""),
+        options.get("measure_own", dict),
     )
     assert nvml.num_open == 0, "NVML was not closed"
     return inventory
@@ -54,7 +67,7 @@ def test_a_card_is_described() -> None:
     assert 0 < inventory.memory_available_bytes <= inventory.memory_total_bytes
 
 
-def test_holders_are_found_and_who_only_draws_is_told_apart() -> None:
+def test_holders_that_only_draw_are_marked() -> None:
     both, compute, desktop = os.getpid(), GONE, GONE + 1
     [gpu] = look_at(Card(computing={both: GIB, compute: None}, drawing={both: GIB, desktop: 5})).gpus
     found = {holder.pid: holder for holder in gpu.holders}
@@ -63,13 +76,52 @@ def test_holders_are_found_and_who_only_draws_is_told_apart() -> None:
     assert [found[pid].is_self for pid in (both, compute, desktop)] == [True, False, False]
 
 
+OWN = {"0a0a0a0a" + "0" * 24: 6 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("computing", "expected"),
+    [
+        ({}, {os.getpid(): True}),  # the driver lists no process of another namespace
+        ({GONE: 7 * GIB}, {GONE: True}),  # by its id in the host's namespace
+        ({GONE: None}, {GONE: True}),
+        ({GONE: GIB, GONE + 1: 7 * GIB}, {GONE: False, GONE + 1: True}),
+        ({os.getpid(): 7 * GIB}, {os.getpid(): True}),
+    ],
+)
+def test_the_memory_of_this_process_is_not_that_of_another(
+    computing: dict[int, int | None], expected: dict[int, bool]
+) -> None:
+    # In a container the driver's process ids are the host's: a notebook's own model made its only card busy.
+    [gpu] = look_at(Card(computing=computing, memory=(24 * GIB, 17 * GIB)), measure_own=lambda: OWN).gpus
+    assert {holder.pid: holder.is_self for holder in gpu.holders} == expected
+    is_free = find_occupants(gpu, machine(gpu)) == ""
+    assert is_free == all(expected.values())
+
+
+def test_a_card_that_this_process_does_not_use_is_held_by_others() -> None:
+    [gpu] = look_at(Card(computing={GONE: GIB}), measure_own=lambda: {"bb" + "0" * 30: GIB}).gpus
+    assert [holder.is_self for holder in gpu.holders] == [False]
+
+
+def test_own_memory_is_measured_by_torch_if_it_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure_own_memory() == {}
+    uuid = "0A0A0A0A-0000-0000-0000-000000000000"  # as torch shows it
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: index * 9 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: index * 6 * GIB)
+    assert measure_own_memory() == OWN
+
+
 def test_an_old_driver_lists_processes_by_its_own_function() -> None:
     [gpu] = look_at(Card(computing={GONE: 1}, drawing={GONE + 1: 1}), is_old=True).gpus
     assert {holder.pid for holder in gpu.holders} == {GONE, GONE + 1}
 
 
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION])
-def test_what_a_card_does_not_tell_is_unknown(error: Exception) -> None:
+def test_what_a_card_does_not_report_is_unknown(error: Exception) -> None:
     [gpu] = look_at(
         Card(uuid=error, name=error, memory=error, load=error, computing=error, drawing=error, compute_mode=error)
     ).gpus
@@ -80,7 +132,7 @@ def test_what_a_card_does_not_tell_is_unknown(error: Exception) -> None:
 @pytest.mark.parametrize("broken", [{"lost": LOST}, {"memory": LOST}, {"computing": LOST}])
 def test_a_lost_card_keeps_its_place(broken: dict[str, Exception]) -> None:
     first, second = look_at(Card(**broken), card(1)).gpus
-    assert (first.index, first.problem) == (0, "the driver says 'GPU is lost'")
+    assert (first.index, first.problem) == (0, "the driver reports 'GPU is lost'")
     assert (second.index, second.problem) == (1, "")
 
 
@@ -163,7 +215,7 @@ def test_a_process_that_is_not_here_is_unknown() -> None:
     assert (holder.pid, holder.user, holder.command, holder.since, holder.memory_bytes) == (GONE, None, None, None, 7)
 
 
-def test_what_a_process_does_not_tell_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_cannot_be_read_of_a_process_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: psutil.Process) -> list[str]:
         raise psutil.AccessDenied(process.pid)
 

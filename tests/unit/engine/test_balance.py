@@ -27,7 +27,7 @@ def run(rank: int, seconds: Any, num_workers: int = 0, num_epochs: int = 1) -> l
     for epoch in range(num_epochs):
         for batch in data.epoch(epoch):
             found.append(batch)
-            balancer.note(batch, seconds(len(found)), batch.assignment.asked)
+            balancer.note(batch, seconds(len(found)), batch.assignment.last_requested)
     return found
 
 
@@ -70,10 +70,10 @@ def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
             for rank, ahead in enumerate(num_ahead):
                 waiting[rank] += islice(loaders[rank], ahead - len(waiting[rank]))
             batches = [waiting[rank].pop(0) for rank in range(2)]
-            asked = max(batch.assignment.asked for batch in batches)
+            last_requested = max(batch.assignment.last_requested for batch in batches)
             for rank, batch in enumerate(batches):
                 found[rank].append(batch)
-                balancers[rank].note(batch, (0.1, 0.3), asked)
+                balancers[rank].note(batch, (0.1, 0.3), last_requested)
         return found
 
     first, second = taken((4, 1))
@@ -90,7 +90,7 @@ def test_who_asks_in_another_thread_waits_for_the_decision() -> None:
         asking.start()
         asking.join(0.05)
         assert not answers
-        assignment.change([range(6), range(6, 8)], after=Cursor(), asked=Cursor())
+        assignment.change([range(6), range(6, 8)], after=Cursor(), last_requested=Cursor())
     asking.join()
     assert answers == [(range(6), range(6, 8))]
 

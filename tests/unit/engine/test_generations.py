@@ -132,7 +132,7 @@ def test_a_reduction_that_fails_changes_nothing_and_the_step_can_be_taken_with_t
         if world.rank == 1:
             faults.in_the_loss(2)(run)
             gradients: Any = run.trainer.engine._gradients
-            gradients.fail = lambda _ranges: group.abort()  # as if killed
+            gradients.fail = lambda *_given: group.abort()  # as if killed
         with pytest.raises(RuntimeError, match=r"the loss function has failed|abort"):
             run.trainer.step(batches[1])
         if world.rank == 1:

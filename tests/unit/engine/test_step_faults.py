@@ -143,6 +143,7 @@ def test_a_scaler_forgets_a_step_whose_optimizer_has_failed() -> None:
     assert digest == run_ranks(1, lambda _world: run_with_scaler(fails=False))[0][2]
 
 
+@pytest.mark.filterwarnings("ignore:Steps have changed scheduler_fails")
 def test_a_scheduler_that_fails_in_a_skipped_step_changes_nothing() -> None:
     def program(_world: World) -> list[str]:
         run = Run(None, nonfinite="skip")

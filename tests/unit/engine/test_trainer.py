@@ -174,8 +174,8 @@ def test_half_precision_does_not_overflow_with_large_weights() -> None:
     net = nn.Linear(FEATURES, 1).half()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     training = Trainer(net, optimizer, loss=lambda m, b: m(b[0].half()).float().square().mean().half(), num_shards=1)
-    data_set = TensorDataset(torch.ones(100_001, FEATURES), torch.ones(100_001, 1))
-    training.step(next(ShardedLoader(data_set, batch_size=100_001, num_shards=1).epoch(0)))
+    data_set = TensorDataset(torch.ones(66_001, FEATURES), torch.ones(66_001, 1))
+    training.step(next(ShardedLoader(data_set, batch_size=66_001, num_shards=1).epoch(0)))
     assert all(parameter.isfinite().all() for parameter in net.parameters())
 
 

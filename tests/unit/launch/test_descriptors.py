@@ -1,4 +1,4 @@
-"""Whether there are descriptors enough, told before anything is started."""
+"""Too few file descriptors are an error before any process is started."""
 
 import resource
 

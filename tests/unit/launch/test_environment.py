@@ -1,4 +1,4 @@
-"""What a script's worker is told."""
+"""The environment of a script's worker."""
 
 import pytest
 
@@ -23,11 +23,11 @@ def settings(*, rank: int = 1, own_card_only: bool = False) -> TorchrunSettings:
     )
 
 
-def test_a_worker_is_told_what_torchrun_tells() -> None:
-    told = world_variables(settings())
-    assert (told["RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("1", "1", "3", "3")
-    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("127.0.0.1", "4321")
-    assert told["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+def test_a_worker_has_the_variables_of_torchrun() -> None:
+    found = world_variables(settings())
+    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("1", "1", "3", "3")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "4321")
+    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert world_variables(settings(own_card_only=True))["LOCAL_RANK"] == "0"
 
 

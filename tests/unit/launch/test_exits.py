@@ -29,7 +29,7 @@ def test_no_traceback_is_found_where_there_is_none() -> None:
     assert find_traceback("loading\nusage: x [-h]\nx: error: the following arguments are required: lr\n") == ""
 
 
-def test_an_end_is_told_with_code_or_signal() -> None:
+def test_an_end_is_described_with_code_or_signal() -> None:
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-11) == "killed by SIGSEGV"
     assert describe_exit(-9) == "killed by SIGKILL, by another process or by the kernel because memory ran out"
@@ -38,15 +38,15 @@ def test_an_end_is_told_with_code_or_signal() -> None:
     assert [exit_status(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
 
 
-def test_failures_are_told_the_first_in_full_and_the_others_in_a_line() -> None:
+def test_the_first_failure_is_described_in_full_and_the_others_in_a_line() -> None:
     first, *others = (
         WorkerFailure(rank=rank, reason=reason, traceback=traceback, error=None)
         for rank, reason, traceback in ((2, "one", "Trace\n"), (0, "one", "Other"), (1, "two\nlines", ""))
     )
     assert describe_failures([first]) == "Worker 2 failed first: one\n\nTraceback of worker 2:\nTrace"
-    told = describe_failures([first, *others])
-    assert "Failed in the same way: worker 0." in told
-    assert told.endswith("Failed after it, probably because of it: worker 1 (two).")
+    message = describe_failures([first, *others])
+    assert "Failed in the same way: worker 0." in message
+    assert message.endswith("Failed after it, probably because of it: worker 1 (two).")
 
 
 def test_scripts_that_end_with_one_exit_code_but_other_errors_did_not_fail_in_the_same_way() -> None:

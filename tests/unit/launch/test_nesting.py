@@ -16,7 +16,7 @@ WAITING = LaunchActivity(is_every_worker_waiting=True, processes=frozenset({1, 2
 
 
 def feed(*changes: dict[str, object]) -> list[bool]:
-    """What the watch says of a series of looks, in each of which one more connection was refused."""
+    """Return what the watch finds in a series of looks, in each of which one more connection was refused."""
     watch = NestingWatch()
     snapshots = [
         dataclasses.replace(WAITING, **{"num_refused": 5 + look, **change}) for look, change in enumerate(changes)
@@ -79,7 +79,7 @@ def test_a_look_at_real_processes(method: str, how: str, expected: bool, tmp_pat
         deadline = time.monotonic() + 20
         found = look_at([worker.pid])
         while expected and not found.is_every_worker_waiting and time.monotonic() < deadline:
-            found = look_at([worker.pid])  # it says that it is ready a moment before it sleeps
+            found = look_at([worker.pid])  # it writes that it is ready a moment before it sleeps
         num_children = len(psutil.Process(worker.pid).children(recursive=True))
         os.killpg(worker.pid, 9)
     assert found.is_every_worker_waiting is expected

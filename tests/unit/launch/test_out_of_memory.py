@@ -42,7 +42,7 @@ def test_a_system_without_counters_tells_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "expected"),
     [
         ((2, 7), (3, 8), "by the kernel's out-of-memory killer: the memory limit of this control group"),
         ((2, 7), (2, 8), "probably by the kernel's out-of-memory killer, which killed processes on this host"),
@@ -52,7 +52,7 @@ def test_a_system_without_counters_tells_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_the_killer_is_named(
-    before: tuple[int | None, int | None], after: tuple[int | None, int | None], told: str
+    before: tuple[int | None, int | None], after: tuple[int | None, int | None], expected: str
 ) -> None:
     readings = [OomKills(group=group, host=host) for group, host in (before, after)]
-    assert name_killer(*readings).startswith(told)
+    assert name_killer(*readings).startswith(expected)

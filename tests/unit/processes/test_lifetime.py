@@ -1,4 +1,4 @@
-"""What a process asks of the system about its end."""
+"""When a process ends: with its parent, and by whose signal."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.processes.lifetime import terminate_only_for
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells who has sent a signal")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux reports who has sent a signal")
 
 
 def send_as_another(pid: int, number: int) -> None:
@@ -30,7 +30,7 @@ def wait_until_taken(pid: int, number: int) -> None:
 
 
 def end_of_child(*sent: tuple[Callable[[int, int], None], int]) -> int:
-    """Return how a child ends that is sent these signals, and then told to leave."""
+    """Return how a child ends that is sent these signals, and whose input is closed then."""
     source, written = os.pipe()
     back, ready = os.pipe()
     child = os.fork()

@@ -99,7 +99,7 @@ def test_a_last_bucket_without_a_trailer_need_not_wait(options: dict[str, bool])
 
     sent, status = on_one_rank(program)
     assert sent == ["start 0", "start 1", "start 2 last"]
-    assert status == GroupStatus(failed=(), changed=(0,), batch_sizes=(9,))
+    assert (status.failed, status.changed, status.batch_sizes) == ((), (0,), (9,))
 
 
 def test_a_reduction_that_runs_alone_is_waited_for_before_the_next() -> None:
@@ -166,8 +166,8 @@ def test_the_status_of_all_ranks_is_read_on_each(over_hosts: bool) -> None:
         return found
 
     for first, second in run_ranks(3, program, poisons=True):
-        assert first == GroupStatus(failed=(0,), changed=(), batch_sizes=(0, 1, 2))
-        assert second == GroupStatus(failed=(1,), changed=(), batch_sizes=(1, 2, 3))
+        assert (first.failed, first.batch_sizes) == ((0,), (0, 1, 2))
+        assert (second.failed, second.batch_sizes) == ((1,), (1, 2, 3))
 
 
 def test_what_is_waited_for_is_said() -> None:

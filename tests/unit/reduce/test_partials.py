@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,3 +82,13 @@ def test_what_gradients_are_to_be_added_to_is_set_apart_the_top_first() -> None:
     assert stack.has(found[0])
     stack.clear()
     assert not stack.has(found[0])
+
+
+def test_outputs_of_the_compilers_cuda_graphs_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The next run of the graph overwrites them, with the gradients of the next shard.
+    monkeypatch.setattr("lockstep.reduce.partials.has_cuda_graphs_of_compiler", lambda: True)
+    parameter = nn.Parameter(torch.ones(3))
+    output_of_graph = parameter.grad = torch.full((3,), 2.0)
+    taken = take_gradients([parameter])
+    output_of_graph.fill_(9.0)
+    assert taken[parameter].tolist() == [2.0] * 3

@@ -115,6 +115,10 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "nonzero": lambda tensor: tensor.nonzero(),
     "mask": lambda tensor: tensor[tensor > 0],
     "equal": lambda tensor: torch.equal(tensor, tensor),
+    "pageable": lambda tensor: torch.ones(2).to(tensor.device, non_blocking=True),
+    "blocking": lambda tensor: torch.ones(2).pin_memory().to(tensor.device),
+    "new": lambda tensor: torch.tensor([1.0], device=tensor.device),
+    "new_tensor": lambda tensor: tensor.new_tensor([1.0]),
     "synchronize": lambda tensor: torch.accelerator.synchronize(),
 }
 
@@ -130,12 +134,29 @@ def test_waiting_for_the_device_is_counted_and_can_be_an_error(read: str) -> Non
             READS[read](tensor)
 
 
+def test_an_event_that_lies_far_behind_may_be_waited_for() -> None:
+    with asynchronous_device() as device:
+        tensor = torch.ones(2, device=device.name)
+        event: Any = torch.Event(device.name)
+        event.record()
+        with device.no_blocking_reads():
+            with pytest.raises(BlockingReadError):
+                event.synchronize()
+            for _ in range(10):
+                tensor.add_(1)
+            event.synchronize()
+            event.record()
+            with pytest.raises(BlockingReadError):
+                event.synchronize()
+
+
 def test_training_on_the_device_waits_for_nothing() -> None:
     with asynchronous_device() as device:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device.name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with device.no_blocking_reads():
-            model(torch.randn(4, 4).to(device.name)).pow(2).mean().backward()
+            inputs = torch.randn(4, 4).pin_memory().to(device.name, non_blocking=True)
+            model(inputs).pow(2).mean().backward()
             optimizer.step()
 
 

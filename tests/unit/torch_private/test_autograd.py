@@ -17,6 +17,7 @@ from lockstep.torch_private import (
     NO_GRAPH_TASK,
     current_graph_task_id,
     is_in_distributed_autograd,
+    is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
 )
@@ -223,3 +224,15 @@ def test_a_context_of_distributed_autograd_is_seen_in_its_thread_only(
     finally:
         rpc.shutdown()
     assert not is_in_distributed_autograd(), RPC
+
+
+def test_a_tensor_of_func_grad_is_told_from_others() -> None:
+    found = []
+
+    def loss(value: Tensor) -> Tensor:
+        found.append(is_inside_func_grad(value * 2))
+        return value.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    found += [is_inside_func_grad(torch.ones(2)), is_inside_func_grad(torch.ones(2, requires_grad=True) * 2)]
+    assert found == [True, False, False], "DistributedDataParallel: local gradients of torch.func would not be seen"

@@ -4,7 +4,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.torch_private import (
     disable_compiler,
     forget_compiled_call,
+    has_cuda_graphs_of_compiler,
     is_compiled_autograd_on,
     is_compiled_function,
     is_compiled_module,
@@ -190,3 +191,18 @@ def test_the_switch_for_repeatable_code_is_there() -> None:
         assert config.deterministic is False
     finally:
         config.deterministic = before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the import
+def test_graphs_of_the_compiler_are_known_by_their_managers() -> None:
+    from torch._inductor import cudagraph_trees as trees
+
+    lost = "the trainer's partials: the next run of a CUDA graph would overwrite the gradients of the last shard"
+    assert not has_cuda_graphs_of_compiler(), "each gradient of each shard would be copied"
+    container = trees.get_container(0)
+    container.tree_manager = cast("Any", object())  # as `get_tree_manager` does, which needs a GPU
+    try:
+        assert has_cuda_graphs_of_compiler(), lost
+    finally:
+        container.tree_manager = None
+    assert not has_cuda_graphs_of_compiler()

@@ -17,12 +17,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lockstep.torch_private import (
     AnyFuture,
+    GroupRequest,
+    abort_device_backends,
     backend_of,
+    count_calls,
     default_group,
     default_timeout,
     device_types,
     gloo_num_threads,
     gloo_options,
+    intercept_group_making,
+    intercept_timeouts,
     list_groups,
     localize_tensor_parallel,
     register_backend,
@@ -142,6 +147,32 @@ def test_gloo_has_threads() -> None:
     assert options._threads == 5
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_making_of_groups_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_new_process_group_helper", "_set_pg_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))  # given back at the end
+    requests: list[GroupRequest] = []
+
+    def intercept(request: GroupRequest) -> Any:
+        requests.append(request)
+        return request.make() if request.backend == "gloo" else request.make("gloo")
+
+    intercept_group_making(intercept)
+    groups = [dist.new_group([0]), dist.new_group([0], use_local_synchronization=True), dist.new_group(backend="shm")]
+    assert [(request.ranks, request.backend) for request in requests] == [((0,), "gloo"), ((0,), "gloo"), ((0,), "shm")]
+    assert [request.name.isdecimal() for request in requests] == [True, False, True], "ranks that make other groups"
+    assert [dist.get_backend(group) for group in groups] == ["gloo", "gloo", "shm"], "groups that compare calls"
+    assert type(groups[2]) is ProcessGroup, "groups that compare calls: no call would be compared"
+
+    seen: list[Any] = []
+    intercept_timeouts(lambda group, timeout: seen.append((group, timeout)) or group is groups[0])  # type: ignore[func-returns-value]
+    for group in groups[:2]:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
+    assert seen == [(group, timedelta(seconds=7)) for group in groups[:2]], "timeouts of shm and of comparisons"
+    found = [backend_of(group, CPU).options._timeout.total_seconds() for group in groups[:2]]
+    assert found[0] != found[1] == 7
+
+
 def test_a_timeout_is_set() -> None:
     options = gloo_options(devices=[], timeout=timedelta(seconds=3), num_threads=1)
     set_timeout(options, timedelta(seconds=7))
@@ -185,3 +216,21 @@ def test_a_tensor_parallel_module_is_local_between_forwards() -> None:
     output.sum().backward()
     assert seen == [DTensor], "DDP: such a module would compute with its own part alone"
     assert all(type(each.grad) is Tensor for each in net.parameters())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_counts_its_collectives() -> None:
+    group = default_group()
+    before = count_calls(group)
+    dist.all_reduce(torch.ones(2))
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    assert work is not None
+    assert count_calls(group) == before + 2, "a hook that fails after its call: this rank would make one call too many"
+    work.wait()
+    assert count_calls(None) == -1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_backend_of_the_cpu_is_not_aborted() -> None:
+    abort_device_backends(default_group())
+    dist.all_reduce(torch.ones(2))

@@ -1,5 +1,6 @@
 """What we rely on of what modules and optimizers keep inside; each assertion says what breaks without it."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from lockstep.torch_private import (
     former_parameters_of,
     forward_pre_hooks,
     has_forward_or_backward_hooks,
+    has_step_on_device,
+    has_torchs_comm_hook,
     ignored_names,
     make_replica_shell,
     module_registry,
@@ -29,6 +32,8 @@ from lockstep.torch_private import (
     separate_registries,
     set_precision_attributes,
     set_state_dict_versions,
+    step_unless,
+    stop_torchs_reducer,
     warn_of_unequal_devices,
 )
 
@@ -264,6 +269,29 @@ def test_the_signature_of_a_hook_is_checked(hook: Callable[..., Any], error: typ
             check_comm_hook(wrapper, hook)
 
 
+def test_a_stopped_reducer_of_torchs_wrapper_reduces_no_more() -> None:
+    # For: converting objects of torch's wrapper, where a library constructs its class.
+    calls = []
+
+    def hook(_state, bucket):
+        calls.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = parallel.DistributedDataParallel(nn.Linear(2, 1))
+        assert not has_torchs_comm_hook(wrapper)
+        wrapper.register_comm_hook(None, hook)
+        assert has_torchs_comm_hook(wrapper), "a hook would be lost when a wrapper is converted"
+        stop_torchs_reducer(wrapper)
+        wrapper.module(torch.ones(1, 2)).sum().backward()
+        assert calls == []
+    finally:
+        dist.destroy_process_group()
+
+
 @dataclass
 class Output:
     scores: Tensor
@@ -290,6 +318,48 @@ def test_step_pre_hooks_are_listed_and_called() -> None:
     assert called == ["hook"]
     handle.remove()
     assert hook not in optimizer_step_pre_hooks(optimizer).values()
+
+
+FUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, fused=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, 0.1, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.1, weight_decay=0.1, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_step_of_a_fused_optimizer_is_left_out_by_a_truth_value(name: str) -> None:
+    parameter = nn.Parameter(torch.arange(4.0))
+    optimizer = FUSED[name]([parameter])
+    assert has_step_on_device(optimizer), "Trainer: every step would wait for the device"
+    parameter.grad = torch.ones(4)
+    step_unless(optimizer, torch.tensor(False))
+    assert parameter[0] != 0.0
+    before = copy.deepcopy((optimizer.state_dict(), parameter.data))
+    parameter.grad = torch.full((4,), float("nan"))
+    step_unless(optimizer, torch.tensor(True))
+    after = optimizer.state_dict(), parameter.data
+    assert str(after) == str(before), "Trainer: a step that is not finite would change the parameters"
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert not torch.equal(parameter.data, before[1]), "Trainer: later steps of the user's would be left out too"
+
+
+def test_an_optimizer_that_does_more_than_torchs_is_not_left_out_on_a_device() -> None:
+    class Derived(torch.optim.SGD):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert not has_step_on_device(Derived(parameters, 0.1, fused=True))
+    assert not has_step_on_device(torch.optim.SGD(parameters, 0.1))
+    optimizer = torch.optim.SGD(parameters, 0.1, fused=True)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert not has_step_on_device(optimizer)
+    handle.remove()
+    assert has_step_on_device(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fused": False})
+    assert not has_step_on_device(optimizer)
 
 
 def test_every_batch_norm_is_one() -> None:

@@ -62,7 +62,7 @@ class Announcement:
     world_size: int
     """Number of workers, by its settings."""
     backend: str
-    """The backend it was asked for."""
+    """The backend that was requested."""
     process: str
     """Where to find it, for people: `"process 12 on host a"`."""
     token: str

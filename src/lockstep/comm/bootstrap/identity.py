@@ -30,7 +30,7 @@ _NUM_PORTS = 9000
 """Range of the port when none is given: below those that the kernel and Kubernetes hand out, and
 without 29400 and 29500, torch's own."""
 _LOOPBACK = "127.0.0.1"
-_REMEDY = "Start the script with torchrun, or call ls.launch, which sets up the group by itself."
+_REMEDY = "Start the script with lockstep run or torchrun, or call ls.launch, which sets up the group by itself."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

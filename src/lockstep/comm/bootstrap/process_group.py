@@ -1,4 +1,4 @@
-"""Setting up and tearing down the process group, with torch's arguments and errors that say what to do.
+"""Setting up and tearing down the process group, with torch's arguments and errors that name the remedy.
 
 read settings -> open the store -> startup handshake -> find hosts   -> Gloo's interface -> torch makes the group
 (here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)
@@ -7,9 +7,11 @@ read settings -> open the store -> startup handshake -> find hosts   -> Gloo's i
 import atexit
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
+
+# Now, because `lockstep.drop_in` binds torch's name to the function below.
+from torch.distributed import init_process_group as make_torchs_group
 
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.comm.bootstrap.identity import find_world, is_announced, read_torch_variables
@@ -31,13 +36,17 @@ from lockstep.comm.bootstrap.store import (
 )
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import gloo_connected_in_time
-from lockstep.comm.hosts import GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
+from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
+from lockstep.comm.nccl_defects import explain_defects
 from lockstep.comm.world import World, current_world
 from lockstep.devices.current import take_gpu
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, counted
 from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
 from lockstep.torch_private import default_timeout
 
+_LOGGER = logging.getLogger("lockstep")
+_FOR_CPU = frozenset({"gloo", "shm", "mpi", "fake"})
+"""Backends with which a worker needs no accelerator."""
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that need no store: there can be no handshake."""
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
@@ -70,8 +79,8 @@ def init_process_group(  # the parameters are torch's, in torch's order
     """Set up the default process group (collective over the world that is made).
 
     Same arguments as `torch.distributed.init_process_group`, except that the backend is chosen by device when it
-    is not given: NCCL for CUDA tensors where there are GPUs and Gloo beside it; shared memory for CPU tensors
-    elsewhere, which is Gloo where the workers are not all on one host.
+    is not given: shared memory for CPU tensors, which is Gloo where the workers are not all on one host, and beside it
+    the accelerator's own backend where there is one, such as NCCL for CUDA tensors.
 
     The GPU of this worker's local rank becomes the current device, unless the worker has used one before. Over several
     hosts, Gloo uses the interface over which the others can be reached, unless GLOO_SOCKET_IFNAME is set.
@@ -90,10 +99,11 @@ def init_process_group(  # the parameters are torch's, in torch's order
         store: A store that all workers share, instead of `init_method`.
         group_name: Accepted because torch does; without effect there too.
         pg_options: Options of the backend, passed on to torch.
-        device_id: The device of this worker, if it has one.
-        check: Whether Gloo and NCCL compare the calls of all ranks before they make them, here and in the groups that
-            `new_group` makes without naming a backend; `get_backend` returns "checked" then. None to read
-            LOCKSTEP_CHECK. Shared memory always compares them.
+        device_id: The accelerator of this worker. None: with NCCL and a local rank, the GPU of that number.
+        check: Whether the calls of all ranks are compared before they are made, here and in the groups that `new_group`
+            makes of the same backend or of Gloo. None to read LOCKSTEP_CHECK, and without that to compare them where it
+            is cheap: with Gloo on one host. Shared memory always compares them. With True a call waits for all ranks
+            before it is made, and the group stays usable after a mismatch; by default it does neither.
 
     Raises:
         GroupError: There is a group already; a variable is missing or not a number; the rank is outside the world,
@@ -101,7 +111,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
             rendezvous cannot be reached, or its port is taken; this torch lacks the backend, or it is not for the
             device.
         UsageError: LOCKSTEP_CHECK is neither a yes nor a no.
-        ValueError: Both `store` and `init_method` are given.
+        ValueError: Both `store` and `init_method` are given, or the timeout is not positive.
         TypeError: The timeout is not a timedelta.
     """
     if dist.is_initialized():
@@ -113,36 +123,65 @@ def init_process_group(  # the parameters are torch's, in torch's order
         raise ValueError("Both store and init_method are given; give only one of them.")
     if not isinstance(timeout, datetime.timedelta | None):
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
+    if timeout is not None and timeout <= datetime.timedelta(0):
+        raise ValueError(f"timeout is {timeout}, expected more than zero, such as timedelta(minutes=5).")
+    is_chosen = backend is None
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
     variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
     problem = _explain_missing_backend(backend) or _explain_unusable(backend, variables, device_id)
-    is_checked = (read_check() if check is None else check) and "shm" not in backend.lower()
+    check = read_check() if check is None else check
     with _raising_first(problem):
         rank, world_size = _find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
     set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
-        asked = ",".join(sorted(backend.lower().split(","))) + (" with check=True" if is_checked else "")
+        asked = ",".join(sorted(backend.lower().split(","))) + ("" if check is None else f" with check={check}")
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
         location = find_store_location(init_method or "env://", store, variables)
-        limit = _REPORT_TIMEOUT if problem else timeout or default_timeout(backend)
+        limit = timeout if timeout is not None else default_timeout(backend)
+        limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)
         opened = _open_and_handshake(settings, location, deadline)
         members = GroupMembers(names=range(opened.world_size))
         hosts = find_hosts(opened.store, opened.rank, members, deadline.with_at_least(_LEAST_SECONDS))
+        backend = _on_hosts(backend, hosts, opened.rank, is_chosen=is_chosen)
+        _warn_of_nccl(backend, hosts, opened.rank)
         if _uses_gloo(backend):
             choose_interface(opened.store, opened.rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
-        set_up = GroupSetUp(hosts=hosts, deadline=deadline.with_at_least(_LEAST_SECONDS))
+        set_up = GroupSetUp(
+            hosts=hosts,
+            deadline=deadline.with_at_least(_LEAST_SECONDS),
+            compares_calls=_decide_check(check, backend, opened.rank, hosts),
+            waits=check is not None,
+        )
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
-    asked_of_torch = "" if is_checked else backend.lower()
-    if is_checked:
-        backend, pg_options = "checked", dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    with _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in asked_of_torch):
-        dist.init_process_group(
-            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
+    if device_id is None and not is_chosen:
+        device_id = _own_gpu(backend, variables)
+    with _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
+        make_torchs_group(backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id)
+
+
+def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
+    """Return whether the group compares calls itself; if that is not decided and costs too much, rank 0 logs it."""
+    names = set(_backend_names(backend)) - {"shm"}
+    if check is not None or not names or len(hosts.identities) == 1:
+        return bool(check and names)
+    is_cheap = hosts.is_one_host and names == {"gloo"}
+    if not is_cheap and rank == 0:
+        _LOGGER.warning(
+            "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
+            "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
+            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line.",
+            " and ".join(sorted(names)),
+            "" if hosts.is_one_host else " on several hosts",
         )
+    return is_cheap
+
+
+def _backend_names(backend: str) -> list[str]:
+    return [part.rpartition(":")[2] for part in backend.lower().split(",")]
 
 
 def launched_world() -> WorldVariables | None:
@@ -189,9 +228,50 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def choose_backend(device_id: torch.device | int | None = None) -> str:
-    """Return the backend for this worker's device: NCCL and Gloo where there is a GPU, else shared memory (local)."""
-    wants_gpu = device_id.type == "cuda" if isinstance(device_id, torch.device) else torch.cuda.is_available()
-    return "cpu:gloo,cuda:nccl" if wants_gpu and dist.is_nccl_available() else "shm"
+    """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
+
+    Args:
+        device_id: The worker's device; None for the accelerator of this host, if it has one.
+    """
+    if isinstance(device_id, torch.device):
+        kind = device_id.type
+    else:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = "cpu" if found is None else found.type
+    name = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    has_own = name != "gloo" and dist.is_backend_available(name)
+    return f"cpu:shm,{kind}:{name}" if kind != "cpu" and has_own else "shm"
+
+
+def _on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: bool) -> str:
+    """Return the backends for ranks on these hosts: Gloo replaces shared memory beside an accelerator's backend."""
+    if hosts.is_one_host or "," not in backend or "shm" not in _backend_names(backend):
+        return backend
+    if rank == 0 and not is_chosen:
+        warnings.warn(
+            f"The group uses Gloo instead of shm, because {hosts.why_not_shared(range(len(hosts.identities)))}.",
+            stacklevel=3,
+        )
+    return backend.lower().replace(":shm", ":gloo")
+
+
+def _warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
+    """Warn, on rank 0, if this version of NCCL is known to return wrong results in such a group."""
+    if rank == 0 and "nccl" in _backend_names(backend) and dist.is_nccl_available():
+        text = explain_defects(
+            torch.cuda.nccl.version()[:3], world_size=len(hosts.identities), is_one_host=hosts.is_one_host
+        )
+        if text:
+            warnings.warn(text, stacklevel=3)
+
+
+def _own_gpu(backend: str, variables: WorldVariables) -> torch.device | None:
+    """Return the GPU that NCCL is to use in this process, if it follows from the local rank (local)."""
+    if "nccl" not in _backend_names(backend) or not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device()
+    is_own = torch.cuda.device_count() == 1 or variables.local_rank == str(index)
+    return torch.device("cuda", index) if is_own and variables.local_rank else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +346,7 @@ def _in_time(
         yield
         return
     with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo:
+        if uses_gloo and not set_up.compares_calls:
             members = GroupMembers(names=range(world_size))
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield
@@ -326,7 +406,8 @@ def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.
     """
     if _uses_gloo(backend) and (problem := explain_wrong_interface()):
         return problem
-    if device_id is not None or "nccl" not in backend.lower() or not (variables.local_rank or "").isdecimal():
+    is_for_cpu = set(_backend_names(backend)) <= _FOR_CPU
+    if device_id is not None or is_for_cpu or not (variables.local_rank or "").isdecimal():
         return ""
     return take_gpu(int(variables.local_rank or 0))
 
@@ -352,7 +433,7 @@ def _find_rank_and_size(
         world_size = world_size if world_size >= 0 else int(variables.world_size or "")
     if not 0 <= rank < world_size:
         raise GroupError(
-            f"Rank {rank} is outside a world of {world_size} workers: ranks are 0 to {world_size - 1}. "
+            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
             "Check that the number of workers counts processes, not hosts."
         )
     return rank, world_size

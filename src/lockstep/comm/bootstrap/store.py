@@ -352,5 +352,5 @@ class _Attempt:
     def _make(self, call: Callable[[], Store]) -> None:
         try:
             self._outcome.put(call())
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is read
             self._outcome.put(error)

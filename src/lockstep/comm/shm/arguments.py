@@ -1,4 +1,4 @@
-"""What torch hands a process group, read: tensors in lists and in lists of lists, options objects, layouts."""
+"""Reading what torch passes to a process group: tensors in lists and in lists of lists, options objects, layouts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -117,7 +117,7 @@ def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
 
 
 def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.Size:
-    """Return the shape of a tensor that is asked for.
+    """Return the shape of a tensor to allocate.
 
     Raises:
         TypeError: A size or dtype that is none.

@@ -1,6 +1,6 @@
 """Adding (or multiplying, or comparing) what the ranks hold, block by block, in the order of the tree.
 
-[Note: one order] Every reduction of this backend combines the ranks as `shards/tree.py` says, each element for itself.
+[Note: one order] Every reduction of this backend combines the ranks as `shards/tree.py` defines, element by element.
 So the bits do not depend on which rank owns a segment, on the length of the message or on where a chunk begins, and an
 ordered all-reduce of one partial per rank is the plain one.
 """
@@ -85,7 +85,7 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
 def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpType, Any]:
     """Return the kind of a reduce operation, and the factor of PREMUL_SUM or None."""
     # How torch pickles it: kind and factor for a `ReduceOp`, a number for what is a kind already. `isinstance` cannot
-    # tell them apart, torch has each claim to be the other.
+    # distinguish them: in torch each is an instance of the other.
     state: Any = op.__getstate__()
     return state if isinstance(state, tuple) else (op, None)
 

@@ -1,59 +1,114 @@
-"""Ranks of one host that tell each other what they call, over shared memory, whatever then carries the data."""
+"""Comparing the calls of ranks on one host over shared memory, whatever carries the data then."""
 
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import final
 
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.comm.shm.published_calls import PublishedCalls
 from lockstep.errors import GroupError, PeerLostError
 
 
 @final
 class SharedMemoryComparer:
-    """Agreement of ranks on one host."""
+    """The calls of ranks on one host.
 
-    def __init__(self, memory: Memory, peers: Peers) -> None:
+    Args:
+        memory: The memory of these ranks.
+        peers: The other ranks.
+        waits: Whether every call waits for all ranks to make it. Otherwise only those of `compare_calls` do.
+    """
+
+    def __init__(self, memory: Memory, peers: Peers, *, waits: bool) -> None:
+        self.waits = waits
         self._memory = memory
         self._peers = peers
         self._exchange = PhaseExchange(memory, peers)
+        self._published = PublishedCalls(memory, peers)
         self._run_lock = threading.Lock()
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call (collective).
+        """Return when every rank has made the same call (collective).
 
         Raises:
             CollectiveMismatchError: They differ; on every rank alike.
             PeerLostError: A rank is lost.
-            CollectiveTimeoutError: A rank does not come in time.
+            CollectiveTimeoutError: A rank does not make a call in time.
         """
-        if self._peers.broken is not None:
-            raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
+        self.raise_if_broken()
         with self._run_lock:
             try:
-                self._exchange.compare_calls(call)
+                if self.waits:
+                    self._exchange.compare_calls(call)
+                else:
+                    self._published.publish(call)
+                    self._published.wait_for_all(call)
             except GroupError:
-                raise  # on every rank alike, or the other ranks know it from where it was found
+                raise  # on every rank alike, or published by the rank that found it
             except BaseException as error:
                 # Ctrl-C, as a rule: this rank may be a phase behind the others from here on.
                 self._peers.fail(error, call)
                 raise
 
+    def publish_call(self, call: bytes) -> None:
+        """Compare a call with those that the other ranks have made by now, without waiting for them.
+
+        Raises:
+            CollectiveMismatchError: They differ. The ranks that have made theirs raise it in `check`.
+            PeerLostError: A rank is lost.
+        """
+        self.raise_if_broken()
+        with self._run_lock:
+            self._published.publish(call)
+
+    def check(self) -> None:
+        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
+        self.raise_if_broken()
+        with self._run_lock:
+            self._published.check()
+
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group of which a rank is known to be lost (local)."""
+        if self._peers.broken is not None:
+            raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a comparison may take (local)."""
+        self._peers.timeout_seconds = timeout.total_seconds()
+
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of `error` (local)."""
-        self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        """Report to the other ranks that this one exits because of `error` (local)."""
+        self._peers.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, or None (local)."""
+        """Return the error for one of `peers` that will make no more calls, or None (local)."""
         return self._peers.find_lost(peers)
 
+    def explain_error(self, error: RuntimeError) -> GroupError | None:
+        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
+        return self._peers.explain_error(error)
+
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for a rank that was lost, failed or left, or None (local)."""
+        return self._peers.find_any_lost()
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
+        return self._peers.find_any_failed()
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Let later comparisons raise `error`, and publish it (local)."""
+        self._peers.mark_broken(error)
+
     def send_exit_notice(self) -> None:
-        """Tell the other ranks that this one goes, and which exception it handles, if it does (local)."""
-        self._peers.leave_normally()
+        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
+        self._peers.publish_exit()
 
     def close(self) -> None:
-        """Leave, and give back the memory (local)."""
-        self._peers.leave(PeerState.LEFT)
+        """Leave the group, and free the memory (local)."""
+        self._peers.publish_state(PeerState.LEFT)
         self._peers.close()
         self._memory.close()

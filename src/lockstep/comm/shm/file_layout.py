@@ -4,7 +4,7 @@ One anonymous file per group, far longer than any memory: a page exists from whe
 
     control   | semaphores (a to b) | state page of each rank | call pages, 2 per rank | send buffers, 2 per rank |
     channels  | one per ordered pair: a head page, a reply page, 2 slots |
-    heaps     | one per rank: tensors that the group hands out |
+    heaps     | one per rank: tensors that the group allocates |
 """
 
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ class FileLayout:
         return range(0, self.semaphore(NUM_KINDS, 0, 0), SEMAPHORE_BYTES)
 
     def state(self, rank: int) -> int:
-        """Return the page where a rank says how it is and what it waits for."""
+        """Return the page with the state of a rank and what it waits for."""
         return self._after_semaphores + rank * PAGE
 
     def call(self, rank: int, parity: int) -> int:
-        """Return the page where a rank says what it calls."""
+        """Return a page with the description of a call of a rank."""
         return self.state(self.size) + (2 * rank + parity) * PAGE
 
     def send_buffer(self, rank: int, parity: int) -> int:

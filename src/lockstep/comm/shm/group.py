@@ -1,8 +1,8 @@
-"""The process group over shared memory: torch's collectives, on the phases and channels of this room.
+"""The process group over shared memory: torch's collectives, on the phases and channels of this package.
 
 `ProcessGroup` is torch's interface for a group written in Python: Python calls these methods directly, torch's C++ code
 (its DistributedDataParallel, functional collectives) through a trampoline. What has no form in shared memory (sparse
-tensors, tensors on other devices) goes to an inner group of a backend that has one.
+tensors, tensors on other devices) is done by a backend of torch within the group.
 
 Every method has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it; every rank of
 the group must call, `send` and `recv` excepted. All raise, beside what a bad argument raises:
@@ -13,6 +13,7 @@ the group must call, `send` and `recv` excepted. All raise, beside what a bad ar
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -27,6 +28,8 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
+from lockstep.comm.explained_work import ExplainedWork
 from lockstep.comm.shm import collectives, pipeline
 from lockstep.comm.shm.arguments import (
     check_dense,
@@ -46,10 +49,12 @@ from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.comm.shm.rendezvous import GroupHandles
-from lockstep.comm.shm.torch_backends import TorchBackends
+from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
 from lockstep.comm.shm.work_queue import WorkQueue
+from lockstep.comm.user_line import find_user_line
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, PeerLostError
+from lockstep.settings import read_stall_seconds
 from lockstep.shards.tree import Node
 
 _CLOSING_SECONDS: Final = 1.0
@@ -64,10 +69,11 @@ class ShmProcessGroup(PythonProcessGroup):
     Args:
         store: A store of this group alone.
         rank: Number of this process in the group.
-        handles: What the ranks have when they have met.
-        layout: What their shared file looks like.
+        handles: The descriptors of the connected ranks.
+        layout: The layout of their shared file.
         timeout: How long a call may take.
         names: What messages call each rank: its rank in the default group.
+        accelerators: What carries the tensors of accelerators.
     """
 
     def __init__(  # what a group is made of
@@ -78,8 +84,11 @@ class ShmProcessGroup(PythonProcessGroup):
         layout: FileLayout,
         timeout: timedelta,
         names: Sequence[int],
+        accelerators: AcceleratorBackends = NO_ACCELERATORS,
     ) -> None:
         super().__init__(rank, layout.size)
+        self.accelerators = accelerators
+        """What carries the tensors of accelerators, in groups of its ranks too."""
         self._store = store
         self._names = names
         self._memory = Memory(handles.descriptor, layout, rank)
@@ -87,7 +96,18 @@ class ShmProcessGroup(PythonProcessGroup):
         self._exchange = PhaseExchange(self._memory, self._peers)
         self._work_queue = WorkQueue("lockstep-collectives")
         self._point_to_point = PointToPoint(self._memory, self._peers)
-        self._torch_backends = TorchBackends(PrefixStore("inner", store), rank, layout.size, timeout)
+        self._torch_backends = TorchBackends(
+            PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names
+        )
+        self._device_watch = DeviceWatch(
+            WatchedGroup(
+                find_lost=self._peers.find_any_lost,
+                find_failed=self._peers.find_any_failed,
+                mark_broken=self._peers.mark_broken,
+                abort=self._torch_backends.abort,
+            ),
+            read_stall_seconds(),
+        )
         self._close = weakref.finalize(
             self,
             _close,
@@ -97,6 +117,7 @@ class ShmProcessGroup(PythonProcessGroup):
             self._work_queue,
             self._point_to_point,
             self._torch_backends,
+            self._device_watch,
         )
 
     # -- Collectives ---------------------------------------------------------------------------------------------
@@ -145,15 +166,15 @@ class ShmProcessGroup(PythonProcessGroup):
         return self._start(call, action, [out], is_async=is_async)
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has come with the same call, which is not one of this group's own (collective)."""
+        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
         self._start(call, lambda: self._compare_calls(call), [], is_async=False).wait()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Return when every rank has come here; the error of one that waits too long names who does not come.
+        """Return when every rank has reached it; the error of a rank that waits too long names those that have not.
 
         Args:
             timeout: How long to wait; None for the group's.
-            wait_all_ranks: Accepted because torch does: the error says of every rank what it waits for.
+            wait_all_ranks: Accepted because torch does: the error names every rank and what it waits for.
         """
         call = describe_call("monitored_barrier", ())
         seconds = None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
@@ -176,7 +197,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
             check_dense("send", tensor)
-            return self._torch_backends.send(tensors, dst, tag)
+            return self._watch(self._torch_backends.send(tensors, dst, tag), "send")
         self._check_usable()
         return self._point_to_point.send(
             collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors
@@ -188,7 +209,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
             check_dense("recv", tensor)
-            return self._torch_backends.recv(tensors, src, tag)
+            return self._watch(self._torch_backends.recv(tensors, src, tag), "recv")
         return self._receive(tensor, [src], tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -240,34 +261,39 @@ class ShmProcessGroup(PythonProcessGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a call may take (local)."""
+        """Change how long a call may take, those of inner groups too (local)."""
         self._peers.timeout_seconds = timeout.total_seconds()
+        self._torch_backends.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of `error` (local)."""
-        self._peers.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        """Report to the other ranks that this one exits because of `error` (local)."""
+        self._peers.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
 
     def send_exit_notice(self) -> None:
-        """Tell the other ranks that this one makes no more calls; what they have of it stays (local)."""
-        self._peers.leave_normally()
+        """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""
+        self._peers.publish_exit()
 
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
-        self._peers.leave(PeerState.FAILED, "it aborted the group")
+        self._peers.publish_state(PeerState.FAILED, "it aborted the group")
         self._peers.broken = GroupError(f"Rank {self._peers.name} has aborted this group.")
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group and give back its memory and descriptors; torch calls it on destroy (local)."""
+        """Leave the group and free its memory and descriptors; torch calls it on destroy (local)."""
         if self._close.alive:
-            self._peers.leave_normally()
+            self._peers.publish_exit()
         self._close()
 
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
+        self._check_usable()
+
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no call any more, or None (local)."""
+        """Return the error for one of `peers` that will make no more calls, or None (local)."""
         return self._peers.find_lost(peers) if self._close.alive else None
 
     # -- Within --------------------------------------------------------------------------------------------------
@@ -275,16 +301,19 @@ class ShmProcessGroup(PythonProcessGroup):
     def _start(self, call: bytes, action: Callable[[], None], tensors: Sequence[Tensor], *, is_async: bool) -> Work:
         self._check_usable()
         check_writable(tensors)
+        # A rank that does not wait at once is elsewhere when its call is found to differ.
+        caller = find_user_line() if is_async else threading.get_ident()
 
         def guarded() -> None:
             self._check_usable()
+            self._exchange.caller = caller
             self._peers.spins_longer = not self._work_queue.is_in_background
             try:
                 action()
             except CollectiveMismatchError:
                 raise  # on every rank alike, between two phases: the group is as good as before
             except GroupError:
-                raise  # the other ranks know it from where it was found
+                raise  # published by the rank that found it
             except BaseException as error:
                 self._peers.fail(error, call)  # without this the others would wait for phases that never come
                 raise
@@ -301,6 +330,14 @@ class ShmProcessGroup(PythonProcessGroup):
             raise self._peers.broken.with_traceback(None)
         if not self._close.alive:
             raise GroupError("This process group was destroyed; make a new one to go on.")
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *self._torch_backends.devices]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the group itself for the CPU: torch reads a backend's properties from it."""
+        return self if device.type == "cpu" else self._torch_backends.on(device)
 
     def _compare_calls(self, call: bytes) -> None:
         self._exchange.compare_calls(call)
@@ -319,7 +356,7 @@ class ShmProcessGroup(PythonProcessGroup):
         )
 
     def _call_elsewhere(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
-        """Let a backend of torch do what shared memory cannot; ranks compare first whether all mean this.
+        """Have a backend of torch make a call that shared memory cannot carry.
 
         Args:
             collective: What to do.
@@ -333,7 +370,10 @@ class ShmProcessGroup(PythonProcessGroup):
             )
         method = collective.methods[0]
         if tensor.device.type != "cpu":
-            return self._torch_backends.call(tensor.device, method, call.arguments)
+            self._check_usable()
+            if self.accelerators.compares_calls:
+                self.compare_calls(collective.describe(call, self._names))
+            return self._watch(self._torch_backends.call(tensor.device, method, call.arguments), call.name)
         if method != "allreduce" or tensor.layout is not torch.sparse_coo:
             check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait
         elif call.op != ReduceOp.SUM:
@@ -346,6 +386,12 @@ class ShmProcessGroup(PythonProcessGroup):
 
         return self._start(call.description, action, call.outputs, is_async=call.is_async)
 
+    def _watch(self, work: Work, name: str) -> Work:
+        """Return a call of a device's backend, watched, and with errors that name a lost rank."""
+        line = find_user_line()
+        self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
+        return ExplainedWork(work, self._peers.explain_error)
+
     def _check_rank(self, who: str, rank: int) -> int:
         if not 0 <= rank < self.size():
             raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}.")
@@ -353,11 +399,18 @@ class ShmProcessGroup(PythonProcessGroup):
 
 
 def _close(  # everything but the group itself, which this must not keep alive
-    pid: int, peers: Peers, memory: Memory, work_queue: WorkQueue, point_to_point: PointToPoint, inner: TorchBackends
+    pid: int,
+    peers: Peers,
+    memory: Memory,
+    work_queue: WorkQueue,
+    point_to_point: PointToPoint,
+    inner: TorchBackends,
+    device_watch: DeviceWatch,
 ) -> None:
     if os.getpid() != pid:
         return  # a forked child has copies of these, but is no member
-    peers.leave(PeerState.LEFT)
+    device_watch.close()
+    peers.publish_state(PeerState.LEFT)
     if peers.broken is None:
         peers.broken = GroupError("This process group was destroyed; make a new one to go on.")
     work_queue.close(_CLOSING_SECONDS)

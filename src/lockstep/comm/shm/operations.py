@@ -193,7 +193,7 @@ def run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None
 
 
 def run_barrier(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Return when every rank has come here: comparing the calls is all."""
+    """Return when every rank has reached it: comparing the calls is all."""
     exchange.compare_calls(call.description)
 
 

@@ -27,6 +27,10 @@ _POLL_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.3
 _NUM_SPINS: Final = 150
 _LONG_SPIN_SECONDS: Final = 0.0005
+_CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe", "clos", "abort", "time")
+"""What errors of torch's backends contain that may come from the loss of a rank."""
+_EXIT_SECONDS: Final = 2.0
+_EXIT_POLL_SECONDS: Final = 0.01
 _TEXT_BYTES: Final = PAGE // 2 - 32
 _REASON: Final = 8
 _WAITING: Final = PAGE // 2
@@ -178,11 +182,11 @@ class Peers:
             "must make the same calls in the same order; if one is only slow, give a longer timeout to "
             "init_process_group."
         )
-        self.leave(PeerState.TIMED_OUT, str(error))
+        self.publish_state(PeerState.TIMED_OUT, str(error))
         self.broken = error
         return error
 
-    def leave(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
+    def publish_state(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
         """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
         if os.getpid() != self._member:
             return
@@ -193,10 +197,10 @@ class Peers:
             semaphores.post(self.semaphore(PHASE, self.rank, self.rank))  # orders the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
-    def leave_normally(self) -> None:
+    def publish_exit(self) -> None:
         """Publish that this rank leaves, with the exception that it is handling, if there is one."""
         error = sys.exc_info()[1]
-        self.leave(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
+        self.publish_state(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None; does not break the group."""
@@ -206,10 +210,43 @@ class Peers:
                 return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
         return None
 
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for the rank that was lost, failed or left first, or None; does not break the group."""
+        return self._explain(self._find_lost([*self._pidfds]))
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the same for a rank that was killed or failed, and did not just leave."""
+        return self._explain(self._find_killed())
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Mark the group as broken because of a lost rank, and publish it."""
+        self.publish_state(PeerState.BROKEN, str(error), [*self.names].index(error.rank))
+        self.broken = error
+
+    def explain_error(self, error: RuntimeError) -> GroupError | None:
+        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost.
+
+        The kernel closes the connections of a process before it reports its end: so this waits a moment.
+        """
+        if self._broken is not None:
+            return self._broken.with_traceback(None)
+        if not any(word in str(error).lower() for word in _CONNECTION_WORDS):
+            return None
+        end = time.monotonic() + _EXIT_SECONDS
+        while (lost := self.find_any_lost()) is None and time.monotonic() < end:
+            time.sleep(_EXIT_POLL_SECONDS)
+        return lost
+
+    def _explain(self, peer: int | None) -> PeerLostError | None:
+        if peer is None:
+            return None
+        lost = self._find_first_lost(peer)
+        return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
+
     def fail(self, error: BaseException, call: bytes) -> None:
         """Publish that `call` failed on this rank with `error`, at an unknown point of it: the group is broken."""
         self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}.")
-        self.leave(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        self.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
         # As text, not as the cause: the cause would keep its frames, and their tensors, alive.
         broken.add_note("".join(format_exception(error)))
 
@@ -294,7 +331,7 @@ class Peers:
         error: GroupError = PeerLostError(self._explain_lost(peer), rank=self.names[peer])
         if state is PeerState.TIMED_OUT:
             error = CollectiveTimeoutError(reason)  # no rank was lost: both ends of a wait raise the same error
-        self.leave(PeerState.BROKEN, str(error), peer)
+        self.publish_state(PeerState.BROKEN, str(error), peer)
         self.broken = error
         return error
 
@@ -323,7 +360,7 @@ class Peers:
         return (
             f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
             "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
-            "multiprocessing do. Look at its log; the system log says if it ran out of memory."
+            "multiprocessing do. Look at its log, and in the system log for a lack of memory."
         )
 
     def _read_state(self, peer: int) -> tuple[PeerState, int, str]:

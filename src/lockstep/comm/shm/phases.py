@@ -12,6 +12,7 @@ call carries its description, and every rank compares all of them: either all go
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
+from lockstep.comm.user_line import find_user_line
+from lockstep.errors import CollectiveMismatchError
 
 NOWHERE = -1
 """The location of a tensor that is not in the group's memory."""
@@ -38,6 +41,8 @@ class PhaseExchange:
         self._peers = peers
         self._parity = 0
         self._call = b""
+        self.caller: str | int | None = None
+        """Where the call was made: the user's line, or the thread that waits for the call; None for this thread."""
         self._pages = [
             [memory.address + memory.layout.call(rank, parity) for rank in range(peers.size)] for parity in (0, 1)
         ]
@@ -56,7 +61,7 @@ class PhaseExchange:
         self._parity = 1 - self._parity
 
     def compare_calls(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
-        """End the first phase of a call, in which every rank says what it calls (collective).
+        """End the first phase of a call, in which every rank publishes what it calls (collective).
 
         Args:
             call: Description of the call.
@@ -70,19 +75,31 @@ class PhaseExchange:
             CollectiveMismatchError: On every rank alike: the ranks do not make the same call.
         """
         self._call = call
-        pages = self._pages[self._parity]
-        page = struct.pack("<qi", location, len(call)) + call
-        ctypes.memmove(pages[self.rank], page, len(page))
-        self.end_phase(timeout_seconds)
+        pages, page = self._publish(call, location, timeout_seconds)
         locations = [location] * self.size
         for rank, address in enumerate(pages):
             if rank != self.rank:
                 other = ctypes.string_at(address, len(page))
                 if other[8:] != page[8:]:
-                    calls = {self.names[peer]: _read_call(where) for peer, where in enumerate(pages)}
-                    raise explain_mismatch(calls)
+                    raise self._explain_mismatch(pages)  # every rank finds a difference, so every rank is here
                 locations[rank] = struct.unpack_from("<q", other)[0]
         return locations
+
+    def _publish(self, text: bytes, location: int, timeout_seconds: float | None) -> tuple[list[int], bytes]:
+        """End a phase in which every rank publishes a text; return where the texts are, and this rank's page."""
+        pages = self._pages[self._parity]
+        page = struct.pack("<qi", location, len(text)) + text
+        ctypes.memmove(pages[self.rank], page, len(page))
+        self.end_phase(timeout_seconds)
+        return pages, page
+
+    def _explain_mismatch(self, pages: Sequence[int]) -> CollectiveMismatchError:
+        """Exchange the lines of the users' code too, and return the error for different calls (collective)."""
+        calls = [_read_call(where) for where in pages]
+        line = self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
+        places, _ = self._publish(line.encode()[:LONGEST_CALL], NOWHERE, None)
+        lines = [_read_call(where).decode(errors="replace") for where in places]
+        return explain_mismatch(dict(zip(self.names, calls, strict=True)), dict(zip(self.names, lines, strict=True)))
 
 
 def _read_call(address: int) -> bytes:

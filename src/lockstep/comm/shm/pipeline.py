@@ -12,7 +12,7 @@ long tensor is cut into chunks and every chunk into one segment per rank. Phase 
 A send buffer has room for the segments of one chunk, for each rank one place per part:
 
     | segment 0 of part 0, of part 1, ... | segment 1 of part 0, of part 1, ... | ...
-                                           ^ where rank 1 puts its reduced segment: nobody else's goes there
+                                           ^ rank 1 writes its reduced segment here: no other rank's goes there
 """
 
 from collections.abc import Sequence

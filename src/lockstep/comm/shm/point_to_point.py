@@ -71,7 +71,7 @@ class PointToPoint:
                 if error is None:
                     finish()
             except Exception as problem:  # noqa: BLE001 - it is raised where this receive is waited for
-                # Another receive's thread may have brought the message here, and is not to blame.
+                # The thread of another receive may run this, and must not raise it.
                 error = problem
             work.complete(source=source, error=error)
 
@@ -97,7 +97,7 @@ class PointToPoint:
             try:
                 return action()
             except GroupError:
-                raise  # the other ranks know it from where it was found, or the channel is as good as before
+                raise  # published where it was found, or the channel is as good as before
             except BaseException as error:
                 # Part of a message may lie in the channel, and must not be taken for the next.
                 self._peers.fail(error, call)
@@ -112,7 +112,7 @@ class PointToPoint:
                 self._receivers[source] = (work_queue, Receiver(self._memory, self._peers, source))
 
     def _receive(self, pending: PendingReceive, sources: Sequence[int]) -> None:
-        """Take messages until the receipt has its own, which settles its call."""
+        """Take messages until the receive has its own, which completes its call."""
         if len(sources) == 1:
             self._receivers[sources[0]][1].take_until(pending)
             return

@@ -1,13 +1,10 @@
-"""What torch asks a process group about itself: name, description, devices, and which of its features work."""
+"""What torch reads from a process group: its name, its description, and which of its features work."""
 
-from typing import Any
-
-import torch
 from torch.distributed import ProcessGroup
 
 
 class PythonProcessGroup(ProcessGroup):
-    """A group for CPU tensors that has no C++ backend, and answers torch's questions about one itself.
+    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend.
 
     Args:
         rank: Number of this process in the group.
@@ -39,16 +36,6 @@ class PythonProcessGroup(ProcessGroup):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
         """Take the description that the group is made with."""
         self._description = description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """Return the group itself, which is what torch's Python code asks a backend's abilities of."""
-        if device.type != "cpu":
-            raise RuntimeError(f"The shm backend has no backend of its own for {device}.")
-        return self
 
     @property
     def supports_splitting(self) -> bool:

@@ -23,6 +23,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -53,10 +54,12 @@ _LEFT = "left/{}"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which reports the missing ranks."""
-_GRACE_SECONDS = 1.0
-"""How long a rank that connected in time may take at least to map the file."""
-_LEAST_SECONDS = 0.001
+_LOOK_SECONDS = 0.1
+"""How often rank 0, while it waits for a rank, looks whether the group is still to be made."""
+_SHORTEST_SECONDS = 0.001
 """Zero would make a socket non-blocking."""
+_GRACE_SECONDS = 1.0
+"""The least time for a rank that has set its key in time to connect, and then to map the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +192,8 @@ def _receive_all(
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
         while len(connections) < layout.size - 1:
-            listener.settimeout(deadline.seconds_left(_LEAST_SECONDS))
             try:
-                connection, _ = listener.accept()
+                connection = _accept(store, listener, deadline.seconds_left(_GRACE_SECONDS))
             except TimeoutError as error:
                 missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
                 raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
@@ -213,11 +215,30 @@ def _receive_all(
     return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
 
 
+def _accept(store: Store, listener: socket.socket, seconds: float) -> socket.socket:
+    """Wait for a connection.
+
+    Raises:
+        GroupError: The launcher has given this group up: a rank was lost.
+        TimeoutError: There was none within `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        listener.settimeout(min(max(end - time.monotonic(), _SHORTEST_SECONDS), _LOOK_SECONDS))
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            if time.monotonic() >= end:
+                raise
+        with store_loss_explained():
+            store.check([_ADDRESS])
+
+
 def _admit(
     connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], deadline: Deadline
 ) -> None:
     """Read and store the rank of a connection, or close it: it may be from any process and send anything or nothing."""
-    connection.settimeout(deadline.seconds_left(_LEAST_SECONDS))
+    connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
     pid, uid = _peer_credentials(connection)
     hello = b""
     if uid == os.geteuid():

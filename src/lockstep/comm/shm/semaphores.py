@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory: how one process tells another that something is ready.
+"""POSIX semaphores in shared memory: how one process signals another that something is ready.
 
 [Note: memory order] Data that one process writes and another reads needs more than a flag: on ARM the flag may be seen
 before the data. POSIX (chapter 4.12, Memory Synchronization) promises that `sem_post` and `sem_wait` synchronise

@@ -1,8 +1,10 @@
-"""Groups of other backends within a shared-memory group, for what has no form in shared memory."""
+"""Backends of torch within a shared-memory group, for what has no form in shared memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -10,49 +12,90 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from lockstep.errors import GroupError
-from lockstep.torch_private import gloo_options, set_timeout
+from lockstep.torch_private import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorBackends:
+    """What carries the tensors of accelerators in a shared-memory group."""
+
+    names: Mapping[str, str]
+    """The backend for each type of accelerator that the group was made for."""
+    compares_calls: bool = False
+    """Whether their calls are compared too, over shared memory."""
+
+
+NO_ACCELERATORS: Final = AcceleratorBackends(names=MappingProxyType({}))
+"""Those of a group that was made for CPU tensors."""
+
+
 @final
 class TorchBackends:
-    """Gloo for sparse CPU tensors and NCCL for CUDA tensors, each made when it is first used."""
+    """Gloo for sparse CPU tensors, and the backends of accelerators, each made when it is first used.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    Args:
+        store: A store for these alone.
+        rank: Number of this process in the group.
+        size: Number of ranks.
+        timeout: How long a call may take.
+        accelerators: The backend for each type of accelerator; torch's default for those that are not in it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, accelerators: Mapping[str, str]) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._accelerators = accelerators
         self._made: dict[str, Any] = {}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The accelerators for which the group was made."""
+        return [torch.device(kind) for kind in self._accelerators]
 
     def call(self, device: torch.device, name: str, arguments: Sequence[Any]) -> Work:
         """Do the collective `name` on the backend for `device`."""
-        work: Work = getattr(self._on(device), name)(*(value for value in arguments if value is not None))
+        work: Work = getattr(self.on(device), name)(*arguments)
         return work
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Send by the backend for the tensor's device."""
-        work: Work = self._on(tensors[0].device).send(tensors, dst, tag)
+        work: Work = self.on(tensors[0].device).send(tensors, dst, tag)
         return work
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         """Receive by the backend for the tensor's device."""
-        work: Work = self._on(tensors[0].device).recv(tensors, src, tag)
+        work: Work = self.on(tensors[0].device).recv(tensors, src, tag)
         return work
 
+    def abort(self) -> None:
+        """End the calls that are under way, in whatever state."""
+        for backend in self._made.values():
+            backend.abort()
+
     def close(self) -> None:
-        """Let go of them."""
+        """Shut them down."""
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
 
-    def _on(self, device: torch.device) -> Any:
-        makers = {"cpu": self._make_gloo, "cuda": self._make_nccl}
-        if device.type not in makers:
-            raise GroupError(f"The shm backend carries CPU tensors; make the group with a backend for {device}.")
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long their calls may take."""
+        self._timeout = timeout
+        for backend in self._made.values():
+            backend.set_timeout(timeout)
+
+    def on(self, device: torch.device) -> Any:
+        """Return the backend for a device.
+
+        Raises:
+            GroupError: This torch has none.
+        """
         if device.type not in self._made:
-            self._made[device.type] = makers[device.type]()
+            self._made[device.type] = self._make_gloo() if device.type == "cpu" else self._make(device.type)
         return self._made[device.type]
 
     def _make_gloo(self) -> Any:
@@ -62,12 +105,13 @@ class TorchBackends:
         options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
         return gloo(PrefixStore("gloo", self._store), self._rank, self._size, options)
 
-    def _make_nccl(self) -> Any:
-        if not dist.is_nccl_available():
+    def _make(self, device_type: str) -> Any:
+        try:
+            name = self._accelerators.get(device_type) or dist.get_default_backend_for_device(device_type)
+            return make_backend(name, PrefixStore(name, self._store), self._rank, self._size, self._timeout)
+        except (RuntimeError, ValueError) as error:
             raise GroupError(
-                "The shm backend carries CPU tensors, and this torch has no NCCL for CUDA tensors. Move the tensor to "
-                "the CPU, or make the group with a backend for its device."
-            )
-        options = dist.ProcessGroupNCCL.Options()
-        set_timeout(options, self._timeout)
-        return dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
+                f"The shm backend carries CPU tensors, and this torch has no backend for {device_type} tensors "
+                f"({str(error).partition(chr(10))[0]}). Move the tensor to the CPU, or make the group with a backend "
+                "for its device."
+            ) from error

@@ -12,8 +12,8 @@ is released, and while they hold up a thread of the queue, another thread takes 
 
 A call may be complete before it is run: a receive whose message came while an older one was still waiting for its own.
 
-[Note: Ctrl-C] KeyboardInterrupt may come after any call that the main thread makes, also after one that took a lock.
-So a lock is taken within the `try` that releases it, and `_run_lock` knows its holder: releasing what another thread
+[Note: Ctrl-C] KeyboardInterrupt may be raised after any call of the main thread, also after one that took a lock.
+So a lock is taken within the `try` that releases it, and `_run_lock` has an owner: releasing what another thread
 holds is an error and changes nothing. A call leaves the queue when it is done, not when it is looked at.
 """
 
@@ -326,7 +326,7 @@ class WorkQueue:
         try:
             return action(self._run_lock.acquire(blocking=False))
         finally:
-            # Not suppress(): Ctrl-C could come between its first line and this one.
+            # Not suppress(): Ctrl-C could be raised between its first line and this one.
             try:  # noqa: SIM105
                 self._run_lock.release()
             except RuntimeError:  # another thread has it

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -91,6 +91,10 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
             warn_of_unequal_devices([device_id for device_id in self.device_ids if isinstance(device_id, int)])
         if len(self.device_ids) == 1:
             module.to(home)
+
+    def __class_getitem__(cls, _item: Any) -> type[Self]:
+        """Return the class: torch's is generic, so annotations may say `DataParallel[Net]`."""
+        return cls
 
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ def world(*environments: Mapping[str, str], **more: str) -> WorldVariables:
     return find_world(read_launchers(merged | more))
 
 
-def told(found: WorldVariables) -> tuple[Any, ...]:
+def numbers(found: WorldVariables) -> tuple[Any, ...]:
     return found.rank, found.world_size, found.local_rank, found.local_world_size
 
 
@@ -76,11 +76,11 @@ def told(found: WorldVariables) -> tuple[Any, ...]:
     ],
     ids=["torchrun", "slurm", "open-mpi", "intel-mpi", "kubernetes"],
 )
-def test_every_launcher_tells_a_worker_its_place(
+def test_the_variables_of_every_launcher_are_read(
     environment: Mapping[str, str], place: tuple[Any, ...], address: str
 ) -> None:
     found = world(environment)
-    assert told(found) == place
+    assert numbers(found) == place
     assert found.master_addr == address
     assert is_announced(found)
 
@@ -97,7 +97,7 @@ def test_on_one_node_no_name_needs_to_be_resolved() -> None:
     assert world(SLURM, SLURM_STEP_NODELIST="gpu07").master_addr == "127.0.0.1"
 
 
-def test_what_the_user_says_of_the_address_counts() -> None:
+def test_the_address_that_the_user_sets_is_used() -> None:
     found = world(SLURM, ADDRESS)
     assert (found.master_addr, found.master_port) == ("10.1.2.3", "4444")
 
@@ -105,7 +105,7 @@ def test_what_the_user_says_of_the_address_counts() -> None:
 @pytest.mark.parametrize(
     "environment", [{}, BATCH_SCRIPT, {"SLURM_JOB_ID": "3"}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
-def test_a_process_that_is_not_one_of_several_is_told_so(environment: Mapping[str, str]) -> None:
+def test_a_process_alone_is_not_announced(environment: Mapping[str, str]) -> None:
     assert not is_announced(world(environment))
 
 
@@ -114,12 +114,12 @@ def test_a_size_without_a_rank_is_not_overlooked() -> None:
 
 
 def test_torchrun_counts_under_srun_and_mpirun_too() -> None:
-    assert told(world(SLURM, TORCHRUN)) == ("5", "8", "1", "4")
-    assert told(world(OPEN_MPI, TORCHRUN)) == ("5", "8", "1", "4")
+    assert numbers(world(SLURM, TORCHRUN)) == ("5", "8", "1", "4")
+    assert numbers(world(OPEN_MPI, TORCHRUN)) == ("5", "8", "1", "4")
 
 
 def test_mpirun_counts_under_slurm_whose_numbers_are_those_of_its_daemons() -> None:
-    assert told(world(SLURM, OPEN_MPI)) == ("1", "2", "1", "2")
+    assert numbers(world(SLURM, OPEN_MPI)) == ("1", "2", "1", "2")
 
 
 def test_srun_that_speaks_pmi_is_slurm() -> None:
@@ -128,12 +128,12 @@ def test_srun_that_speaks_pmi_is_slurm() -> None:
 
 def test_a_launcher_in_each_task_may_start_several_workers() -> None:
     mine = {"RANK": "7", "WORLD_SIZE": "12", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
-    assert told(world(SLURM, mine)) == ("7", "12", "3", "4")
+    assert numbers(world(SLURM, mine)) == ("7", "12", "3", "4")
 
 
 def test_variables_that_agree_are_completed() -> None:
     found = world(SLURM, RANK="2", WORLD_SIZE="3")
-    assert told(found) == ("2", "3", "0", "1")
+    assert numbers(found) == ("2", "3", "0", "1")
     assert found.master_addr == "gpu07"
 
 
@@ -177,7 +177,7 @@ def test_one_task_for_a_node_of_several_gpus_is_refused_unless_it_is_meant() -> 
     [
         (BATCH_SCRIPT, "start the script with srun"),
         ({"PET_NNODES": "2"}, "let the pod's command be torchrun"),
-        ({}, "Start the script with torchrun"),
+        ({}, "Start the script with lockstep run or torchrun"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun -x MASTER_ADDR=HOST"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_rank_of_pmix_without_a_size_is_refused() -> None:
 
 def test_a_script_in_a_step_of_one_task_may_number_its_own_workers() -> None:
     shell = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    assert told(world(shell, RANK="2", WORLD_SIZE="3"))[:2] == ("2", "3")
+    assert numbers(world(shell, RANK="2", WORLD_SIZE="3"))[:2] == ("2", "3")
 
 
 def test_rank_0_on_another_node_than_the_first_needs_an_address() -> None:

@@ -1,6 +1,8 @@
 """Meeting in one process: who does not come, and who should not."""
 
 import logging
+import os
+import threading
 from datetime import timedelta
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.comm import hosts
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.hosts import GroupMembers
+from lockstep.comm.hosts import GroupHosts, GroupMembers
 from lockstep.comm.shm import rendezvous
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.errors import GroupError, PeerLostError
@@ -52,3 +54,28 @@ def test_waiting_over_tcp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(GroupError, match="Rank 1 of 2 did not connect"):
         rendezvous.connect_ranks(store, 0, FileLayout(2), Deadline.after(timedelta(seconds=0.6)))
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_were_in_time_may_connect_when_the_time_is_up() -> None:
+    # Rank 0 accepted connections for a millisecond more, and then named ranks that had set their keys as missing.
+    store = dist.HashStore()
+    found: list[object] = []
+    one_host = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
+    over = Deadline.after(timedelta(0))
+    for rank in range(2):
+        store.set(f"arrived/{rank}", "yes")
+
+    def connect(rank: int, deadline: Deadline) -> None:
+        found.append(rendezvous.connect_ranks(store, rank, FileLayout(2), deadline, hosts=one_host)[0])
+
+    first = threading.Thread(target=connect, args=(0, over))
+    first.start()
+    store.wait(["address"], timedelta(seconds=20))
+    threading.Event().wait(0.1)  # a slow machine
+    connect(1, over)
+    first.join()
+    assert [type(handles) for handles in found] == [rendezvous.GroupHandles] * 2
+    for handles in found:
+        assert isinstance(handles, rendezvous.GroupHandles)
+        for descriptor in (handles.descriptor, *handles.pidfds.values()):
+            os.close(descriptor)

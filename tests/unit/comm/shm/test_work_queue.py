@@ -20,14 +20,14 @@ ONE = torch.ones(2)
 
 
 @pytest.fixture
-def lane() -> Iterator[WorkQueue]:
+def queue() -> Iterator[WorkQueue]:
     made = WorkQueue("test")
     yield made
     made.close(1.0)
 
 
 class Gate:
-    """An action that stands still until it is opened, and notes who ran it."""
+    """An action that waits until it is opened, and records the thread that ran it."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -51,20 +51,20 @@ def fail() -> None:
     raise GroupError("it went wrong")
 
 
-def test_a_call_that_is_waited_for_at_once_needs_no_thread(lane: WorkQueue) -> None:
+def test_a_call_that_is_waited_for_at_once_needs_no_thread(queue: WorkQueue) -> None:
     ran_by = []
-    work = lane.run(lambda: ran_by.append(threading.current_thread()), [ONE])
+    work = queue.run(lambda: ran_by.append(threading.current_thread()), [ONE])
     assert ran_by == [threading.current_thread()]
     assert work.is_completed()
     assert work.wait()
     assert not [thread for thread in threading.enumerate() if thread.name == "test"]
 
 
-def test_calls_run_in_the_order_in_which_they_were_made(lane: WorkQueue) -> None:
+def test_calls_run_in_the_order_in_which_they_were_made(queue: WorkQueue) -> None:
     order: list[int] = []
     gate = Gate()
-    first = lane.put(gate, [])
-    works = [lane.put(lambda number=number: order.append(number), []) for number in range(5)]  # type: ignore[misc]
+    first = queue.put(gate, [])
+    works = [queue.put(lambda number=number: order.append(number), []) for number in range(5)]  # type: ignore[misc]
     assert gate.entered.wait(PATIENCE)
     assert not works[0].is_completed()
     gate.opened.set()
@@ -74,24 +74,24 @@ def test_calls_run_in_the_order_in_which_they_were_made(lane: WorkQueue) -> None
     assert first.is_success()
 
 
-def test_a_call_goes_on_though_nobody_waits(lane: WorkQueue) -> None:
+def test_a_call_goes_on_though_nobody_waits(queue: WorkQueue) -> None:
     ran = threading.Event()
-    lane.put(ran.set, [])
+    queue.put(ran.set, [])
     assert ran.wait(PATIENCE)
 
 
-def test_a_synchronous_call_waits_for_those_before_it(lane: WorkQueue) -> None:
+def test_a_synchronous_call_waits_for_those_before_it(queue: WorkQueue) -> None:
     order: list[str] = []
     gate = Gate()
-    lane.put(gate, [])
-    lane.put(lambda: order.append("before"), [])
+    queue.put(gate, [])
+    queue.put(lambda: order.append("before"), [])
     assert gate.entered.wait(PATIENCE)
     threading.Timer(0.01, gate.opened.set).start()
-    lane.run(lambda: order.append("mine"), [])
+    queue.run(lambda: order.append("mine"), [])
     assert order == ["before", "mine"]
 
 
-def test_calls_of_several_threads_run_one_at_a_time(lane: WorkQueue) -> None:
+def test_calls_of_several_threads_run_one_at_a_time(queue: WorkQueue) -> None:
     running, most, total = 0, 0, 0
 
     def action() -> None:
@@ -105,9 +105,9 @@ def test_calls_of_several_threads_run_one_at_a_time(lane: WorkQueue) -> None:
     def make_calls() -> None:
         for turn in range(20):
             if turn % 2:
-                lane.run(action, [])
+                queue.run(action, [])
             else:
-                lane.put(action, []).wait()
+                queue.put(action, []).wait()
 
     threads = [threading.Thread(target=make_calls, daemon=True) for _ in range(4)]
     for thread in threads:
@@ -118,22 +118,22 @@ def test_calls_of_several_threads_run_one_at_a_time(lane: WorkQueue) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_error_is_raised_wherever_the_call_is_waited_for(lane: WorkQueue, times: int) -> None:
-    work = lane.put(fail, [])
+def test_an_error_is_raised_wherever_the_call_is_waited_for(queue: WorkQueue, times: int) -> None:
+    work = queue.put(fail, [])
     for _ in range(times):
         with pytest.raises(GroupError, match="it went wrong"):
             work.wait()
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), GroupError)
-    assert lane.put(lambda: None, []).wait()
+    assert queue.put(lambda: None, []).wait()
     with pytest.raises(GroupError, match="it went wrong"):
-        lane.run(fail, [])
+        queue.run(fail, [])
 
 
-def test_a_wait_may_end_before_the_call(lane: WorkQueue) -> None:
+def test_a_wait_may_end_before_the_call(queue: WorkQueue) -> None:
     gate = Gate()
-    work = lane.put(gate, [])
+    work = queue.put(gate, [])
     with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s; it continues"):
         work.wait(timedelta(seconds=0.01))
     gate.opened.set()
@@ -141,17 +141,17 @@ def test_a_wait_may_end_before_the_call(lane: WorkQueue) -> None:
     assert work.is_success()
 
 
-def test_a_call_may_say_where_a_message_came_from(lane: WorkQueue) -> None:
-    work: Any = lane.put(lambda: 3, [ONE])
+def test_a_call_may_say_where_a_message_came_from(queue: WorkQueue) -> None:
+    work: Any = queue.put(lambda: 3, [ONE])
     work.wait()
     assert work._source_rank() == work.source_rank() == 3
     assert work.result() == [ONE]
 
 
-def test_a_call_may_be_settled_before_its_turn(lane: WorkQueue) -> None:
+def test_a_call_may_be_finished_before_its_turn(queue: WorkQueue) -> None:
     gate = Gate()
-    lane.put(gate, [])
-    later: Any = lane.put(fail, [ONE])
+    queue.put(gate, [])
+    later: Any = queue.put(fail, [ONE])
     later.complete(source=2)
     assert later.wait()
     assert later.source_rank() == 2
@@ -160,9 +160,9 @@ def test_a_call_may_be_settled_before_its_turn(lane: WorkQueue) -> None:
     gate.opened.set()
 
 
-def test_a_future_holds_the_tensors(lane: WorkQueue) -> None:
+def test_a_future_holds_the_tensors(queue: WorkQueue) -> None:
     gate = Gate()
-    work = lane.put(gate, [ONE])
+    work = queue.put(gate, [ONE])
     early = work.get_future().then(lambda done: done.value()[0] + 1)
     assert not early.done()
     gate.opened.set()
@@ -170,34 +170,34 @@ def test_a_future_holds_the_tensors(lane: WorkQueue) -> None:
     assert work.get_future().wait()[0] is ONE
 
 
-def test_a_future_has_the_error_of_the_call(lane: WorkQueue) -> None:
+def test_a_future_has_the_error_of_the_call(queue: WorkQueue) -> None:
     with pytest.raises(RuntimeError, match="it went wrong"):
-        lane.put(fail, [ONE]).get_future().wait()
+        queue.put(fail, [ONE]).get_future().wait()
 
 
 def test_a_callback_may_wait_for_another_call() -> None:
     """Torch's PowerSGD hook does. It once hung: the thread that was to make the call stood in the callback."""
-    lane = WorkQueue("test")  # closed only if nothing hangs
+    queue = WorkQueue("test")  # closed only if nothing hangs
     gate = Gate()
 
     def wait_by_future(_: Any) -> str:
-        return str(lane.put(lambda: None, ["inner"]).get_future().wait())  # type: ignore[list-item]
+        return str(queue.put(lambda: None, ["inner"]).get_future().wait())  # type: ignore[list-item]
 
     def wait_in_place(_: Any) -> str:
-        lane.run(lambda: None, [])
+        queue.run(lambda: None, [])
         return "in place"
 
-    futures = [lane.put(gate, []).get_future().then(wait_by_future)]
-    futures.append(lane.put(lambda: None, []).get_future().then(wait_in_place))
-    futures.append(lane.put(lambda: None, []).get_future().then(lambda _: str(last.wait())))
-    last = lane.put(lambda: None, []).get_future()
+    futures = [queue.put(gate, []).get_future().then(wait_by_future)]
+    futures.append(queue.put(lambda: None, []).get_future().then(wait_in_place))
+    futures.append(queue.put(lambda: None, []).get_future().then(lambda _: str(last.wait())))
+    last = queue.put(lambda: None, []).get_future()
     gate.opened.set()
     wait_until(lambda: all(future.done() for future in futures))
     assert [future.value() for future in futures] == ["['inner']", "in place", "[]"]
-    lane.close(1.0)
+    queue.close(1.0)
 
 
-def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the_call(lane: WorkQueue) -> None:
+def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the_call(queue: WorkQueue) -> None:
     gate = Gate()
 
     def interrupt() -> None:
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the
         interrupting.start()
         work.wait()
 
-    work = lane.put(gate, [ONE])
+    work = queue.put(gate, [ONE])
     assert gate.entered.wait(PATIENCE)
     with pytest.raises(KeyboardInterrupt):
         wait()
@@ -218,7 +218,7 @@ def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the
     assert not work.is_completed()
     gate.opened.set()
     assert work.wait()
-    assert lane.run(lambda: None, []).wait()
+    assert queue.run(lambda: None, []).wait()
 
 
 @final
@@ -240,28 +240,28 @@ class Interrupting:
         return is_taken
 
 
-def test_ctrl_c_leaves_nobody_with_the_turn(lane: WorkQueue) -> None:
-    # It once left the lane locked for ever, without a timeout, if it came right after the lock was taken.
-    turn = lane._run_lock
+def test_ctrl_c_does_not_leave_the_lock_taken(queue: WorkQueue) -> None:
+    # The queue was locked for ever, without a timeout, if Ctrl-C came right after the lock was taken.
+    turn = queue._run_lock
     calls: tuple[Callable[[], Any], ...] = (
-        lambda: lane.run(lambda: None, []),
-        lambda: lane.try_now(lambda _: None),
-        QueuedWork(lambda: None, [], lane).wait,
+        lambda: queue.run(lambda: None, []),
+        lambda: queue.try_now(lambda _: None),
+        QueuedWork(lambda: None, [], queue).wait,
     )
     for call in calls:
-        lane._run_lock = Interrupting(turn)  # type: ignore[assignment]
+        queue._run_lock = Interrupting(turn)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             call()
-        lane._run_lock = turn
+        queue._run_lock = turn
         assert not turn._is_owned()  # type: ignore[attr-defined]
-    assert lane.run(lambda: None, []).wait()
+    assert queue.run(lambda: None, []).wait()
 
 
-def test_ctrl_c_does_not_lose_a_call(lane: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Between leaving the queue and being run, a call was nobody's: who waited for it, waited for ever.
+def test_ctrl_c_does_not_lose_a_call(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A call that was out of the queue and did not run yet was lost: its caller waited for ever.
     ran = threading.Event()
-    call = QueuedWork(lambda: ran.set(), [], lane)  # noqa: PLW0108 - None, and not the event's answer
-    lane.submit(call, soon=False)
+    call = QueuedWork(lambda: ran.set(), [], queue)  # noqa: PLW0108 - None, and not the event's answer
+    queue.submit(call, soon=False)
     run = QueuedWork.run
 
     def be_interrupted(_: QueuedWork) -> None:
@@ -275,42 +275,42 @@ def test_ctrl_c_does_not_lose_a_call(lane: WorkQueue, monkeypatch: pytest.Monkey
     assert ran.is_set()
 
 
-def test_a_call_that_ctrl_c_ends_does_not_keep_the_others_from_going_on(lane: WorkQueue) -> None:
-    # Its thread once left without a word to the lane's own, or to whoever had the future of a call that was settled.
+def test_a_call_that_ctrl_c_ends_does_not_keep_the_others_from_going_on(queue: WorkQueue) -> None:
+    # Its thread once ended without waking the queue's own thread, and without setting the futures of finished calls.
     def be_interrupted() -> None:
-        lane.unset_futures.append(unset_futures)
+        queue.unset_futures.append(unset_futures)
         raise KeyboardInterrupt
 
     unset_futures: torch.futures.Future[None] = torch.futures.Future()
     ran = threading.Event()
-    first = QueuedWork(be_interrupted, [], lane)
-    for call in (first, QueuedWork(ran.set, [], lane)):
-        lane.submit(call, soon=False)
+    first = QueuedWork(be_interrupted, [], queue)
+    for call in (first, QueuedWork(ran.set, [], queue)):
+        queue.submit(call, soon=False)
     with pytest.raises(KeyboardInterrupt):
         first.wait()
     assert ran.wait(PATIENCE)
     wait_until(unset_futures.done)
 
 
-def test_a_thread_that_could_not_be_started_is_not_counted_on(lane: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The lane once believed for ever that it had one.
+def test_a_thread_that_could_not_be_started_does_not_count(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The queue once counted on a thread that had not started, for ever.
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
-            lane.put(lambda: None, [])
+            queue.put(lambda: None, [])
     ran = threading.Event()
-    lane.put(ran.set, [])
+    queue.put(ran.set, [])
     assert ran.wait(PATIENCE)
 
 
-def test_a_future_is_told_at_once_though_another_call_runs(lane: WorkQueue) -> None:
-    # It was told after the turn of the call that settled it: a deadlock, if that one waits for an answer to this one.
+def test_a_future_is_set_at_once_though_another_call_runs(queue: WorkQueue) -> None:
+    # It was set only after the call that finished it had ended: a deadlock, if that call waits for the future.
     gate = Gate()
-    lane.put(gate, [])
-    later: Any = lane.put(fail, [ONE])
+    queue.put(gate, [])
+    later: Any = queue.put(fail, [ONE])
     future = later.get_future()
     assert gate.entered.wait(PATIENCE)
     later.complete(source=1)
@@ -319,29 +319,29 @@ def test_a_future_is_told_at_once_though_another_call_runs(lane: WorkQueue) -> N
     gate.opened.set()
 
 
-def test_what_interposes_has_the_turn_when_nothing_runs(lane: WorkQueue) -> None:
+def test_what_interposes_has_the_turn_when_nothing_runs(queue: WorkQueue) -> None:
     def try_now(has_lock: bool) -> Any:
         assert has_lock
-        assert not lane.try_now(lambda again: again)
-        work = lane.put(lambda: None, [])
+        assert not queue.try_now(lambda again: again)
+        work = queue.put(lambda: None, [])
         assert not work.is_completed()
         return work
 
-    assert lane.try_now(try_now).wait()
+    assert queue.try_now(try_now).wait()
     gate = Gate()
-    lane.put(gate, [])
+    queue.put(gate, [])
     assert gate.entered.wait(PATIENCE)
-    assert not lane.try_now(lambda has_lock: has_lock)
+    assert not queue.try_now(lambda has_lock: has_lock)
     gate.opened.set()
 
 
 def test_closing_lets_a_running_call_end() -> None:
-    lane = WorkQueue("test")
+    queue = WorkQueue("test")
     gate = Gate()
-    work = lane.put(gate, [])
+    work = queue.put(gate, [])
     assert gate.entered.wait(PATIENCE)
     threading.Timer(0.02, gate.opened.set).start()
-    lane.close(PATIENCE)
+    queue.close(PATIENCE)
     assert work.is_completed()
     assert gate.thread is not None
     gate.thread.join(PATIENCE)
@@ -367,7 +367,7 @@ def wait_in_vain(call: QueuedWork) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "num_words"),
+    ("ask", "num_records"),
     [
         (lambda _: None, 1),
         (lambda call: call.exception(), 0),
@@ -376,18 +376,18 @@ def wait_in_vain(call: QueuedWork) -> None:
         (wait_in_vain, 0),
     ],
 )
-def test_a_mismatch_that_nobody_asks_for_is_said(
-    lane: WorkQueue, caplog: pytest.LogCaptureFixture, ask: Callable[[QueuedWork], Any], num_words: int
+def test_a_mismatch_that_no_caller_waits_for_is_logged(
+    queue: WorkQueue, caplog: pytest.LogCaptureFixture, ask: Callable[[QueuedWork], Any], num_records: int
 ) -> None:
     # It was lost: the group went on, and the tensor was never reduced.
     def differ() -> None:
         raise CollectiveMismatchError("they differ")
 
     with caplog.at_level(logging.ERROR, "lockstep"):
-        call = lane.put(differ, [ONE])
+        call = queue.put(differ, [ONE])
         wait_until(call.is_completed)
         ask(call)
-        call = lane.put(lambda: None, [ONE])
+        call = queue.put(lambda: None, [ONE])
         assert call.wait()
-        wait_until(lambda: len(caplog.records) == num_words)
+        wait_until(lambda: len(caplog.records) == num_records)
     assert all("no code waited for it: they differ" in record.getMessage() for record in caplog.records)

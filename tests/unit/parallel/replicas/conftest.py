@@ -1,4 +1,4 @@
-"""What the tests of this room share: one core for each replica, and numbers that round where nobody looks."""
+"""What the tests of this package share."""
 
 import pytest
 import torch

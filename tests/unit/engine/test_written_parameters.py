@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.engine.side_effects import WrittenParameterCheck
+from lockstep.engine.written_parameters import WrittenParameterCheck
 
 
 def test_a_write_of_an_even_number_of_equal_values_through_data_is_found() -> None:

@@ -1,0 +1,130 @@
+"""A worker's end of its channel to the launcher."""
+
+import itertools
+import os
+import queue
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, final
+
+from lockstep.channel.lines import LineReader, Message, encode
+
+_PIECE_BYTES = 1 << 16
+_CLOSED: Message = {"closed": True}
+_ABANDONED: Message = {"abandoned": True}
+
+
+class ChannelClosedError(OSError):
+    """The launcher has ended, this process is not the worker that the channel belongs to, or a request was given up."""
+
+
+@final
+class Channel:
+    """A worker's channel; any thread may use it.
+
+    Args:
+        descriptor: The worker's end, which this takes over.
+        on_event: Called in the reading thread with each message that the launcher sends by itself.
+    """
+
+    def __init__(self, descriptor: int, on_event: Callable[[Message], None]) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._on_event = on_event
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._answers: dict[int, tuple[object, queue.SimpleQueue[Message]]] = {}
+        self._is_open = True
+        self._kept: list[object] = []
+        self._abandoned: weakref.WeakSet[object] = weakref.WeakSet()
+        threading.Thread(target=self._read, name="channel", daemon=True).start()
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    def request(self, user: object, operation: str, seconds: float | None = None, **fields: Any) -> Any:
+        """Send a request to the launcher and return its answer.
+
+        Args:
+            user: For whom; see `abandon`.
+            operation: An operation of `Table`.
+            seconds: How long to wait for the answer; None for as long as the launcher lives.
+            fields: The operation's arguments.
+
+        Raises:
+            ChannelClosedError: The launcher has ended, or the request was given up.
+            TimeoutError: There was no answer in time.
+        """
+        number = next(self._numbers)
+        answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answers[number] = user, answers
+        try:
+            if user in self._abandoned:
+                raise ChannelClosedError("The group was given up while it was being made.")
+            self._send({"id": number, "op": operation, **fields})
+            try:
+                answer = answers.get(timeout=seconds)
+            except queue.Empty:
+                self._send({"op": "withdraw", "of": number})
+                raise TimeoutError(f"The launcher did not answer within {seconds:g} s.") from None
+        finally:
+            self._answers.pop(number, None)
+        if answer is _ABANDONED:
+            raise ChannelClosedError("The group was given up while it was being made.")
+        if answer is _CLOSED:
+            raise ChannelClosedError("The launcher has ended.")
+        return answer["value"]
+
+    def report(self, what: str, **fields: Any) -> None:
+        """Send the launcher a report, which has no answer.
+
+        Raises:
+            ChannelClosedError: The launcher has ended.
+        """
+        self._send({"report": what, **fields})
+
+    def keep_alive(self, user: object) -> None:
+        """Hold an object as long as this channel is there."""
+        self._kept.append(user)
+
+    def abandon(self, user: object) -> None:
+        """Let all requests for `user` fail, those that wait now too."""
+        self._abandoned.add(user)
+        for owner, answers in list(self._answers.values()):
+            if owner is user:
+                answers.put(_ABANDONED)
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            if not self._is_open:
+                raise ChannelClosedError("The channel to the launcher is closed.")
+            try:
+                self._socket.sendall(encode(message))
+            except OSError as error:
+                raise ChannelClosedError("The launcher has ended.") from error
+
+    def _read(self) -> None:
+        reader = LineReader()
+        with suppress(OSError):
+            while piece := self._socket.recv(_PIECE_BYTES):
+                for message in reader.feed(piece):
+                    self._deliver(message)
+        with self._sending:
+            self._is_open = False
+            self._socket.close()
+        for _, answers in list(self._answers.values()):
+            answers.put(_CLOSED)
+
+    def _deliver(self, message: Message) -> None:
+        if "event" in message:
+            self._on_event(message)
+            return
+        waiting = self._answers.get(message["id"])
+        if waiting is not None:  # else the request was withdrawn
+            waiting[1].put(message)
+
+    def _close_in_child(self) -> None:
+        self._sending = threading.Lock()  # another thread may have held it at the fork
+        self._is_open = False
+        self._socket.close()

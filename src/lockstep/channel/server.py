@@ -1,0 +1,155 @@
+"""The launcher's end of the channels: one thread that serves the store, and sends workers what concerns them."""
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+from lockstep.channel.lines import LineReader, Message, encode
+from lockstep.channel.table import Table
+
+_PIECE_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class _Connection:
+    """The launcher's socket to one worker."""
+
+    worker: int
+    socket: socket.socket
+    reader: LineReader = field(default_factory=LineReader)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+@final
+class ChannelServer:
+    """Serves the channels of the workers of one launch.
+
+    A worker that does not read, because it is stopped, delays no other: what it has not read is kept for it.
+
+    Attributes:
+        reports: What workers reported: pairs of a worker's number and a message.
+    """
+
+    def __init__(self) -> None:
+        self.reports: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, int, socket.socket | Message | None]] = queue.SimpleQueue()
+        self._table = Table()
+        self._connections: dict[int, _Connection] = {}
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._thread = threading.Thread(target=self._serve, name="channels", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def worker_end(self, worker: int) -> Iterator[int]:
+        """Make the channel of a worker; yield the descriptor that the worker inherits, open in this context only."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            mine.setblocking(False)
+            self._command("connect", worker, mine)
+            yield theirs.fileno()
+
+    def send(self, worker: int, message: Message) -> None:
+        """Send a worker a message; nothing happens if it has ended."""
+        self._command("send", worker, message)
+
+    def close(self) -> None:
+        """Close all channels."""
+        self._command("close", 0, None)
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _command(self, what: str, worker: int, with_what: socket.socket | Message | None) -> None:
+        self._commands.put((what, worker, with_what))
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will wake in any case
+            os.write(self._wake_writer, b"!")
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_reader, selectors.EVENT_READ, None)
+            while True:
+                for key, events in selector.select():
+                    connection: _Connection | None = key.data
+                    if connection is None:
+                        os.read(self._wake_reader, _PIECE_BYTES)
+                        if not self._carry_out(selector):
+                            return
+                        continue
+                    if events & selectors.EVENT_WRITE and self._is_open(connection):
+                        self._flush(selector, connection)
+                    if events & selectors.EVENT_READ and self._is_open(connection):
+                        self._receive(selector, connection)
+
+    def _carry_out(self, selector: selectors.BaseSelector) -> bool:
+        """Carry out the commands of other threads; return False if this one is to end."""
+        while not self._commands.empty():
+            what, worker, argument = self._commands.get()
+            if what == "close":
+                for connection in list(self._connections.values()):
+                    self._drop(selector, connection)
+                return False
+            if isinstance(argument, socket.socket):
+                self._connections[worker] = connection = _Connection(worker, argument)
+                selector.register(argument, selectors.EVENT_READ, connection)
+            elif isinstance(argument, dict):
+                self._send(selector, worker, argument)
+        return True
+
+    def _receive(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
+        try:
+            piece = connection.socket.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self._drop(selector, connection)
+            return
+        try:
+            for message in connection.reader.feed(piece):
+                if "report" in message:
+                    self.reports.put((connection.worker, message))
+                    continue
+                for reply in self._table.answer(connection.worker, message):
+                    self._send(selector, reply.worker, reply.message)
+        except (ValueError, KeyError, TypeError):  # not from our client: code of the user wrote to the descriptor
+            self._drop(selector, connection)
+
+    def _send(self, selector: selectors.BaseSelector, worker: int, message: Message) -> None:
+        connection = self._connections.get(worker)
+        if connection is not None:
+            connection.unsent += encode(message)
+            self._flush(selector, connection)
+
+    def _flush(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
+        """Send as much as the worker takes now."""
+        try:
+            while connection.unsent:
+                num_sent = connection.socket.send(connection.unsent)
+                del connection.unsent[:num_sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(selector, connection)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        selector.modify(connection.socket, events, connection)
+
+    def _is_open(self, connection: _Connection) -> bool:
+        return self._connections.get(connection.worker) is connection
+
+    def _drop(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
+        """Forget a worker that has ended."""
+        if not self._is_open(connection):
+            return
+        del self._connections[connection.worker]
+        selector.unregister(connection.socket)
+        connection.socket.close()
+        self._table.forget(connection.worker)

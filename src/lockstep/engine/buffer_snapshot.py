@@ -1,0 +1,180 @@
+"""The buffers of a model at a moment: which tensors there are, and their values.
+
+[Note: buffers that are replaced] A forward may write a buffer, put another tensor in its place, of another shape even,
+or make one where there was none. So both are recorded: which tensors there were, and their values.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.flat_memory import FlatMemory
+from lockstep.torch_private import buffer_registry, foreach_copy_
+
+BufferParts = Sequence[dict[str, Tensor | None]]
+"""The dictionaries in which modules keep their buffers, in the order of the modules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSpec:
+    """A buffer as rank 0 describes it."""
+
+    number: int
+    """Equal for two names of one tensor."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    memory_shape: tuple[int, ...]
+    """The shape of the part that has memory; another one for an expanded tensor."""
+    dtype: torch.dtype
+    """Its dtype."""
+    is_on_cpu: bool
+    """Whether it is on the CPU, wherever the model is."""
+
+
+BufferSpecs = list[dict[str, BufferSpec | None]]
+"""The buffers of every module, in the order of the modules."""
+
+
+def buffer_parts(model: nn.Module) -> BufferParts:
+    """Return the dictionaries in which the modules of a model keep their buffers."""
+    return [buffer_registry(module) for module in model.modules()]
+
+
+@final
+class BufferSnapshot:
+    """The buffers of a model at a moment. [Note: buffers that are replaced].
+
+    Its memory is kept from record to record, as long as the model has the same buffers.
+
+    Args:
+        parts: The dictionaries in which modules keep their buffers.
+        prefers_flat: Whether copies should lie in one memory per device, where all buffers are dense.
+
+    Attributes:
+        names: The recorded buffers, by name.
+        live: Every buffer once, in the order of the names, as a tensor that shares its memory.
+        values: Copies of these.
+        is_flat: Whether they lie in `memory`.
+        memory: One memory per device.
+    """
+
+    def __init__(self, parts: BufferParts, *, prefers_flat: bool = False) -> None:
+        self._parts = parts
+        self._prefers_flat = prefers_flat
+        self.is_flat = prefers_flat
+        self.memory = FlatMemory()
+        self._buffers: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._places: list[tuple[int, int, torch.Size]] = []
+        self.names: list[dict[str, Tensor | None]] = []
+        self.live: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def record(self) -> None:
+        """Record the buffers that there are now, and their values."""
+        names = [dict(part) for part in self._parts]
+        buffers = unique_buffers(names)
+        places = list(map(_place, buffers))
+        if places == self._places:
+            copy_each(self.values, self.live)
+        else:
+            whole = [buffer.data for buffer in buffers]
+            live = list(map(without_repeats, whole))
+            self.is_flat = self._prefers_flat and all(tensor.layout is torch.strided for tensor in live)
+            self.values = self._copy_flat(live) if self.is_flat else [tensor.clone() for tensor in live]
+            self._buffers, self._places, self._whole, self.live = buffers, places, whole, live
+        self.names = names
+
+    def _copy_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.memory.fit(tensors)
+        copy_each(self.memory.values, tensors)
+        return self.memory.values
+
+    def put_back(self) -> None:
+        """Let the model's buffers be the recorded ones again, with their values."""
+        self.restore_names()
+        for buffer, whole, place in zip(self._buffers, self._whole, self._places, strict=True):
+            if _place(buffer) != place:  # it was resized, or given other memory
+                buffer.data = whole
+        copy_each(self.live, self.values)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Record the buffers, and put them back at the end of this context."""
+        self.record()
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def restore_names(self) -> None:
+        """Let the model's buffers be the recorded tensors again, whatever is in them."""
+        for part, names in zip(self._parts, self.names, strict=True):
+            if part or names:
+                part.clear()
+                part.update(names)
+
+    def is_other_layout(self, parts: BufferParts) -> bool:
+        """Return whether `parts` are other buffers than the recorded ones, or of other shapes."""
+        now = list(_tensors(parts))
+        if list(map(id, now)) == list(map(id, _tensors(self.names))):
+            shapes = {number: shape for number, _, shape in self._places}
+            return any(buffer.shape != shapes[id(buffer)] for buffer in now)
+        recorded = {number: whole for (number, _, _), whole in zip(self._places, self._whole, strict=True)}
+        return describe_buffers(parts) != describe_buffers(self.names, recorded)
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return the part of an expanded tensor that has memory, which can be written; another tensor as it is."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.shape
+
+
+@torch.no_grad()
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy the values of each source to its target."""
+    if targets:
+        foreach_copy_(list(targets), list(sources))
+
+
+def describe_buffers(parts: BufferParts, recorded: Mapping[int, Tensor] = MappingProxyType({})) -> BufferSpecs:
+    """Describe buffers; those in `recorded`, by id, as they were recorded."""
+    numbers: dict[int, int] = {}
+
+    def describe(buffer: Tensor | None) -> BufferSpec | None:
+        if buffer is None:
+            return None
+        tensor = recorded.get(id(buffer), buffer)
+        return BufferSpec(
+            number=numbers.setdefault(id(buffer), len(numbers)),
+            shape=tuple(tensor.shape),
+            memory_shape=tuple(without_repeats(tensor).shape),
+            dtype=tensor.dtype,
+            is_on_cpu=tensor.device.type == "cpu",
+        )
+
+    return [{name: describe(buffer) for name, buffer in part.items()} for part in parts]
+
+
+def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:
+    """Return the buffers that are there, in the order of their names."""
+    return (buffer for buffer in chain.from_iterable(part.values() for part in parts) if buffer is not None)
+
+
+def unique_buffers(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
+    """Return every buffer that is there once, in the order of their names."""
+    return list({id(buffer): buffer for buffer in _tensors(parts)}.values())

@@ -1,0 +1,156 @@
+"""What only an asynchronous device knows of a step: losses, weights that are tensors, whether gradients are finite.
+
+[Note: host facts and device facts] To read what a device holds is to wait for the device. So where the model is on an
+asynchronous one, the step table (`lockstep.engine.step_table`) holds what the hosts know and travels over the group's
+CPU backend, and the rest is one row on the device:
+
+    host      backward launched .. table exchanged .. update launched | forward, backward of the next step .. row read
+    device    ......... forward ....... backward ....... row added up, judged .... update, unless it is bad .... forward
+
+Whether the step is bad is computed on the device, from numbers that are the same on all workers, and decides there
+whether the update takes effect. The row is copied to pinned memory, and read when the next step has been launched: then
+the device has work to do while the host waits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.comm import World, calls_for, raise_if_broken
+from lockstep.errors import GroupError, PeerLostError
+from lockstep.shards import add_in_tree_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowValues:
+    """What the row of a step holds, on the host."""
+
+    losses: tuple[float, ...]
+    """Of every shard, loss times weight."""
+    weights: tuple[float, ...]
+    """Of every shard, where any weight is a tensor on the device; else zeros."""
+    has_bad_gradient: bool
+    """Whether a gradient is not finite; False if that was not looked at."""
+    norm: float
+    """The norm of the gradient; 0 if it was not computed."""
+
+
+@final
+class DeviceRow:
+    """The row of one step after the other, in memory that is kept.
+
+        | loss * weight of each shard | weight of each shard | 0 or NaN for the gradients | norm of the gradient |
+
+    Args:
+        world: The workers.
+        num_shards: Number of shards of the run.
+        device: Asynchronous.
+
+    Attributes:
+        device: Where it is.
+    """
+
+    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
+        self.device = device
+        self._world = world
+        self._num_shards = num_shards
+        self._values = torch.zeros(2 * num_shards + 2, dtype=torch.float64, device=device)
+        self._losses, self._weights = self._values[:num_shards], self._values[num_shards : 2 * num_shards]
+        self._gradients, self._norm = self._values[-2], self._values[-1]
+        self._on_host = torch.zeros(len(self._values), dtype=torch.float64, pin_memory=True)
+
+    def begin(self) -> None:
+        """Begin with a step (local)."""
+        self._values.zero_()
+
+    @torch.no_grad()
+    def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Add the mean loss of a shard and its weight (local).
+
+        It is computed at once: the loss may lie in memory that the next forward overwrites, as outputs of CUDA graphs.
+        """
+        if isinstance(weight, Tensor):
+            weight = weight.detach().double()
+            self._weights[shard].copy_(weight)
+            self._losses[shard].copy_(torch.where(weight > 0, loss.detach().double() * weight, 0.0))
+        else:
+            self._losses[shard].copy_(loss.detach().double() * weight)
+
+    def note_gradients(self, largest: Tensor) -> None:
+        """Note the largest magnitude of this worker's part of the gradients; not a number, or infinite, is bad."""
+        self._gradients.copy_(largest * 0.0)
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Note the norm of the gradient, the same on all workers (local)."""
+        self._norm.copy_(norm)
+
+    def exchange(self) -> None:
+        """Add up the rows of all workers; the current stream waits, the host does not (collective)."""
+        if self._world.group is None:
+            return
+        with calls_for("adding up the losses"):
+            work = dist.all_reduce(self._values, group=self._world.group, async_op=True)
+        assert work is not None
+        work.wait()
+
+    def total_weight(self, known: Sequence[float]) -> Tensor:
+        """Return the sum of the weights, in the order of the tree, on the device (local; after `exchange`).
+
+        Args:
+            known: The weight of each shard; below zero for one that is on the device only.
+        """
+        for shard, weight in enumerate(known):
+            if weight >= 0:
+                self._weights[shard].fill_(weight)
+        leaves = {(shard, shard + 1): weight for shard, weight in enumerate(self._weights.unbind())}
+        return add_in_tree_order(leaves, self._num_shards, torch.add)
+
+    def is_bad(self, total_weight: Tensor | None) -> Tensor:
+        """Return, on the device, whether a loss, a weight, or the gradient is not what an update can be made of.
+
+        Args:
+            total_weight: Of `total_weight`, where any weight is on the device.
+        """
+        is_bad = ~self._values.isfinite().all()
+        if total_weight is not None:
+            is_bad = is_bad | ~(total_weight > 0) | (self._weights < 0).any()
+        return is_bad
+
+    def start_copy(self) -> Callable[[], RowValues]:
+        """Start to copy the row to the host; return what waits for the copy and reads it (local).
+
+        It must be called before the row of the next step is copied. It raises a PeerLostError if a rank was lost.
+        """
+        self._on_host.copy_(self._values, non_blocking=True)
+        event = torch.Event(self._values.device)
+        event.record()
+
+        def read() -> RowValues:
+            event.synchronize()
+            _raise_if_lost(self._world.group)  # a reduction that was ended because a rank was lost leaves any value
+            return self._read(self._on_host.tolist())
+
+        return read
+
+    def _read(self, values: list[float]) -> RowValues:
+        return RowValues(
+            losses=tuple(values[: self._num_shards]),
+            weights=tuple(values[self._num_shards : 2 * self._num_shards]),
+            has_bad_gradient=not math.isfinite(values[-2]),
+            norm=values[-1],
+        )
+
+
+def _raise_if_lost(group: ProcessGroup | None) -> None:
+    try:
+        raise_if_broken(group)
+    except PeerLostError:
+        raise
+    except GroupError:
+        pass  # it was destroyed since, in order

@@ -1,0 +1,72 @@
+"""Calling the loss function, or a metric, for one slice."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import nn
+
+from lockstep.engine.own_generators import OwnGenerators
+from lockstep.errors import LossError
+
+_REMEDIES = {
+    "Expected more than 1 value per channel": (
+        "A normalization over the batch got a slice with one value per channel, which has no variance. Slices are "
+        "smallest in the last batch of an epoch: leave it out with ShardedLoader(..., drop_last=True), or choose a "
+        "batch_size, or fewer shards, with which every slice has two samples or more; or use GroupNorm."
+    ),
+    "does not have a deterministic implementation": (
+        "An operation has no deterministic form, and the trainer has switched to deterministic operators. Replace the "
+        "operation, or make the Trainer with deterministic=False (in a config: deterministic: false); then the weights "
+        "may have other bits in each run."
+    ),
+    "backward through the graph a second time": (
+        "The loss that the loss function returned has been through backward already. Return the loss and leave "
+        "backward, zero_grad and optimizer.step to Trainer.step; with retain_graph=True the gradient would count "
+        "twice."
+    ),
+}
+"""What to do, by a part of torch's message, where that does not help in a trainer."""
+
+
+@final
+class UserFunction:
+    """Calls a function with the model and a slice, and seeds the generators that both hold.
+
+    Args:
+        model: The model.
+        function: The loss function or a metric.
+
+    Attributes:
+        generators: The generators.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        self.generators = OwnGenerators(model, function)
+        self._function = function
+
+    def __call__(self, model: nn.Module, data: Any) -> Any:
+        """Return what the function returns; the global generators must have been seeded for the slice.
+
+        Raises:
+            LossError: An error of torch that needs another remedy in a trainer.
+        """
+        self.generators.seed_as_global()
+        with explained_errors():
+            return self._function(model, data)
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Add what to do to errors of torch whose message does not help in a trainer.
+
+    Raises:
+        LossError: Such an error.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        remedy = next((text for part, text in _REMEDIES.items() if part in str(error)), None)
+        if remedy is None:
+            raise
+        raise LossError(f"{remedy} The error of torch: {str(error).splitlines()[0]}") from error

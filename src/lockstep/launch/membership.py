@@ -1,0 +1,111 @@
+"""Which workers a run continues with: pure functions from the present workers and what became of them.
+
+A *generation* is one set of workers. Each worker process has a number that no other process of the run ever gets; its
+rank is its place in the generation, and may change from one generation to the next. The launcher alone decides: it
+holds the process of every worker, so it knows which have ended. It kills a worker that does not answer *before* the
+others continue without it, so two workers never have the same rank at the same time.
+
+    generation 0     workers 0 1 2      ranks 0 1 2
+    worker 0 ends
+    generation 1     workers 1 2        ranks 0 1        rank 0 has the state of the run: those that stay come first
+    worker 3 arrives
+    generation 2     workers 1 2 3      ranks 0 1 2
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One set of workers."""
+
+    number: int
+    """Counted from 0."""
+    workers: tuple[int, ...]
+    """Numbers of the worker processes, in rank order."""
+
+    def rank_of(self, worker: int) -> int | None:
+        """Return the rank of a worker; None if it does not belong to this generation."""
+        return self.workers.index(worker) if worker in self.workers else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """How many workers a run can have."""
+
+    min_workers: int = 1
+    """With fewer, the run stops."""
+    max_workers: int
+    """Its number of shards: every worker needs one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What became of workers since the last generation was made."""
+
+    lost: Collection[int] = ()
+    """Workers that have ended, or that were killed because they did not answer."""
+    leaving: Collection[int] = ()
+    """Workers that were asked to leave, and can: they have finished their step."""
+    arrived: Sequence[int] = ()
+    """New workers that are ready to take over the state of the run, in the order in which they became ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The run cannot continue."""
+
+    reason: str
+    """Why, and what to do."""
+
+
+def next_generation(current: Generation, changes: Changes, limits: WorkerLimits) -> Generation | Stop:
+    """Return the workers with which a run continues; the same generation if nothing changes for it.
+
+    Workers that stay keep their order and come first, so that rank 0 has the state of the run. New workers come
+    after them, as many as there are shards for; the others wait for a later generation.
+    """
+    gone = {*changes.lost, *changes.leaving}
+    staying = tuple(worker for worker in current.workers if worker not in gone)
+    if not staying:
+        return Stop(
+            reason=f"{_all_of(len(current.workers))} ended, so the state of the run is lost. Resume from its newest "
+            "checkpoint."
+        )
+    new = [worker for worker in changes.arrived if worker not in gone and worker not in current.workers]
+    workers = (*staying, *new[: max(0, limits.max_workers - len(staying))])
+    if len(workers) < limits.min_workers:
+        return Stop(
+            reason=f"{len(workers)} of {len(current.workers)} workers {'is' if len(workers) == 1 else 'are'} left, and "
+            f"min_workers is {limits.min_workers}. Resume with as many workers from the newest checkpoint, or lower "
+            "min_workers."
+        )
+    if workers == current.workers:
+        return current
+    return Generation(number=current.number + 1, workers=workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RespawnLimit:
+    """How often lost workers are replaced."""
+
+    count: int
+    """At most so many times ..."""
+    seconds: float
+    """... in so many seconds."""
+
+
+def may_respawn(limit: RespawnLimit, respawned_at: Sequence[float], now: float) -> bool:
+    """Return whether another worker may be replaced.
+
+    Args:
+        limit: How often.
+        respawned_at: When workers were replaced, in seconds of any clock.
+        now: The time on the same clock.
+    """
+    return sum(1 for moment in respawned_at if now - moment < limit.seconds) < limit.count
+
+
+def _all_of(count: int) -> str:
+    return "The only worker" if count == 1 else f"All {count} workers"

@@ -1,0 +1,88 @@
+"""How a wrapper averages gradients over one group: the mean, the reducer, and what the ranks compare in each backward.
+
+It is made anew when the wrapper is connected to another group, and is not copied with the wrapper.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+from lockstep.comm import World, group_store
+from lockstep.parallel.comparison import ComparisonOptions, RankComparison
+from lockstep.reduce import KeepLocalGradients, MeanReduction, Reducer, ReducerOptions, TrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions:
+    """What a wrapper was given that torch's has not, and what it was made with."""
+
+    model_number: int
+    """Which of the models that were wrapped over its group it is."""
+    compares_replicas: bool
+    """Whether parameters, optimizers and their steps must be the same on all ranks."""
+    nonfinite: Literal["stop", "skip"]
+    """What becomes of optimizer steps with gradients that are not finite."""
+    on_skip: Literal["error", "zeros"]
+    """What becomes of a training forward without a backward on one rank."""
+
+
+@final
+class Averaging:
+    """Averages the gradients of a model over a group.
+
+    Args:
+        model: The model.
+        world: The ranks; there is a group.
+        reducing: How its gradients are reduced.
+        options: The rest.
+
+    Attributes:
+        mean: Averages one bucket.
+        reducer: Reduces the gradients; None where nothing is trained.
+        comparison: Compares the ranks; None for one rank.
+    """
+
+    def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: AveragingOptions) -> None:
+        self.mean = MeanReduction(world)
+        self.reducer: Reducer | None = None
+        self.comparison: RankComparison | None = None
+        if not model.trained:
+            return
+        self.reducer = Reducer(model, world, reducing, self.mean, KeepLocalGradients(self.mean))
+        if world.world_size == 1:
+            return
+        self.comparison = RankComparison(
+            model,
+            world,
+            self.reducer,
+            ComparisonOptions(
+                model_number=options.model_number,
+                compares_replicas=options.compares_replicas,
+                nonfinite=options.nonfinite,
+                skips_with_zeros=options.on_skip == "zeros",
+                is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),
+            ),
+        )
+        self.reducer.observe(self.comparison)
+
+    def set_joining(self, is_joining: bool) -> None:
+        """Say whether ranks may run out of inputs now, so that they are not compared (each rank calls)."""
+        if self.comparison is not None:
+            self.comparison.set_joining(is_joining)
+
+
+def check_options(nonfinite: str, on_skip: str) -> None:
+    """Check two arguments of a wrapper.
+
+    Raises:
+        ValueError: One is none of its values.
+    """
+    for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("error", "zeros"))):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
+
+
+def number_model(world: World) -> int:
+    """Return which of the models that this rank wraps over its group is the next one, from 1 on (local)."""
+    assert world.group is not None
+    store = group_store(world.group)
+    return 0 if store is None else int(store.add(f"lockstep/wrapped models/{world.rank}", 1))

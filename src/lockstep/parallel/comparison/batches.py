@@ -1,0 +1,151 @@
+"""What the ranks train on: batches of different sizes, and the same batches on all ranks. Both are warned of once.
+
+[Note: what is a batch] The first dimension of the inputs need not be the batch: packed sequences have their tokens
+there, heads of a detector their regions, and such sizes vary on each rank from step to step. A batch size does not,
+except for the last batch of an epoch. So sizes that differ between the ranks are warned of where they were the same on
+all ranks in all steps before, or differ in the same way twice in a row; and not any more after they have varied
+otherwise.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from torch import Tensor
+
+from lockstep.parallel.user_code import stacklevel_of_user
+from lockstep.reduce import GroupStatus, RankStatus
+from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.status import FINGERPRINT_LIMIT
+from lockstep.reduce.tensor_bits import glance_at_bits
+
+_NUM_ALIKE = 3
+"""So many reductions in a row show that ranks train on the same data."""
+
+
+@final
+class UnevenBatchWarning:
+    """Warns once, on each rank, that ranks trained on different numbers of samples.
+
+    Attributes:
+        is_expected: Whether they may differ now, as within `join`.
+    """
+
+    def __init__(self) -> None:
+        self.is_expected = False
+        self._is_done = False
+        self._last: tuple[int, ...] = ()
+        self._last_backwards: tuple[int, ...] = ()
+        self._num_changes = 0
+
+    def look_at(self, status: GroupStatus) -> None:
+        """Warn if the ranks' batches have differed."""
+        if self._is_done or self.is_expected or status.empty:
+            return
+        backwards = status.nums_backwards
+        if len(set(backwards)) > 1 and not status.uneven_batch_sizes:
+            is_first, self._last_backwards = self._last_backwards != backwards, backwards
+            if not is_first:  # a second time, so that a last, shorter accumulation is not warned of alone
+                self._warn(_describe_accumulation(backwards))
+            return
+        sizes = status.uneven_batch_sizes
+        before, self._last = self._last, status.batch_sizes
+        was_even = len(set(before)) == 1 and before[0] > 0
+        if sizes and (sizes == before or (was_even and self._num_changes == 0)):
+            self._warn(_describe_sizes(status))
+        elif before and before != status.batch_sizes:
+            self._num_changes += 1
+            self._is_done = bool(sizes)  # they vary. [Note: what is a batch]
+
+    def _warn(self, text: str) -> None:
+        self._is_done = True
+        warnings.warn(text, stacklevel=stacklevel_of_user())
+
+
+@final
+class SameDataWarning:
+    """Warns once, on each rank, that all ranks train on the same data.
+
+    They have the same gradients before the reduction, or the same inputs, which are others in each step: a grid of
+    coordinates is the same in all steps and on all ranks, and their targets are not.
+    """
+
+    def __init__(self) -> None:
+        self._num_alike = 0
+        self._last_inputs = 0
+        self._has_warned = False
+        self._inputs = 0
+        self._gradients = 0
+
+    def note_inputs(self, values: Iterable[Any]) -> None:
+        """Note what a forward was given (local)."""
+        tensors = [
+            value for value in values if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
+        ]
+        self._inputs = _shorten(hash(tuple(map(glance_at_bits, tensors)))) if tensors else 0
+
+    def note_gradients(self, bucket: Bucket) -> None:
+        """Note the gradients of a bucket before they are reduced (local)."""
+        if not bucket.message.is_sparse:
+            self._gradients = _shorten(glance_at_bits(bucket.gradients))
+
+    def fill_in(self, status: RankStatus) -> RankStatus:
+        """Return the status with what was noted since the last one (local)."""
+        inputs, gradients = self._inputs, self._gradients
+        self._inputs = self._gradients = 0
+        return replace(status, inputs=inputs, gradients=gradients)
+
+    def look_at(self, status: GroupStatus) -> None:
+        """Warn if the last reductions were of the same data on all ranks."""
+        if self._has_warned or status.empty or not any(status.gradients):
+            return  # not looked at this time
+        inputs = status.inputs[0]
+        has_same_inputs = inputs not in {0, self._last_inputs} and len(set(status.inputs)) == 1
+        has_same_gradients = status.gradients[0] != 0 and len(set(status.gradients)) == 1
+        self._last_inputs = inputs
+        self._num_alike = self._num_alike + 1 if has_same_inputs or has_same_gradients else 0
+        if self._num_alike < _NUM_ALIKE:
+            return
+        self._has_warned = True
+        what = "computed the same gradients" if has_same_gradients else "trained on the same inputs"
+        warnings.warn(
+            f"In {_NUM_ALIKE} steps in a row all {len(status.inputs)} ranks {what}, so they do the work of one. Give "
+            "each rank its own part of the data: DataLoader(dataset, sampler=ls.DistributedSampler(dataset)), or "
+            "another seed for random data. This warning is given once.",
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _shorten(number: int) -> int:
+    """Return a number from 1 on that is small enough for the status; 0 for 0."""
+    return 1 + number % (FINGERPRINT_LIMIT - 1) if number else 0
+
+
+def _describe_sizes(status: GroupStatus) -> str:
+    sizes = status.batch_sizes
+    most, least = max(sizes), min(size for size in sizes if size > 0)
+    return (
+        f"In one step rank {sizes.index(most)} trained on {most} samples{_backwards(status, sizes.index(most))} and "
+        f"rank {sizes.index(least)} on {least}{_backwards(status, sizes.index(least))}, by the first dimension of the "
+        "inputs. DistributedDataParallel averages the ranks' gradients, so a sample of the smaller batch counts for "
+        "more. Give every rank the same number (DistributedSampler with drop_last, a DataLoader with drop_last=True, "
+        "as many micro-batches), or train with ls.Trainer, which weights by samples. If that "
+        "dimension is not the batch, or the loss is weighted already, ignore this warning: "
+        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once.'
+    )
+
+
+def _backwards(status: GroupStatus, rank: int) -> str:
+    number = status.nums_backwards[rank]
+    return "" if len(set(status.nums_backwards)) == 1 else f" in {number} backward{'' if number == 1 else 's'}"
+
+
+def _describe_accumulation(backwards: Sequence[int]) -> str:
+    most, least = max(backwards), min(backwards)
+    return (
+        f"In one step rank {backwards.index(most)} accumulated the gradients of {most} backwards and rank "
+        f"{backwards.index(least)} those of {least}. DistributedDataParallel averages the ranks' gradients, whatever "
+        "they are sums of. Accumulate over as many micro-batches on every rank, or weight the loss. This warning is "
+        'given once; warnings.filterwarnings("ignore", message="In one step rank") leaves it out.'
+    )

@@ -1,0 +1,100 @@
+"""Gradients that are not finite: on which rank, in which parameter, and what becomes of the optimizer's step.
+
+A mean with a NaN of one rank is NaN on all. So each rank looks at its own gradients before they are reduced, and what
+it finds travels with the status. A step with them would make every parameter NaN. But a backward with them is no
+mistake yet: a GradScaler looks for them and leaves the step out, and a script may clear them. So the step is looked at.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import LossError
+from lockstep.parallel.user_code import user_line
+from lockstep.reduce import GroupStatus
+from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.tensor_bits import glance_is_finite
+
+_LOGGER = logging.getLogger("lockstep")
+
+
+@final
+class FiniteGradients:
+    """Looks for gradients that are not finite, on one rank.
+
+    Args:
+        nonfinite: "stop" to raise when an optimizer is to step with one, "skip" to have its step change nothing.
+        may_read: Whether gradients may be read in each backward: not on an asynchronous device, where it would wait.
+    """
+
+    def __init__(self, nonfinite: Literal["stop", "skip"], *, may_read: bool) -> None:
+        self._skips = nonfinite == "skip"
+        self._may_read = may_read
+        self._names: list[str] = []
+        self._own = 0
+        self._found = ""
+        self._hidden: list[tuple[nn.Parameter, object]] = []
+
+    def know(self, names: list[str]) -> None:
+        """Say by which names the parameters are numbered, the same on all ranks (local)."""
+        self._names = names
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Look at gradients that are about to be reduced (local)."""
+        if self._own or not self._may_read or bucket.message.is_sparse or glance_is_finite(bucket.message):
+            return
+        odd = next((slot.name for slot in bucket.slots if not _is_finite(slot.parameter)), "")
+        if odd in self._names:
+            self._own = 1 + self._names.index(odd)
+
+    def take_number(self) -> int:
+        """Return the number of the first parameter that was found since the last call, from 1 on; 0 for none."""
+        number, self._own = self._own, 0
+        return number
+
+    def note(self, status: GroupStatus, num_reductions: int) -> None:
+        """Note what was found on all ranks in a reduction (local)."""
+        self._found = ""
+        if any(status.nonfinite):
+            places = [
+                f"of {self._names[min(number, len(self._names)) - 1]} on rank {rank}"
+                for rank, number in enumerate(status.nonfinite)
+                if number
+            ]
+            self._found = f"In backward {num_reductions} the gradient {' and '.join(places)} was not finite"
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at a step.
+
+        Raises:
+            LossError: It would step with a gradient that is not finite. On every rank alike.
+        """
+        if not self._found or getattr(optimizer, "found_inf", None) is not None:
+            return  # a fused optimizer is given what a GradScaler has found
+        if all(map(_is_finite, parameters)):
+            return
+        if self._skips:
+            _LOGGER.warning("%s, so that optimizer step changes nothing.", self._found)
+            self._hidden = [(each, each.grad) for each in parameters]
+            for each in parameters:
+                each.grad = None
+            return
+        raise LossError(
+            f"{self._found}, and the mean over the ranks with it; the optimizer's step at {user_line()} would make "
+            "parameters NaN on all of them. Look for a sample that is not finite, for a logarithm or square root of "
+            'zero, or for a division by it; or try a smaller learning rate. Wrap with nonfinite="skip" to leave such '
+            "steps out."
+        )
+
+    def after_step(self) -> None:
+        """Give back the gradients that a step did not see (local)."""
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient  # type: ignore[assignment]
+
+
+def _is_finite(parameter: nn.Parameter) -> bool:
+    return parameter.grad is None or parameter.grad.is_sparse or bool(parameter.grad.isfinite().all())

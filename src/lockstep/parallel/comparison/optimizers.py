@@ -1,0 +1,155 @@
+"""Which optimizers update a model, and how often: seen through torch's hooks on the steps of all optimizers."""
+
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
+from lockstep.reduce.optimizer_options import Description, describe_options
+from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.torch_private import disable_compiler, version_of
+
+
+class StepListener(Protocol):
+    """Is called around the steps of all optimizers of this process."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at a step that begins."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look at a step that has ended."""
+
+
+def listen_to_steps(listener: StepListener) -> Callable[[], None]:
+    """Call `listener`, which is held weakly, around the steps of all optimizers; return what ends it."""
+    before = register_optimizer_step_pre_hook(_StepHook(weakref.WeakMethod(listener.before_step)))
+    after = register_optimizer_step_post_hook(_StepHook(weakref.WeakMethod(listener.after_step)))
+
+    def end() -> None:
+        before.remove()
+        after.remove()
+
+    weakref.finalize(listener, end).atexit = False
+    return end
+
+
+@final
+class _StepHook:
+    def __init__(self, method: "weakref.WeakMethod[Callable[[Optimizer], None]]") -> None:
+        self._method = method
+
+    @disable_compiler
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(optimizer)
+
+
+@final
+class OptimizerSteps:
+    """The steps of one rank's optimizers over some parameters, since the last reduction.
+
+    Attributes:
+        num_steps: How many there were; an optimizer's within another one's step are not counted.
+        line: Where in the user's code the last one was.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.line: CodeLine = NO_LINE
+        self._running: list[int] = []
+        self._stepped: list[weakref.ref[Optimizer]] = []
+        self._options: weakref.WeakKeyDictionary[Optimizer, tuple[list[object], int]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped, in the order of their first steps."""
+        return [each for each in (reference() for reference in self._stepped) if each is not None]
+
+    def parameters_of(self, optimizer: Optimizer, known: Collection[int]) -> Sequence[nn.Parameter]:
+        """Return the parameters of an optimizer whose ids are `known` (local)."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        before = self._held.get(optimizer)
+        if before is None or before[0] != size:
+            held = [each for group in optimizer.param_groups for each in group["params"] if id(each) in known]
+            before = self._held[optimizer] = (size, held)
+        return before[1]
+
+    def forget_parameters(self) -> None:
+        """Look anew which parameters the optimizers have (local)."""
+        self._held.clear()
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that a step begins (local)."""
+        if id(optimizer) in self._running:  # its last step has failed
+            self._running = self._running[: self._running.index(id(optimizer))]
+        self.line = user_line()
+        if not self._running and all(reference() is not optimizer for reference in self._stepped):
+            self._stepped.append(weakref.ref(optimizer))
+        self._running.append(id(optimizer))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Note that a step has ended (local)."""
+        if id(optimizer) in self._running:
+            self._running = self._running[: self._running.index(id(optimizer))]
+        self.num_steps += not self._running
+
+    def begin_anew(self) -> None:
+        """Forget the steps: there was a reduction (local)."""
+        self.num_steps = 0
+        self._stepped.clear()
+
+    def number(self) -> int:
+        """Return a number for the options of the optimizers that have stepped (local)."""
+        return hash(tuple(map(self._number_of_options, self.optimizers)))
+
+    def describe(self, names: Mapping[int, str]) -> tuple[Description, ...]:
+        """Return these options in words, and which parameters they are for; `names` by identity (local)."""
+        return tuple(
+            {**describe_options(each), **_describe_groups(each.param_groups, names)} for each in self.optimizers
+        )
+
+    def describe_states(self) -> tuple[Mapping[str, int], ...]:
+        """Return a number for each kind of entry of their states, as `exp_avg` is one (local)."""
+        return tuple(map(_sum_up_state, self.optimizers))
+
+    def _number_of_options(self, optimizer: Optimizer) -> int:
+        now = [_key(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        known = self._options.get(optimizer)
+        if known is None or known[0] != now:
+            known = self._options[optimizer] = (now, zlib.crc32(repr(describe_options(optimizer)).encode()))
+        return known[1]
+
+
+def _describe_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, str]:
+    """Return in words which parameters each group has."""
+    described = {}
+    for number, group in enumerate(groups):
+        held = [names.get(id(each), "another") for each in group["params"]]
+        more = f" and {len(held) - 3} more" if len(held) > 3 else ""  # noqa: PLR2004 - as many as are listed
+        text = f"{', '.join(held[:3])}{more} (order {zlib.crc32(repr(held).encode()):08x})"
+        described[f"the list of parameters of parameter group {number}"] = text
+    return described
+
+
+def _key(value: object) -> object:
+    """Return what changes when an option does. A tensor's values are not read: on a GPU that would wait."""
+    return (id(value), version_of(value)) if isinstance(value, Tensor) else value
+
+
+def _sum_up_state(optimizer: Optimizer) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel():
+                    sums[str(name)] = sums.get(str(name), 0) * 3 + int(sum_of_bits([value]))
+                elif isinstance(value, int | float):
+                    sums[str(name)] = sums.get(str(name), 0) * 3 + hash(value)
+    return sums

@@ -1,0 +1,30 @@
+"""The process group of Lightning's strategies, made by Lockstep."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.comm import init_process_group
+from lockstep.settings import set_rendezvous
+
+
+def make_group(strategy: Any, timeout: timedelta | None) -> None:
+    """Make the default group as a strategy of Lightning would, if there is none (collective).
+
+    Args:
+        strategy: One with a cluster environment and ranks.
+        timeout: How long a collective may take.
+    """
+    if dist.is_initialized():
+        return
+    environment = strategy.cluster_environment
+    set_rendezvous(environment.main_address, environment.main_port)
+    device = strategy.root_device
+    init_process_group(
+        strategy.process_group_backend,
+        timeout=timeout,
+        world_size=environment.world_size(),
+        rank=environment.global_rank(),
+        device_id=None if device.type == "cpu" else device,
+    )

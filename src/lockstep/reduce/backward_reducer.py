@@ -1,0 +1,215 @@
+"""Reduces what a backward gives: it is called when a backward begins and when it ends, and owns all that takes part.
+
+    backward of one rank          BackwardWatch           BackwardReducer           BucketSchedule       the group
+    --------------------          -------------           ---------------           --------------       ---------
+    1 begins                 ->   a new graph task   ->   `begin`: buckets ready
+    2 gradient accumulated   ->   `GradientIntake`: to its place
+    3 bucket's last gradient ->   `GradientIntake`: it is full                 ->  `send_full`      ->   a message
+    4 more gradients ...                                                           (overlap)
+    5 ends                   ->   the end of the task ->  `complete`           ->  `complete`       ->   the last one
+
+[Note: ownership] A backward reducer owns its watch, plan, schedule, intake and hooks. None of them has a strong
+reference back, so that reference counts alone free the buckets. The graph of a forward has one: it may live longer than
+the wrapper, and its backward must be reduced all the same.
+"""
+
+import weakref
+from functools import partial
+from typing import final
+
+from lockstep.comm import World
+from lockstep.errors import PeerLostError, ReductionError
+from lockstep.reduce.backward_policy import BackwardPolicy
+from lockstep.reduce.backward_watch import BackwardWatch, Phase
+from lockstep.reduce.bucket_reduction import BucketReduction
+from lockstep.reduce.bucket_schedule import BucketSchedule
+from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.current_plan import CurrentPlan
+from lockstep.reduce.gradient_hooks import GradientHooks
+from lockstep.reduce.gradient_intake import GradientIntake
+from lockstep.reduce.model import TrainedModel
+from lockstep.reduce.options import ReducerOptions
+from lockstep.reduce.status import GroupStatus, RankStatus
+
+
+@final
+class BackwardReducer:
+    """Reduces the gradients of a model in every backward that is to be synchronised (a `BackwardListener`).
+
+    Args:
+        model: Its trainable parameters, the same on every rank.
+        world: The workers; there is a group.
+        options: How.
+        reduction: How one bucket is reduced.
+        policy: What becomes of backwards that are not reduced, and of a model that changes.
+
+    Attributes:
+        watch: Watches the backwards.
+        plan: Which gradient lies where in which bucket.
+        schedule: Sends the buckets.
+        num_reductions: How many reductions were completed.
+        failed_on_all: Whether the last one ended in an error that every rank has, from the status of all.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        world: World,
+        options: ReducerOptions,
+        reduction: BucketReduction,
+        policy: BackwardPolicy,
+    ) -> None:
+        self.num_reductions = 0
+        self.failed_on_all = False
+        self.watch = BackwardWatch(partial(_has_group, world))
+        self.schedule = BucketSchedule(world, reduction, purpose=options.purpose, skips_unused=options.skips_unused)
+        self.plan = CurrentPlan(model, world, options, partial(_drop_buckets, weakref.ref(self)))
+        self._world = world
+        self._policy = policy
+        self._intake = GradientIntake(self.watch, self.plan, self.schedule, policy, self)
+        self._hooks = GradientHooks(self.watch, self._intake)
+        self._use_buckets()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order in which they are sent."""
+        return self.plan.bucket_set.buckets
+
+    def describe_progress(self) -> str:
+        """Return in words how far this rank is."""
+        inside = "is not in a backward" if self.watch.phase is Phase.IDLE else "is in a backward"
+        return f"{self.schedule.describe_wait() or inside} and has reduced {self.num_reductions} times"
+
+    def listen_last(self) -> None:
+        """See each gradient after all other hooks that the parameters have by now (local; between two backwards)."""
+        self._hooks.listen(self.buckets)
+
+    def renew(self) -> None:
+        """Use buckets that were planned anew (local; between two backwards)."""
+        self.watch.learn_anew()
+        self._use_buckets()
+
+    def fail(self) -> None:
+        """Take part in a reduction to which this rank has nothing to add (collective).
+
+        Without what `begin` prepares for gradients: there may be no memory for it.
+        """
+        if self.watch.phase is not Phase.SYNCHRONIZING:
+            self._use_order()
+            self.schedule.begin()
+        self.complete_failed()
+
+    def close(self) -> None:
+        """Reduce no more (local)."""
+        self._hooks.remove()
+        self.plan.close()
+
+    # -- Moments of a backward (`BackwardListener`) --------------------------------------------------------------------
+
+    def begin(self, phase: Phase) -> None:
+        """Prepare for a backward that begins."""
+        self.schedule.observer.begin()
+        if phase is Phase.SYNCHRONIZING:
+            # Not earlier: in a forward, `torch.func.functional_call` may have put other tensors in the parameters'
+            # places.
+            self.begin_synchronizing_late()
+            self._use_order()
+            self.schedule.begin()
+        elif self._policy.keeps_local:
+            self.begin_synchronizing_late()
+        else:
+            return
+        for streams in self.plan.bucket_set.streams:
+            streams.begin()
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def begin_synchronizing_late(self) -> None:
+        """Compare the model with the plan; also in a backward that so far only added up local gradients."""
+        self._hooks.listen_unplanned(self.plan.look())
+        self.watch.waits_for_end |= self.plan.has_changed
+
+    def complete(self) -> None:
+        """Reduce what has arrived (collective)."""
+        own = RankStatus(
+            has_changed=self.plan.has_changed,
+            batch_size=self.watch.num_accumulated_samples,
+            num_backwards=1 + self.watch.num_local_backwards,
+        )
+        self.failed_on_all = False
+        try:
+            status = self.schedule.complete(own)
+            self.num_reductions += 1
+            if self.schedule.failure is None:
+                for bucket, counts in zip(self.buckets, self.schedule.used_counts, strict=True):
+                    bucket.write_back(counts)
+            self.plan.learn_order()
+            if self.schedule.failure is not None:
+                raise self.schedule.failure  # no local name for it: its traceback holds this frame
+        except PeerLostError as error:
+            error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
+            raise
+        finally:
+            self.forget()
+            self.watch.forget_local()
+            self.watch.stop_synchronizing()
+        self.failed_on_all = True
+        self._follow_status(status)
+        self.failed_on_all = False
+
+    def complete_failed(self) -> None:
+        """Make the calls of `complete`, so that the other ranks do not wait for this one (collective)."""
+        self.schedule.reduction.expect_nothing()
+        if self.plan.allocate_missing():
+            self._use_buckets()
+        try:
+            self.schedule.complete(RankStatus(has_failed=True))
+            self.plan.learn_order()
+        finally:
+            self.forget()
+            self.watch.stop_synchronizing()
+
+    def forget(self) -> None:
+        """Forget a backward that is over."""
+        if not self.watch.has_arrived:
+            self.schedule.observer.forget_begin()
+        self.schedule.reset()
+        self.plan.forget_arrivals()
+        self.watch.end()
+
+    def _follow_status(self, status: GroupStatus) -> None:
+        if status.failed:
+            raise ReductionError(
+                f"The backward of {len(status.failed)} of {self._world.world_size} ranks ended in an exception (rank "
+                f"{', '.join(map(str, status.failed))}), so these gradients are not whole. The log of "
+                f"{'that rank' if len(status.failed) == 1 else 'those ranks'} shows it."
+            )
+        if status.changed:
+            self._policy.follow_change(status, self.plan)
+            self.renew()
+        self.schedule.observer.compare(status)
+
+    # -- Buckets -------------------------------------------------------------------------------------------------------
+
+    def _use_order(self) -> None:
+        if self.plan.use_order():
+            self._use_buckets()
+
+    def _use_buckets(self) -> None:
+        self.schedule.use(self.plan.bucket_set, self.plan.make_status_channel(self.schedule.purpose))
+        self._hooks.listen(self.buckets)
+
+    def drop_buckets(self) -> None:
+        """Hold no buckets: there will be others, for which their memory is needed (local)."""
+        self._hooks.remove()
+        self.schedule.drop_buckets()
+
+
+def _drop_buckets(reducer: "weakref.ref[BackwardReducer]") -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.drop_buckets()
+
+
+def _has_group(world: World) -> bool:
+    return world.has_group

@@ -1,0 +1,58 @@
+"""Numbers for the bits of tensors: of all their bits, or of so few that it costs next to nothing."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXACT_BITS = 52
+"""Bits of a whole number that the step table's float64 holds exactly."""
+_GLANCE_BYTES = 1 << 20
+"""Up to so many bytes a glance sees all of a tensor."""
+_GLANCE_ELEMENTS = 1 << 14
+"""Of a larger tensor a glance sees about so many elements."""
+
+
+@torch.no_grad()
+def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the tensors' elements, taken as whole numbers: exact in any order, on any device (local)."""
+    total: Tensor | None = None
+    for number, tensor in enumerate(tensors, start=1):
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
+        total = bits if total is None else total + bits.to(total.device) * (2 * number + 1)
+    assert total is not None
+    return total & (1 << _EXACT_BITS) - 1
+
+
+@torch.no_grad()
+def glance_at_bits(tensor: Tensor) -> int:
+    """Return a number for the bits of a tensor, which sees all of a small one and a part of a large one (local).
+
+    On an asynchronous device this waits for it. Equal tensors have equal numbers where they are laid out alike.
+    """
+    seen = _glance(tensor.detach())
+    if seen.is_contiguous() and seen.nbytes % 8 == 0 and seen.storage_offset() * seen.element_size() % 8 == 0:
+        return int(seen.reshape(-1).view(torch.int64).sum())  # wraps, so it is exact, and far faster than to widen
+    real = torch.view_as_real(seen) if seen.is_complex() else seen
+    return int(real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+
+
+@torch.no_grad()
+def glance_is_finite(tensor: Tensor) -> bool:
+    """Return whether the sum of a tensor, or of a part of a large one, is finite (local).
+
+    On an asynchronous device this waits for it. A sum may overflow where each number is finite.
+    """
+    seen = _glance(tensor.detach())
+    real = torch.view_as_real(seen) if seen.is_complex() else seen
+    total = float(real.sum(dtype=torch.float32 if real.element_size() < 4 else None))  # noqa: PLR2004 - half precision
+    return total - total == 0.0
+
+
+def _glance(tensor: Tensor) -> Tensor:
+    if tensor.nbytes <= _GLANCE_BYTES:
+        return tensor
+    # An odd step, so that it does not fall on one column of a matrix again and again.
+    return tensor.reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]

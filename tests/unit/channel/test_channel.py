@@ -1,0 +1,235 @@
+"""The channel between launcher and workers, with threads in the workers' place."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from lockstep.channel.client import Channel, ChannelClosedError
+from lockstep.channel.lines import LineReader, to_bytes, to_text
+from lockstep.channel.server import ChannelServer
+from lockstep.comm.bootstrap.channel_store import ChannelStore
+
+Message = dict[str, Any]
+
+
+@pytest.fixture
+def server() -> Iterator[ChannelServer]:
+    server = ChannelServer()
+    yield server
+    with contextlib.suppress(OSError):
+        server.close()
+
+
+def connect(server: ChannelServer, worker: int, events: list[Message] | None = None) -> Channel:
+    with server.worker_end(worker) as descriptor:
+        return Channel(os.dup(descriptor), (lambda _: None) if events is None else events.append)
+
+
+def store_of(server: ChannelServer, worker: int, seconds: float = 20.0) -> ChannelStore:
+    return ChannelStore(connect(server, worker), timedelta(seconds=seconds))
+
+
+def operations(store: Any) -> list[Any]:
+    """Return what a store answers, which must not depend on its class."""
+    store.set("a", "1")
+    found: list[Any] = [store.get("a"), store.add("n", 2), store.add("n", 3), store.get("n")]
+    found += [store.compare_set("a", "0", "2"), store.compare_set("a", "1", "2"), store.compare_set("b", "", "3")]
+    found += [store.compare_set("c", "x", "y"), store.check(["c"]), store.check(["a", "b"]), store.check(["a", "z"])]
+    store.append("log", "x")
+    store.append("log", "y")
+    store.wait(["log", "a"], timedelta(seconds=5))
+    store.multi_set(["p", "q"], ["1", "2"])
+    found += [store.get("log"), store.multi_get(["p", "q"]), store.delete_key("p"), store.delete_key("p")]
+    store.set("p", bytes(range(256)))
+    return [*found, store.get("p"), store.has_extended_api()]
+
+
+@pytest.mark.parametrize("prefix", ["", "group"])
+def test_it_answers_as_a_tcp_store(server: ChannelServer, prefix: str) -> None:
+    tcp: dist.Store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own: dist.Store = store_of(server, 0)
+    if prefix:
+        tcp, own = PrefixStore(prefix, tcp), PrefixStore(prefix, own)
+    assert operations(own) == operations(tcp)
+
+
+def test_a_key_that_another_worker_sets_ends_a_wait(server: ChannelServer) -> None:
+    first, second = store_of(server, 0), store_of(server, 1)
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(first.get("address")))
+    waiting.start()
+    second.set("address", "here")
+    waiting.join(20)
+    assert found == [b"here"]
+
+
+def test_a_wait_for_several_keys_ends_with_the_last(server: ChannelServer) -> None:
+    first, second = store_of(server, 0), store_of(server, 1)
+    order: list[str] = []
+
+    def wait() -> None:
+        first.wait(["a", "b"])
+        order.append("waited")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    second.set("a", "")
+    order.append("a")
+    second.set("b", "")
+    waiting.join(20)
+    assert order[0] == "a"
+    assert "waited" in order
+
+
+def test_a_wait_that_is_too_long_names_the_key(server: ChannelServer) -> None:
+    store = store_of(server, 0, seconds=0.05)
+    with pytest.raises(dist.DistStoreError, match="'missing'"):
+        store.get("missing")
+    store.set("missing", "there")  # the late answer of the first request is not that of the next one
+    assert store.get("missing") == b"there"
+
+
+def test_several_threads_use_one_channel(server: ChannelServer) -> None:
+    store = store_of(server, 0)
+
+    def count() -> None:
+        for _ in range(50):
+            store.add("sum", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert store.get("sum") == b"200"
+
+
+def test_a_store_that_is_given_up_ends_its_waits_and_no_others(server: ChannelServer) -> None:
+    channel = connect(server, 0)
+    given_up, other = ChannelStore(channel), ChannelStore(channel)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            given_up.get("never")
+        except dist.DistNetworkError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    given_up.abandon()
+    waiting.join(20)
+    assert len(errors) == 1
+    with pytest.raises(dist.DistNetworkError, match="given up"):
+        given_up.set("a", "1")
+    assert other.add("n", 1) == 1
+
+
+def test_the_end_of_the_launcher_ends_a_wait(server: ChannelServer) -> None:
+    channel = connect(server, 0)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            channel.request(channel, "get", key="never")
+        except ChannelClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    server.close()
+    waiting.join(20)
+    assert len(errors) == 1
+    with pytest.raises(ChannelClosedError):
+        channel.request(channel, "count")
+
+
+def test_a_worker_that_does_not_read_delays_no_other(server: ChannelServer) -> None:
+    with server.worker_end(0) as descriptor:
+        stopped = os.dup(descriptor)  # nothing reads it
+    for _ in range(100):
+        server.send(0, {"event": "x" * 10_000})
+    assert store_of(server, 1).add("n", 1) == 1
+    os.close(stopped)
+
+
+def test_the_launcher_sends_one_worker_what_concerns_it(server: ChannelServer) -> None:
+    events: list[Message] = []
+    channel, other = connect(server, 0, events), connect(server, 1)
+    server.send(0, {"event": "generation", "number": 3})
+    channel.request(channel, "count")  # is answered after the event
+    assert events == [{"event": "generation", "number": 3}]
+    assert other.request(other, "count") == 0
+
+
+def test_a_report_reaches_the_launcher_with_the_worker_s_number(server: ChannelServer) -> None:
+    connect(server, 4).report("ready", shards=12)
+    assert server.reports.get(timeout=20) == (4, {"report": "ready", "shards": 12})
+
+
+def test_a_worker_that_sends_nonsense_loses_its_channel_alone(server: ChannelServer) -> None:
+    other = store_of(server, 0)
+    nonsense = (b"[1]\n", b"\xff\n", b'{"op": "set"}\n', b'{"op": "explode", "key": "a"}\n', b'{"op": "get"}\n')
+    for worker, line in enumerate(nonsense, start=1):
+        with server.worker_end(worker) as descriptor:
+            broken = os.dup(descriptor)
+        os.write(broken, line)
+        assert os.read(broken, 1) == b""
+        os.close(broken)
+    assert other.add("n", 1) == 1
+
+
+def test_a_forked_child_cannot_use_the_channel(server: ChannelServer) -> None:
+    store = store_of(server, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            store.set("from", "child")
+        except dist.DistNetworkError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not store.check(["from"])
+
+
+@pytest.mark.parametrize("value", [b"", bytes(range(256)), "plain", "\u4e2d\u6587".encode()])
+def test_any_bytes_travel_as_text(value: bytes | str) -> None:
+    assert to_bytes(to_text(value)) == (value.encode() if isinstance(value, str) else value)
+
+
+def test_lines_may_arrive_in_any_pieces() -> None:
+    reader = LineReader()
+    pieces = [b'{"a"', b": 1}\n{", b'"b": 2}\n{"c": 3}\n', b""]
+    assert [message for piece in pieces for message in reader.feed(piece)] == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+def test_a_group_is_made_over_it(server: ChannelServer) -> None:
+    """Gloo's C++ code calls the store from its own threads."""
+    groups: list[object] = []
+
+    def make(rank: int) -> None:
+        store = PrefixStore("gloo", store_of(server, rank))
+        groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(groups) == 2
+
+
+def test_time_is_counted_by_the_worker_that_waits(server: ChannelServer) -> None:
+    store = store_of(server, 0)
+    started = time.monotonic()
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["never"], timedelta(milliseconds=20))
+    assert time.monotonic() - started < 10

@@ -1,0 +1,129 @@
+"""Which backends carry the tensors of accelerators, and which of their calls are compared."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.comm.bootstrap import process_group
+from lockstep.comm.bootstrap.process_group import choose_backend
+from lockstep.comm.hosts import GroupHosts
+from lockstep.comm.shm.group import ShmProcessGroup
+
+CALLS: list[tuple[str, Any]] = []
+ONE_HOST = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
+TWO_HOSTS = GroupHosts(identities=("a", "b"), host_names=("a", "b"))
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """A backend of an accelerator that only records its calls."""
+
+    def __init__(self, _store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        CALLS.append(("made", timeout))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"allreduce", "send", "set_timeout"}:
+            return lambda *arguments: CALLS.append((name, arguments[0]))
+        return super().__getattribute__(name)
+
+
+@pytest.fixture(autouse=True)
+def recording_backend() -> Iterator[None]:
+    if not hasattr(dist.Backend, "RECORDING"):
+        dist.Backend.register_backend("recording", RecordingGroup, devices=["meta"])
+        dist.Backend.default_device_backend_map.pop("meta")  # other tests have no backend for it
+    CALLS.clear()
+    yield
+    ls.destroy_process_group()
+
+
+def join(backend: str, **options: Any) -> Any:
+    ls.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    return dist.group.WORLD
+
+
+def test_shared_memory_hands_tensors_of_an_accelerator_to_its_backend() -> None:
+    group = join("cpu:shm,meta:recording")
+    assert isinstance(group, ShmProcessGroup)
+    assert dist.get_backend_config() == "cpu:shm,meta:recording"
+    tensor = torch.ones(3, device="meta")
+    group.allreduce([tensor])
+    group.send([tensor], 0, 7)
+    assert [name for name, _ in CALLS] == ["made", "allreduce", "send"]
+    assert isinstance(group._get_backend(torch.device("meta")), RecordingGroup)
+    assert group._device_types == [torch.device("cpu"), torch.device("meta")]
+
+
+def test_a_changed_timeout_reaches_the_backend_of_an_accelerator() -> None:
+    group = join("cpu:shm,meta:recording")
+    group.allreduce([torch.ones(3, device="meta")])
+    dist.distributed_c10d._set_pg_timeout(timeout := timedelta(seconds=7), group)
+    assert CALLS[-1] == ("set_timeout", timeout)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_calls_of_an_accelerator_are_compared_on_demand(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = join("cpu:shm,meta:recording", check=check)
+    compared: list[bytes] = []
+    monkeypatch.setattr(ShmProcessGroup, "compare_calls", lambda _self, call: compared.append(call))
+    group.allreduce([torch.ones(3, device="meta")])
+    assert compared == [b"all_reduce(sum, float32 [3])"] * check
+
+
+def test_a_device_without_a_backend_is_named() -> None:
+    group = join("shm")
+    with pytest.raises(ls.GroupError, match="no backend for mtia tensors"):
+        group._get_backend(torch.device("mtia"))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cuda", "nccl"), ("xpu", "xccl")])
+def test_the_backend_of_the_accelerator_is_chosen(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend == name)
+    assert choose_backend() == choose_backend(torch.device(kind, 1)) == f"cpu:shm,{kind}:{name}"
+    assert choose_backend(torch.device("cpu")) == "shm"
+    monkeypatch.setattr(dist, "is_backend_available", lambda _backend: False)
+    assert choose_backend() == "shm"
+
+
+def test_gloo_replaces_shared_memory_beside_an_accelerator_on_several_hosts() -> None:
+    both = "cpu:shm,cuda:nccl"
+    assert process_group._on_hosts(both, ONE_HOST, 0, is_chosen=True) == both
+    assert process_group._on_hosts(both, TWO_HOSTS, 0, is_chosen=True) == "cpu:gloo,cuda:nccl"
+    assert process_group._on_hosts("shm", TWO_HOSTS, 0, is_chosen=True) == "shm"  # the shm backend does so itself
+    with pytest.warns(UserWarning, match="uses Gloo instead of shm, because ranks 0 and 1 are not on one host"):
+        process_group._on_hosts(both, TWO_HOSTS, 0, is_chosen=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "check", "hosts", "is_checked", "is_logged"),
+    [
+        ("gloo", None, ONE_HOST, True, False),
+        ("gloo", False, ONE_HOST, False, False),
+        ("gloo", None, TWO_HOSTS, False, True),
+        ("gloo", True, TWO_HOSTS, True, False),
+        ("cpu:shm,cuda:nccl", None, ONE_HOST, False, True),
+        ("cpu:shm,cuda:nccl", True, ONE_HOST, True, False),
+        ("shm", True, ONE_HOST, False, False),
+        ("gloo", None, GroupHosts(identities=("a",), host_names=("a",)), False, False),
+    ],
+)
+def test_calls_are_compared_where_it_is_cheap_and_else_a_line_says_so(
+    backend: str,
+    check: bool | None,
+    hosts: GroupHosts,
+    is_checked: bool,
+    is_logged: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert process_group._decide_check(check, backend, 0, hosts) is is_checked
+    assert ["set LOCKSTEP_CHECK=1" in record.message for record in caplog.records] == [True] * is_logged
+    caplog.clear()
+    process_group._decide_check(check, backend, 1, hosts)
+    assert not caplog.records
