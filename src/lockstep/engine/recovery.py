@@ -29,8 +29,10 @@ from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.comm.generations import Generations, NextGeneration, current_generations
+from lockstep.engine.continued import Continued
 from lockstep.engine.run_state import RunState
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.shards import even_ranges
 
 if TYPE_CHECKING:
     from lockstep.engine.step_result import StepResult
@@ -67,39 +69,44 @@ class Recovery:
         state: The state of the run.
         move: Continues with other workers (collective): `Trainer.move_to`.
         continues: Whether the trainer is to continue; if not, a loss is an error of the call.
+        min_workers: With fewer workers the launcher ends the run.
 
     Attributes:
         has_moved: Whether the workers are others than those that the trainer was made with.
+        on_continued: Called on every worker that continues; by default rank 0 logs who was lost.
         generations: Where the launcher's decisions arrive; None where a loss is an error.
     """
 
-    def __init__(self, state: RunState, move: Callable[[World], None], *, continues: bool) -> None:
+    def __init__(
+        self, state: RunState, move: Callable[[World], None], *, continues: bool, min_workers: int = 1
+    ) -> None:
         self._state = state
         self._move = weakref.WeakMethod(move)
         self._num_calls = 0
         self._last = _LastCall()
         self._was_sent: StepResult | None = None
         self.has_moved = False
+        self.on_continued: Callable[[Continued, World], None] = _log
         # With NCCL, a group of which a rank is lost can only be aborted, and that was never tried.
         self.generations = current_generations() if continues and state.device.type == "cpu" else None
         if self.generations is not None:
             _TRAINERS.add(self)
             self.generations.help_others = help_others
-            self.generations.report_ready(max_workers=state.num_shards)
+            self.generations.report_ready(max_workers=state.num_shards, min_workers=min_workers)
 
     def step(self, call: "Callable[[], StepResult]") -> "StepResult":
         """Make a call that takes a step."""
-        result: StepResult = self._run(call)
+        result: StepResult = self._run(call, is_step=True)
         self._last = _LastCall(result=result)
         return result
 
     def repeatable(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes no state, or that may be made again."""
-        result: Result = self._run(call)
+        result: Result = self._run(call, is_step=False)
         self._last = _LastCall(repeat=call)
         return result
 
-    def _run(self, call: Callable[[], Any]) -> Any:
+    def _run(self, call: Callable[[], Any], *, is_step: bool) -> Any:
         if self.generations is None:
             return call()
         _TRAINERS.used_last = self
@@ -109,7 +116,7 @@ class Recovery:
             except GroupError as error:
                 if not isinstance(error, PeerLostError) and not self.generations.has_next:
                     raise
-                self._continue(self.generations, error)
+                self._continue(self.generations, error, is_step=is_step)
                 if self._was_sent is not None:
                     result, self._was_sent = self._was_sent, None
                 else:
@@ -117,12 +124,20 @@ class Recovery:
             self._num_calls += 1
             return result
 
-    def _continue(self, generations: Generations, error: GroupError) -> None:
+    def _continue(self, generations: Generations, error: GroupError, *, is_step: bool) -> None:
         """Continue with the workers that are left (collective), however many times one is lost meanwhile."""
         started = time.monotonic()
-        world, lost = meet_next(generations, error)
-        if world.rank == 0:
-            _LOGGER.warning("%s", _describe_loss(lost, world, self._state, time.monotonic() - started))
+        world, joined = meet_next(generations, error)
+        continued = Continued(
+            generation=joined.number,
+            lost=joined.lost,
+            world_size=world.world_size,
+            shards=even_ranges(world.world_size, self._state.num_shards),
+            cursor=self._state.cursor,
+            repeats_step=is_step and self._was_sent is None,
+            seconds=time.monotonic() - started,
+        )
+        self.on_continued(continued, world)
 
     # -- Collective for the workers of a new generation ----------------------------------------------------------------
 
@@ -232,10 +247,6 @@ def help_others() -> None:
         meet_next(generations, GroupError("A worker was lost."))
 
 
-def _describe_loss(joined: NextGeneration, world: World, state: RunState, seconds: float) -> str:
-    lost = "; ".join(f"rank {each.rank} (pid {each.pid}) {each.reason}" for each in joined.lost)
-    count = "1 worker continues" if world.world_size == 1 else f"{world.world_size} workers continue"
-    return (
-        f"{lost[0].upper()}{lost[1:]}. {count} from epoch {state.cursor.epoch}, step {state.cursor.step} on, after "
-        f"{seconds:.2f} s. No sample is lost, and no bit of the result changes."
-    )
+def _log(continued: Continued, world: World) -> None:
+    if world.rank == 0:
+        _LOGGER.warning("%s", continued)

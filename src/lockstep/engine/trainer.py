@@ -1,10 +1,10 @@
 """`Trainer`: what a training loop calls. The state of the run is in `RunState`, and `StepEngine` takes its steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 from torch import nn
 from torch.amp import GradScaler
@@ -15,6 +15,7 @@ from lockstep.comm import World, current_world, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
 from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.checks import warn_of_other_conditions
+from lockstep.engine.continued import Continued
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
 from lockstep.engine.fingerprint import Fingerprint
@@ -26,6 +27,8 @@ from lockstep.engine.state_file import LoadedState, Scheduler
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_result import StepResult
 from lockstep.reduce import BucketLimits
+
+Result = TypeVar("Result")
 
 
 @final
@@ -70,6 +73,7 @@ class Trainer:
             model on the CPU and the default group. "stop": the call raises an error. "continue": the workers that are
             left divide its shards and finish the call, with the bits that it would have had; ranks may be others then.
             Only for loops that change the state in `step` alone: no scheduler or weights of their own.
+        min_workers: With fewer workers left the run ends with an error; for `on_worker_loss="continue"`.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
             this worker and it is not there, or alone.
 
@@ -101,6 +105,7 @@ class Trainer:
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
         on_worker_loss: Literal["stop", "continue"] = "stop",
+        min_workers: int = 1,
         world: World | None = None,
     ) -> None:
         world = join_world() if world is None else world
@@ -132,8 +137,10 @@ class Trainer:
         except BaseException:
             self._switches.restore()
             raise
+        if min_workers < 1:
+            raise ValueError(f"min_workers is {min_workers}, expected 1 or more.")
         continues = on_worker_loss == "continue" and world == current_world()
-        self._recovery = Recovery(self._state, self.move_to, continues=continues)
+        self._recovery = Recovery(self._state, self.move_to, continues=continues, min_workers=min_workers)
         self._state.may_be_unread = self._recovery.generations is None
 
     @property
@@ -221,6 +228,26 @@ class Trainer:
         """
         self._state.check_last_step()
         return self._recovery.repeatable(lambda: evaluate(self._state, self.world, loader, metric))
+
+    def repeatable(self, call: Callable[[World], Result]) -> Result:
+        """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
+
+            should_stop = trainer.repeatable(lambda world: any(world.gather_objects(stop_file.exists())))
+
+        Args:
+            call: Called with the present workers; and again, with others, if one is lost meanwhile. It changes nothing
+                that lasts, or nothing that a second call does not do alike. What it returns may be sent to a worker
+                that was behind.
+        """
+        return self._recovery.repeatable(lambda: call(self.world))
+
+    def on_continued(self, listener: Callable[[Continued, World], None]) -> None:
+        """Call `listener` on every worker that continues without others, instead of logging who was lost (local).
+
+        It is called with what has happened and the present workers, in the call that continues. It may make no
+        collective calls.
+        """
+        self._recovery.on_continued = listener
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
