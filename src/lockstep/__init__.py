@@ -17,7 +17,7 @@ from lockstep.comm import (
     ring_hook,
 )
 from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader
-from lockstep.engine import Trainer, accuracy
+from lockstep.engine import StepPlace, Trainer, accuracy
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -69,6 +69,7 @@ __all__ = [
     "RunDirectoryError",
     "ShardedBatch",
     "ShardedLoader",
+    "StepPlace",
     "SyncBatchNorm",
     "Trainer",
     "UsageError",

@@ -20,6 +20,7 @@ from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
 
@@ -31,6 +32,7 @@ __all__ = [
     "RunState",
     "StepEngine",
     "StepPhase",
+    "StepPlace",
     "StepResult",
     "Trainer",
     "accuracy",

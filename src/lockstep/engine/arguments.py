@@ -4,7 +4,7 @@ import inspect
 import math
 import operator
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,17 @@ from torch.optim import Optimizer
 
 from lockstep.comm import World
 from lockstep.engine.checks import check_batchnorm, check_model, check_optimizer
-from lockstep.engine.optimizer_checks import check_can_be_saved, check_takes_dense_gradients
+from lockstep.engine.optimizer_checks import (
+    check_can_be_saved,
+    check_separate,
+    check_takes_dense_gradients,
+    list_losses,
+    list_optimizers,
+    list_schedulers,
+)
+from lockstep.engine.optimizers import combine_optimizers, combine_schedulers
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.restoring import class_name
 from lockstep.reduce import BucketLimits
 from lockstep.reduce.optimizer_options import Description, describe_differences, describe_options
 from lockstep.shards import shard_range
@@ -28,16 +37,18 @@ class TrainerArguments:
 
     model: nn.Module
     """On the device where it is to train."""
-    optimizer: Optimizer
-    """Over the model's parameters."""
+    optimizer: Optimizer | Mapping[str, Optimizer]
+    """Over the model's parameters; several by name."""
     loss: Any
-    """The loss function."""
+    """The loss function; or one for each optimizer, by name."""
+    every: Mapping[str, int] | None
+    """In every how many steps an optimizer steps, by name."""
     num_shards: int
     """Number of shards of the run."""
     seed: int
     """Of every random state in a step."""
     scheduler: Any
-    """Learning-rate scheduler, or None."""
+    """Learning-rate scheduler, several by the names of their optimizers, or None."""
     scaler: GradScaler | None
     """Scales the loss."""
     max_grad_norm: float | None
@@ -140,22 +151,14 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
         )
     check_whole_number("seed", arguments.seed)
     check_model(arguments.model)
-    check_optimizer(arguments.optimizer, arguments.model)
-    check_takes_dense_gradients(arguments.optimizer)
-    check_can_be_saved(arguments.optimizer)
-    # The class's own, for a scheduler puts a function in its place that looks as if it wanted the optimizer.
-    if not can_be_called(type(arguments.optimizer).step, arguments.optimizer):
-        raise ValueError(
-            f"The optimizer is a {type(arguments.optimizer).__name__}, whose step wants a closure that computes the "
-            "loss again; the trainer computes each gradient once. Use another optimizer, or write a loop of your own."
-        )
-    if not callable(arguments.loss):
-        raise TypeError(
-            f"The loss is a {type(arguments.loss).__name__}, expected a function loss(model, batch) that returns the "
-            "mean loss of a slice, or that and its weight."
-        )
-    if arguments.scheduler is not None:
-        check_scheduler(arguments.scheduler, arguments.optimizer)
+    optimizers = list_optimizers(arguments.optimizer, arguments.every)
+    for optimizer in optimizers.values():
+        _check_optimizer(optimizer, arguments.model)
+    check_separate(optimizers, arguments.model)
+    for loss in list_losses(arguments.loss, arguments.optimizer):
+        _check_loss(loss)
+    for name, scheduler in list_schedulers(arguments.scheduler, arguments.optimizer).items():
+        check_scheduler(scheduler, optimizers[name])
     _check_norm(arguments.max_grad_norm)
     _check_choice("nonfinite", arguments.nonfinite, ("stop", "skip"))
     _check_choice("balance", arguments.balance, ("even", "speed"))
@@ -164,17 +167,44 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
     return _describe(arguments)
 
 
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    check_optimizer(optimizer, model)
+    check_takes_dense_gradients(optimizer)
+    check_can_be_saved(optimizer)
+    # The class's own, for a scheduler puts a function in its place that looks as if it wanted the optimizer.
+    if not can_be_called(type(optimizer).step, optimizer):
+        raise ValueError(
+            f"The optimizer is a {type(optimizer).__name__}, whose step wants a closure that computes the "
+            "loss again; the trainer computes each gradient once. Use another optimizer, or write a loop of your own."
+        )
+
+
+def _check_loss(loss: Any) -> None:
+    if not callable(loss):
+        raise TypeError(
+            f"The loss is a {type(loss).__name__}, expected a function loss(model, batch) that returns the "
+            "mean loss of a slice, or that and its weight."
+        )
+    if not (can_be_called(loss, None, None) or can_be_called(loss, None, None, place=None)):
+        raise TypeError(
+            f"The loss function takes {inspect.signature(loss)}, expected (model, batch), or (model, batch, place) "
+            "where it is to be told the epoch, the step and the shard."
+        )
+
+
 def _describe(arguments: TrainerArguments) -> Description:
+    optimizer = combine_optimizers(arguments.optimizer, arguments.every)
     names = {id(parameter): name for name, parameter in arguments.model.named_parameters()}
-    held = [[names[id(each)] for each in group["params"]] for group in arguments.optimizer.param_groups]
+    held = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
     values = {
         "num_shards": arguments.num_shards,
         "seed": arguments.seed,
-        "optimizer": type(arguments.optimizer).__name__,
-        **describe_options(arguments.optimizer),
+        "optimizer": class_name(optimizer),
+        "every": arguments.every,
+        **describe_options(optimizer),
         # Their number alone: all names would be too much to read.
         "the optimizer's list of parameters": f"{sum(map(len, held))} (order {zlib.crc32(repr(held).encode()):08x})",
-        "scheduler": None if arguments.scheduler is None else type(arguments.scheduler).__name__,
+        "scheduler": class_name(combine_schedulers(arguments.scheduler, optimizer)),
         "scaler": None if arguments.scaler is None else arguments.scaler.state_dict(),
         "max_grad_norm": arguments.max_grad_norm,
         "nonfinite": arguments.nonfinite,

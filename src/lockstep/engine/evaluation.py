@@ -17,6 +17,7 @@ from lockstep.devices.transfer import to_device
 from lockstep.engine.batches import check_world
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.metrics import Mean, add_means
+from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
@@ -71,7 +72,7 @@ class _SliceCalls:
 
     def __init__(self, state: RunState, function: Metric | Any) -> None:
         self._state = state
-        self._function = UserFunction(state.model, function)
+        self._function = UserFunction(function, OwnGenerators(state.model, function))
         self._buffers = BufferSnapshot(buffer_parts(state.model))
 
     @contextmanager

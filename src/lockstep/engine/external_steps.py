@@ -5,8 +5,8 @@ A loop that still makes them would update twice per step, or decay twice as fast
 
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 from torch.optim import Optimizer
@@ -48,7 +48,34 @@ class StepGuard:
             self._is_allowed = False
 
 
-def guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
+@final
+class StepGuards:
+    """The guards of the optimizers of one trainer.
+
+    Args:
+        optimizers: The optimizers.
+        trainer: The trainer.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], trainer: Any) -> None:
+        self._trainer = trainer
+        self._guards = [_guard_steps(each, trainer) for each in optimizers]
+
+    def remove(self) -> None:
+        """Forget the trainer, which takes no steps any more."""
+        for guard in self._guards:
+            guard.remove(self._trainer)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let the optimizers step in this context."""
+        with ExitStack() as stack:
+            for guard in self._guards:
+                stack.enter_context(guard.allowed())
+            yield
+
+
+def _guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:
     """Return the one guard of an optimizer, which several trainers may share one after the other."""
     hooks = optimizer_step_pre_hooks(optimizer).values()
     guard = next((hook for hook in hooks if isinstance(hook, StepGuard)), None)

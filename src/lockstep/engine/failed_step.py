@@ -59,7 +59,7 @@ class FailedStep:
         try:
             if not has_reduced:
                 self._gradients.fail(ranges, error)
-            table.fill_in_failure(failure, self._state.global_step, self._find_written())
+            table.fill_in_failure(failure, self._state.progress, self._find_written())
             sums = table.exchange()
             check_progress(sums, self._world, self._state.failed_step)
             self.put_back_parameters(sums)

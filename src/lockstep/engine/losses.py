@@ -1,6 +1,8 @@
 """What a loss function may return."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
@@ -8,31 +10,54 @@ from torch import Tensor
 
 from lockstep.data import Slice
 from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.engine.step_values import ShardValues, check_values
 from lockstep.errors import LossError
 
 
-def read_loss(result: Any, part: Slice) -> tuple[Tensor, float | Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceLoss:
+    """What a loss function has returned for a slice."""
+
+    loss: Tensor
+    """The mean loss, a scalar with a graph."""
+    weight: float | Tensor
+    """Its weight."""
+    values: ShardValues
+    """What else it has returned, by name."""
+
+
+def read_loss(result: Any, part: Slice) -> SliceLoss:
     """Return the mean loss of a slice, and its weight: of samples, unless the loss function returns another.
 
     A weight that is a tensor on an asynchronous device stays there.
 
     Raises:
-        LossError: It is neither a mean nor a pair of a mean and a weight.
+        LossError: It is neither a mean, nor a pair of a mean and a weight, nor a dictionary with one of them as "loss".
     """
-    loss, weight = result, part.num_samples
+    others: Mapping[Any, Any] = {}
+    if isinstance(result, Mapping):
+        if "loss" not in result:
+            raise LossError(
+                f"The loss function returned a dictionary of {', '.join(map(str, result)) or 'nothing'}, expected one "
+                'with the mean loss of the slice, or a pair of it and its weight, as "loss".'
+            )
+        others = {name: value for name, value in result.items() if name != "loss"}
+        result = result["loss"]
+    loss, given = result, part.num_samples
     if isinstance(result, tuple):
         if len(result) != 2:  # noqa: PLR2004 - loss and weight
             raise LossError(
                 f"The loss function returned a tuple of {len(result)}, expected the mean loss of a slice, or a pair of "
                 "it and its weight."
             )
-        loss, weight = result
+        loss, given = result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise LossError(
             f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
             "model's parameters."
         )
-    return loss.reshape(()), _read_weight(weight, part.shard)
+    weight = _read_weight(given, part.shard)
+    return SliceLoss(loss=loss.reshape(()), weight=weight, values=check_values(others, weight) if others else {})
 
 
 def scale_by_weight(loss: Tensor, weight: float | Tensor, num_samples: int) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from lockstep.reduce.tensor_bits import sum_of_bits
@@ -49,6 +49,99 @@ def check_takes_dense_gradients(optimizer: Optimizer) -> None:
             "The optimizer is a SparseAdam, which takes sparse gradients alone. The trainer adds up dense ones, also "
             "of an embedding with sparse=True. Use torch.optim.Adam or AdamW."
         )
+
+
+def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str, Any]:
+    """Return the optimizers of a run by name; one that is alone has an empty name.
+
+    Raises:
+        TypeError: The names or frequencies are of the wrong type.
+        ValueError: There is none, a frequency is of another name or not above zero, or none steps in every step.
+    """
+    if not isinstance(optimizer, Mapping):
+        if every:
+            raise ValueError(
+                f"every={dict(every)!r} says when each of several optimizers steps, and there is one. Give several by "
+                'name: optimizer={"critic": ..., "generator": ...}.'
+            )
+        return {"": optimizer}
+    odd = next((name for name in optimizer if not isinstance(name, str) or not name or "/" in name), None)
+    if not optimizer or odd is not None:
+        raise ValueError(
+            f"The optimizers have the names {list(optimizer)!r}, expected at least one, and names without a slash."
+        )
+    every = {} if every is None else every
+    if not isinstance(every, Mapping) or not set(every) <= set(optimizer):
+        raise ValueError(
+            f"every is {every!r}, expected a dictionary with names of optimizers, of {', '.join(optimizer)}: in every "
+            "how many steps each of them steps."
+        )
+    for name, number in every.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"every[{name!r}] is {number!r}, expected a whole number of steps, at least 1.")
+    if all(every.get(name, 1) > 1 for name in optimizer):
+        raise ValueError(
+            f"every is {dict(every)!r}: in most steps no optimizer would step. Let at least one step in every step."
+        )
+    return dict(optimizer)
+
+
+def list_losses(loss: Any, optimizer: Any) -> list[Any]:
+    """Return the loss functions of a run: one, or one for each of several optimizers.
+
+    Raises:
+        ValueError: They have other names than the optimizers.
+    """
+    if not isinstance(loss, Mapping):
+        return [loss]
+    if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
+        expected = ", ".join(optimizer) if isinstance(optimizer, Mapping) else "one optimizer, without a name"
+        raise ValueError(
+            f"There are loss functions for {', '.join(map(str, loss)) or 'no optimizer'}, expected one for each of "
+            f"{expected}: optimizer= and loss= have the same names, or loss= is one function."
+        )
+    return list(loss.values())
+
+
+def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the schedulers of a run by the names of their optimizers.
+
+    Raises:
+        ValueError: They are not given by the names of several optimizers.
+    """
+    if scheduler is None:
+        return {}
+    if isinstance(optimizer, Mapping) != isinstance(scheduler, Mapping):
+        raise ValueError(
+            "Several optimizers have a scheduler each: scheduler= is a dictionary with the names of optimizers, as "
+            "optimizer= is."
+        )
+    if not isinstance(scheduler, Mapping):
+        return {"": scheduler}
+    if not scheduler or not set(scheduler) <= set(optimizer):
+        raise ValueError(
+            f"There are schedulers for {', '.join(map(str, scheduler)) or 'no optimizer'}, expected names of "
+            f"{', '.join(optimizer)}."
+        )
+    return dict(scheduler)
+
+
+def check_separate(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Check that no two optimizers have a parameter in common.
+
+    Raises:
+        ValueError: Two have.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            other = holders.setdefault(id(parameter), name)
+            if other != name:
+                raise ValueError(
+                    f"The optimizers {other} and {name} both hold {names[id(parameter)]}: each parameter belongs to "
+                    "one of them."
+                )
 
 
 @final

@@ -25,10 +25,10 @@ class OwnGenerators:
 
     Args:
         model: The model.
-        function: The loss function or a metric.
+        function: The loss function, several, or a metric.
     """
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., Any] | Sequence[Callable[..., Any]]) -> None:
         self._model = model
         self._function = function
         self._found: Sequence[OwnGenerator] = ()
@@ -58,7 +58,7 @@ class OwnGenerators:
             self._found = _find(self._model, self._function)
 
 
-def _find(model: nn.Module, function: Callable[..., Any]) -> list[OwnGenerator]:
+def _find(model: nn.Module, function: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[OwnGenerator]:
     """Return the generators of a function and of every module, each once, without torch's global one."""
     found = {id(each.generator): each for each in find_generators(function)}
     for path, module in model.named_modules():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data import Cursor
+from lockstep.engine.optimizers import OptimizerSet, SchedulerSet
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.reduce.optimizer_options import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
@@ -23,6 +24,8 @@ SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
 def class_name(value: object) -> str | None:
     """Return the class name to save for an optimizer or a scheduler, whose own state does not hold it."""
+    if isinstance(value, OptimizerSet | SchedulerSet):
+        return value.kinds
     return None if value is None else type(value).__name__
 
 

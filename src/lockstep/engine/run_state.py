@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_digest
 from lockstep.data import Cursor, ShardedBatch
@@ -20,6 +21,14 @@ from lockstep.engine.batches import BatchSequenceCheck
 from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
 from lockstep.engine.optimizer_checks import UnsavedAttributes
+from lockstep.engine.optimizers import (
+    OptimizerSet,
+    UpdatePlan,
+    UpdateSpec,
+    combine_optimizers,
+    combine_schedulers,
+    separate_optimizers,
+)
 from lockstep.engine.restoring import (
     UnsavedBuffers,
     check_options,
@@ -63,8 +72,9 @@ class RunState:
 
     def __init__(self, arguments: TrainerArguments) -> None:
         self.model = arguments.model
-        self.optimizer = arguments.optimizer
-        self.scheduler: Scheduler | None = arguments.scheduler
+        self.optimizer = combine_optimizers(arguments.optimizer, arguments.every)
+        self.plan = UpdatePlan(self.optimizer, arguments.loss)
+        self.scheduler: Scheduler | None = combine_schedulers(arguments.scheduler, self.optimizer)
         self.scaler = arguments.scaler
         self.num_shards = int(arguments.num_shards)
         self.seed = int(arguments.seed)
@@ -78,28 +88,65 @@ class RunState:
         self._unsaved = UnsavedBuffers(self.model)
         self._unusable_because = ""
         self._failed_step = ""
-        self._unsaved_attributes = UnsavedAttributes(self.optimizer)
+        self._unsaved_attributes = list(map(UnsavedAttributes, separate_optimizers(self.optimizer)))
+
+    @property
+    def chosen_optimizers(self) -> tuple[str, ...]:
+        """The names of the optimizers that step in the present update; empty where the run has one."""
+        return self.optimizer.chosen if isinstance(self.optimizer, OptimizerSet) else ()
+
+    def chosen(self) -> list[Optimizer]:
+        """Return the optimizers that step in the present update."""
+        if isinstance(self.optimizer, OptimizerSet):
+            return [self.optimizer.parts[name] for name in self.optimizer.chosen]
+        return [self.optimizer]
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that the optimizer updates, group by group."""
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        """Return the parameters that the present update changes, group by group."""
+        return (parameter for part in self.chosen() for group in part.param_groups for parameter in group["params"])
 
-    def advance(self, batch: ShardedBatch) -> None:
-        """Note that the step of `batch` was taken."""
+    def choose(self, update: UpdateSpec) -> None:
+        """Begin with an update of a step."""
+        if isinstance(self.optimizer, OptimizerSet):
+            self.optimizer.chosen = update.chosen
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates of the present step were made, of several."""
+        return self.optimizer.num_updates if isinstance(self.optimizer, OptimizerSet) else 0
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        if isinstance(self.optimizer, OptimizerSet):
+            self.optimizer.num_updates = number
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with each update, by which workers see whether they have made the same ones."""
+        return self.global_step * self.plan.num_updates + self.num_updates
+
+    def advance(self, batch: ShardedBatch, *, is_last: bool) -> None:
+        """Note that an update of the step of `batch` was made; with the last one the step was taken."""
+        self._failed_step = ""
+        self.num_updates = 0 if is_last else self.num_updates + 1
+        if not is_last:
+            self.scheduler_check.note()
+            return
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self.data.note(batch)
         self.scheduler_check.note()
-        self._failed_step = ""
 
     def record_progress(self) -> Callable[[], None]:
         """Return what puts cursor, data, scheduler and the optimizer's options back as they are now (local)."""
         cursor, global_step, data = self.cursor, self.global_step, copy.copy(self.data)
+        num_updates = self.num_updates
         scheduler = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
         options = [dict(group) for group in self.optimizer.param_groups]
 
         def restore() -> None:
             self.cursor, self.global_step, self.data = cursor, global_step, data
+            self.num_updates = num_updates
             if self.scheduler is not None and scheduler is not None:
                 self.scheduler.load_state_dict(scheduler)
                 for group, before in zip(self.optimizer.param_groups, options, strict=True):
@@ -187,7 +234,8 @@ class RunState:
                 "persistent=True, unless it only keeps what is computed anyway.",
                 stacklevel=3,
             )
-        self._unsaved_attributes.warn_of_changed()
+        for each in self._unsaved_attributes:
+            each.warn_of_changed()
         return self._collect()
 
     @contextmanager

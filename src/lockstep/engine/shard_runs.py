@@ -1,6 +1,6 @@
 """Forward and backward of the shards of one worker."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -10,17 +10,22 @@ from lockstep.devices.input_copies import InputCopies
 from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.losses import read_loss, scale_by_weight
+from lockstep.engine.optimizers import UpdateSpec
+from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.run_state import RunState
 from lockstep.engine.side_effects import plain_attributes, warn_of_counters
+from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_table import StepTable
+from lockstep.engine.step_values import StepValues
 from lockstep.engine.user_function import UserFunction, explained_errors
 from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
 
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
-"""`loss(model, batch)`: the mean loss of a slice (scalar), or the pair of it and its weight (say, tokens)."""
+Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
+"""`loss(model, batch)` or `loss(model, batch, place)`: the mean loss of a slice (scalar), the pair of it and its weight
+(say, tokens), or a dictionary with one of these as "loss" and further means by name. `place` is a `StepPlace`."""
 
 
 @final
@@ -29,17 +34,36 @@ class ShardRuns:
 
     Args:
         state: The model, and the seed of the run.
-        loss: Calls the loss function.
+        generators: Those of the model and the loss functions.
         gradients: Adds up what the backwards give.
         buffers: Keeps those of shard 0.
+        values: Gets what the loss function returns besides the loss.
     """
 
-    def __init__(self, state: RunState, loss: UserFunction, gradients: ShardReducer, buffers: ShardZeroBuffers) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        generators: OwnGenerators,
+        gradients: ShardReducer,
+        buffers: ShardZeroBuffers,
+        values: StepValues,
+    ) -> None:
         self._state = state
-        self._loss = loss
+        self._generators = generators
+        self._losses: dict[str, UserFunction] = {}
+        self._loss, self._purpose = UserFunction(_no_loss, generators), "shard"
         self._gradients = gradients
         self._buffers = buffers
+        self._values = values
         self._copies = InputCopies(state.device)
+
+    def begin(self, update: UpdateSpec) -> None:
+        """Begin with an update: its loss function is called from here on (local)."""
+        if update.name not in self._losses:
+            self._losses[update.name] = UserFunction(update.loss, self._generators)
+        self._loss = self._losses[update.name]
+        self._purpose = f"shard {update.name}" if update.name else "shard"
+        self._values.begin()
 
     def run(
         self,
@@ -94,8 +118,9 @@ class ShardRuns:
         Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
         precision does not overflow.
         """
-        seed_slice("shard", self._state.seed, batch, part)
-        loss, weight = read_loss(self._loss(self._state.model, next(inputs)), part)
+        found = read_loss(self.call_loss(batch, part, next(inputs)), part)
+        loss, weight = found.loss, found.weight
+        table.note_values(part.shard, *self._values.add(part.shard, found.values))
         if isinstance(weight, Tensor) or weight > 0:
             table.add_loss(part.shard, loss, weight)
             scaled = scale_by_weight(loss, weight, batch.num_samples)
@@ -108,6 +133,24 @@ class ShardRuns:
         self._gradients.mark(scaled, task)
         with explained_errors():
             scaled.backward()
+
+    def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
+        """Return what the loss function returns for a slice, whose data are on the device (local)."""
+        seed_slice(self._purpose, self._state.seed, batch, part)
+        place = None
+        if self._loss.takes_place:
+            place = StepPlace(
+                epoch=batch.cursor.epoch,
+                step=batch.cursor.step,
+                global_step=self._state.global_step,
+                shard=part.shard,
+                num_shards=batch.num_shards,
+            )
+        return self._loss(self._state.model, data, place)
+
+
+def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:
+    raise AssertionError("No update has begun.")
 
 
 def seed_slice(purpose: str, seed: int, batch: ShardedBatch, part: Slice) -> None:

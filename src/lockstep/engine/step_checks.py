@@ -161,18 +161,26 @@ class NestedBackwardCheck:
     def __init__(self, allow_in_place: Callable[[bool], None]) -> None:
         self._allow_in_place = allow_in_place
         self._has_inner = False
-        self.is_first = True
-        """Whether no step has come so far."""
+        self._known: set[str] = set()
 
-    def check(self, sums: StepSums, batch: ShardedBatch) -> None:
+    def is_known(self, update: str) -> bool:
+        """Whether the backwards of this update were seen in an earlier step."""
+        return update in self._known
+
+    def check(self, sums: StepSums, batch: ShardedBatch, update: str) -> None:
         """Read from the table whether a backward has run another inside.
+
+        Args:
+            sums: The table.
+            batch: The step's.
+            update: The name of the update.
 
         Raises:
             LossError: A backward has run another inside for the first time, and not in the first step.
         """
         rank = next((rank for rank, each in enumerate(sums.statuses) if each.has_nested_backward), None)
-        is_late = rank is not None and not self._has_inner and not self.is_first
-        self.is_first = False
+        is_late = rank is not None and not self._has_inner and update in self._known
+        self._known.add(update)
         self._has_inner |= rank is not None
         self._allow_in_place(not self._has_inner)
         if is_late:

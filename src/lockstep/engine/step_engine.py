@@ -15,7 +15,7 @@ that fails before AGREE takes part in the reduction with nothing, and in the exc
 that the step fails on all workers ([Note: the commit point] in `lockstep.engine.step_table`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from torch import Tensor
@@ -32,8 +32,10 @@ from lockstep.engine.checks import ModelChangeCheck, SettingsChangeCheck, check_
 from lockstep.engine.comparison import WorkerComparison
 from lockstep.engine.decision import Decision, StepJudge
 from lockstep.engine.device_row import DeviceRow
-from lockstep.engine.external_steps import guard_steps
+from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.failed_step import FailedStep, release_memory
+from lockstep.engine.optimizers import UpdateSpec, separate_optimizers
+from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
@@ -45,10 +47,10 @@ from lockstep.engine.step_checks import (
     raise_failure,
 )
 from lockstep.engine.step_phase import ALLOWED_TRANSITIONS, StepPhase
-from lockstep.engine.step_result import StepResult
+from lockstep.engine.step_result import StepOutcome, StepResult, merge_updates, with_values
 from lockstep.engine.step_table import StepSums, StepTable, WorkerNumbers, WorkerStatus
+from lockstep.engine.step_values import StepValues
 from lockstep.engine.update import Update
-from lockstep.engine.user_function import UserFunction
 from lockstep.engine.written_parameters import WrittenParameterCheck
 from lockstep.errors import GroupError, UnusableStateError
 from lockstep.reduce import ShardReducer, TrainedModel, check_same_model
@@ -103,9 +105,10 @@ class StepEngine:
         self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         self._gradients.on_last_gradient(self.stopwatch.lap_if_only)
         self._gradients.send_besides(self._buffers.start_sending)
-        loss = UserFunction(model, arguments.loss)
-        self._random.own = loss.generators
-        self._runs = ShardRuns(state, loss, self._gradients, self._buffers)
+        losses = state.plan.losses
+        self._random.own = OwnGenerators(model, losses[0] if len(losses) == 1 else losses)
+        self._values = StepValues(world, state.num_shards, state.device)
+        self._runs = ShardRuns(state, self._random.own, self._gradients, self._buffers, self._values)
         self._written_parameters = WrittenParameterCheck(model, reads_contents=state.num_shards > 1)
         self._failed_step = FailedStep(state, world, self._gradients, self._written_parameters)
         self._model_changes = ModelChangeCheck(model, optimizer, trained)
@@ -114,41 +117,52 @@ class StepEngine:
             lambda adds_once: self._gradients.note_single_additions(adds_once=adds_once)
         )
         self._comparison = WorkerComparison(model, optimizer, world)
-        self._guard = guard_steps(optimizer, self)
-        self._update = Update(state, arguments.max_grad_norm, self._guard)
+        self._guards = StepGuards(separate_optimizers(optimizer), self)
+        self._update = Update(state, arguments.max_grad_norm, self._guards)
         self._judge = StepJudge(state, arguments, self._row, self._update, self._buffers)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective); `Trainer.step` says what it raises."""
+        updates = self._state.plan.updates(self._state.global_step)
+        reads: dict[str, Callable[[], StepOutcome]] = {}
+        should_stop = False
+        for number, update in enumerate(updates, start=1):
+            reads[update.name], should_stop = self._make_update(batch, update, is_last=number == len(updates))
+        is_end = self._state.cursor.step == 0 and batch.num_steps > 1
+        read = reads[""] if "" in reads else merge_updates(reads, self._state.plan.main)
+        return StepResult(cursor=batch.cursor, should_stop=should_stop and not is_end, read=read)
+
+    def _make_update(
+        self, batch: ShardedBatch, update: UpdateSpec, *, is_last: bool
+    ) -> tuple[Callable[[], StepOutcome], bool]:
+        """Make one of the updates of a step; return what reads its outcome, and whether a stop was requested."""
         self._enter(StepPhase.PREPARE)
+        self._state.choose(update)
         table = StepTable(self.world, self._state.num_shards, self._row)
         try:
             self._written_parameters.forget()
             self._random.save()
             self._buffers.begin()
             tasks = self._prepare(batch)
-            self._run_shards(batch, tasks, table)
-            sums = self._agree(batch, table)
+            self._run_shards(batch, tasks, table, update)
+            sums = self._agree(batch, table, update)
+            read_values = self._values.exchange(sums.values, sums.weights)
             decision = self._judge.decide(batch, sums)
             self._enter(StepPhase.COMMIT)
-            self._commit(batch, decision)
+            self._commit(batch, decision, update, is_last=is_last)
         except BaseException as error:
             self._undo(error, batch, table)
             raise
         self._enter(StepPhase.IDLE)
-        is_end = self._state.cursor.step == 0 and batch.num_steps > 1
-        return StepResult(
-            cursor=batch.cursor,
-            should_stop=any(status.stop_requested for status in sums.statuses) and not is_end,
-            read=decision.read,
-        )
+        read = decision.read if read_values is None else with_values(decision.read, read_values)
+        return read, any(status.stop_requested for status in sums.statuses)
 
     def close(self) -> None:
         """Release hooks, threads and buckets, and the gradients that lie in them (local); not during a step."""
         if self.phase is StepPhase.CLOSED:
             return
         self._enter(StepPhase.CLOSED)
-        self._guard.remove(self)
+        self._guards.remove()
         self._gradients.close()
         self._state.model.zero_grad(set_to_none=True)
 
@@ -180,16 +194,22 @@ class StepEngine:
         self._written_parameters.begin()
         return tasks
 
-    def _run_shards(self, batch: ShardedBatch, tasks: Sequence[ShardTask], table: StepTable) -> None:
+    def _run_shards(
+        self, batch: ShardedBatch, tasks: Sequence[ShardTask], table: StepTable, update: UpdateSpec
+    ) -> None:
         """Run this worker's shards, and reduce (collective)."""
         self._enter(StepPhase.COMPUTE)
-        watches_attributes = self._nested_backwards.is_first and self.world.rank == 0
+        is_known = self._nested_backwards.is_known(update.name)
+        if not is_known:
+            self._gradients.expect_nested_backward()
+        self._runs.begin(update)
+        watches_attributes = not is_known and self.world.rank == 0
         self.stopwatch.start()
         self._runs.run(batch, tasks, table, self.stopwatch, watches_attributes=watches_attributes)
         self._enter(StepPhase.REDUCE)
         self._runs.end_last(tasks)
 
-    def _agree(self, batch: ShardedBatch, table: StepTable) -> StepSums:
+    def _agree(self, batch: ShardedBatch, table: StepTable, update: UpdateSpec) -> StepSums:
         """Exchange the step table, and check what all workers have sent, alike on all (collective)."""
         self._state.check_last_step()  # its row is here by now, and the device has this step to compute
         with batch.assignment.held():
@@ -208,22 +228,23 @@ class StepEngine:
         if sums.statuses[0].has_new_layout:
             self._buffers.exchange_new_layout()
         check_written(sums, self._written_parameters.names, lost, batch)
-        self._nested_backwards.check(sums, batch)
+        self._nested_backwards.check(sums, batch, update.name)
         self._comparison.check_options(sums.options, name_step(batch.cursor))
-        self._comparison.check_values(sums.values, name_step(batch.cursor))
+        self._comparison.check_values(sums.parameters, name_step(batch.cursor))
         return sums
 
-    def _commit(self, batch: ShardedBatch, decision: Decision) -> None:
-        """Write the result of the step (local). The user's code, which may fail, comes first."""
+    def _commit(self, batch: ShardedBatch, decision: Decision, update: UpdateSpec, *, is_last: bool) -> None:
+        """Write the result of an update (local). The user's code, which may fail, comes first."""
         state = self._state
-        self._random.seed(derive_seed("update", state.seed, batch.cursor.epoch, batch.cursor.step))
+        purpose = f"update {update.name}" if update.name else "update"
+        self._random.seed(derive_seed(purpose, state.seed, batch.cursor.epoch, batch.cursor.step))
         self._update.apply(decision.norm, is_skipped=decision.is_skipped, is_bad=decision.is_bad)
         try:
             if decision.is_skipped:
                 self._buffers.undo()
             else:
                 self._buffers.commit(decision.is_bad)
-            state.advance(batch)
+            state.advance(batch, is_last=is_last)
             self._random.discard()
             self._comparison.note_equal_values()
         except BaseException:  # a Ctrl-C: these calls raise nothing else
@@ -267,7 +288,7 @@ class StepEngine:
 
     def _take_status(self, batch: ShardedBatch) -> WorkerStatus:
         return WorkerStatus(
-            num_steps=self._state.global_step,
+            num_steps=self._state.progress,
             seconds=self.stopwatch.seconds_per_shard(),
             last_requested=batch.assignment.last_requested,
             has_nested_backward=self._gradients.has_nested_backward,

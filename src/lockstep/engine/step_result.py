@@ -1,7 +1,7 @@
 """What a step returns. Its loss may still be on the device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from lockstep.data import Cursor
@@ -16,6 +16,8 @@ class StepOutcome:
     weight: float
     """See `StepResult`."""
     is_skipped: bool
+    """See `StepResult`."""
+    values: Mapping[str, float] = field(default_factory=dict)
     """See `StepResult`."""
 
 
@@ -56,6 +58,15 @@ class StepResult:
         return self._read().weight
 
     @property
+    def values(self) -> Mapping[str, float]:
+        """Weighted means over the global batch of what the loss function returned besides the loss, by name.
+
+        With one loss function for each optimizer: the loss of each one that has stepped by its name, and what its loss
+        function returned besides as `name/value`.
+        """
+        return self._read().values
+
+    @property
     def is_skipped(self) -> bool:
         """Whether the loss was not finite and nothing was changed but the cursor and the learning rate."""
         return self._read().is_skipped
@@ -66,13 +77,14 @@ class StepResult:
 
     def __hash__(self) -> int:
         """Hash what the step did."""
-        return hash(self._values())
+        return hash((self.loss, self.weight, self.is_skipped, self.cursor, self.should_stop))
 
     def __repr__(self) -> str:
         """Show what the step did."""
         return (
             f"StepResult(loss={self.loss!r}, weight={self.weight!r}, cursor={self.cursor!r}, "
-            f"is_skipped={self.is_skipped!r}, should_stop={self.should_stop!r})"
+            f"is_skipped={self.is_skipped!r}, should_stop={self.should_stop!r}"
+            f"{f', values={dict(self.values)!r}' if self.values else ''})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,6 +93,33 @@ class StepResult:
 
     def _values(self) -> tuple[Any, ...]:
         return self._read(), self.cursor, self.should_stop
+
+
+def with_values(
+    read: Callable[[], StepOutcome], values: Callable[[], Mapping[str, float]]
+) -> Callable[[], StepOutcome]:
+    """Return what reads an outcome together with what the loss function returned besides the loss."""
+    return lambda: replace(read(), values=values())
+
+
+def merge_updates(reads: Mapping[str, Callable[[], StepOutcome]], main: str) -> Callable[[], StepOutcome]:
+    """Return what reads the outcome of a step of several updates.
+
+    Args:
+        reads: Reads the outcome of each update, by the name of its optimizer.
+        main: The update whose loss is the step's, where it was made.
+    """
+
+    def read() -> StepOutcome:
+        outcomes = {name: each() for name, each in reads.items()}
+        first = outcomes[main] if main in outcomes else next(iter(outcomes.values()))
+        values = {name: each.loss for name, each in outcomes.items()}
+        for name, each in outcomes.items():
+            values.update({f"{name}/{key}": value for key, value in each.values.items()})
+        is_skipped = any(each.is_skipped for each in outcomes.values())
+        return StepOutcome(loss=first.loss, weight=first.weight, is_skipped=is_skipped, values=values)
+
+    return read
 
 
 def _restore(cursor: Cursor, should_stop: bool, outcome: StepOutcome) -> StepResult:

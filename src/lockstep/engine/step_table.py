@@ -1,6 +1,6 @@
 """What all workers exchange once per step besides gradients: losses, and the status of each worker.
 
-    row s < num_shards       loss * weight of shard s, its weight
+    row s < num_shards       loss * weight of shard s, its weight, its number of other values, a number for their names
     row num_shards + r       of worker r: epoch, step, a number for its loader, its `WorkerStatus`, its `WorkerNumbers`
 
 A row is written by one worker and zero on all others, so adding up in any order is exact, and all workers draw the same
@@ -96,13 +96,15 @@ class StepSums:
     """Of every shard, loss times weight; 0 for one without samples, and where they are on the device."""
     weights: tuple[float, ...]
     """Of every shard; `ON_DEVICE` for one whose weight is a tensor on an asynchronous device."""
+    values: tuple[tuple[float, float], ...]
+    """Of every shard, how many values it has besides its loss, and a number for their names."""
     places: tuple[tuple[float, ...], ...]
     """Of every worker: what identifies its batch: epoch, step, and a number for its loader."""
     statuses: tuple[WorkerStatus, ...]
     """Of every worker."""
     options: tuple[float, ...]
     """Of every worker, `WorkerNumbers.options`."""
-    values: tuple[float, ...]
+    parameters: tuple[float, ...]
     """Of every worker, `WorkerNumbers.values`."""
     may_be_nonfinite: bool
     """Whether the gradients must be searched for one that is not finite."""
@@ -144,6 +146,7 @@ class StepTable:
         self._num_shards = num_shards
         self._row = row
         self._losses: dict[int, tuple[float, float]] = {}
+        self._values: dict[int, tuple[int, int]] = {}
         self._place: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._status = WorkerStatus()
         self._numbers = WorkerNumbers()
@@ -156,6 +159,11 @@ class StepTable:
             return
         self._row.add_loss(shard, loss, weight)
         self._losses[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
+
+    def note_values(self, shard: int, count: int, names: int) -> None:
+        """Note how many values a shard has besides its loss, and a number for their names."""
+        if count:
+            self._values[shard] = count, names
 
     def fill_in(self, batch: ShardedBatch, status: WorkerStatus, numbers: WorkerNumbers) -> None:
         """Fill in this worker's row.
@@ -178,6 +186,7 @@ class StepTable:
             written: See `WorkerStatus`.
         """
         self._losses.clear()
+        self._values.clear()
         self._status = WorkerStatus(failure=failure, num_steps=num_steps, written=written)
         self._numbers = WorkerNumbers()
 
@@ -188,10 +197,11 @@ class StepTable:
         return StepSums(
             losses=tuple(row[0] for row in shards),
             weights=tuple(row[1] for row in shards),
+            values=tuple((row[2], row[3]) for row in shards),
             places=tuple(tuple(row[:3]) for row in workers),
             statuses=tuple(_to_status(row[3:-3]) for row in workers),
             options=tuple(row[-3] for row in workers),
-            values=tuple(row[-2] for row in workers),
+            parameters=tuple(row[-2] for row in workers),
             may_be_nonfinite=not all(math.isfinite(row[-1]) for row in workers),
         )
 
@@ -200,6 +210,8 @@ class StepTable:
         rows = [[0.0] * _NUM_COLUMNS for _ in range(self._num_shards + self._world.world_size)]
         for shard, loss_and_weight in self._losses.items():
             rows[shard][:2] = loss_and_weight
+        for shard, count_and_names in self._values.items():
+            rows[shard][2:4] = count_and_names
         # A number of the values is a tensor in few steps alone: those before which something has written parameters.
         gradients = float(numbers.gradients) if self._row is None else 0.0
         rows[own] = [*self._place, *_to_numbers(self._status), numbers.options, float(numbers.values), gradients]

@@ -49,14 +49,22 @@ class Trainer:
 
     Args:
         model: On the device where it is to train. Not wrapped in DistributedDataParallel.
-        optimizer: Over the model's parameters.
+        optimizer: Over the model's parameters; or several by name, no two with a parameter in common.
         loss: `loss(model, batch)`, called for each shard with the collated slice on the model's device. Returns the
             slice's mean loss, or a pair of a mean and its weight, say over tokens; mixed precision goes in there:
             `with torch.autocast("cuda", torch.bfloat16): ...`. A weight that is a tensor on a GPU is not read: where a
             slice may have weight 0, its gradient must be finite, as with `/ count.clamp(min=1)`.
+            It may return `{"loss": ..., "kl": ...}` instead: `StepResult.values` has the mean of each further number,
+            which may be a pair with a weight of its own. A third parameter called `place` gets a `StepPlace`: epoch,
+            step and shard.
+            With several optimizers: one function, after whose backward all of them step, or one for each, by name: then
+            a step makes one update after the other on the batch, each with the shards' forward and backward.
         num_shards: Number of shards of the run, at least the number of workers; the loader's must be the same.
         seed: Of every random state in a step.
-        scheduler: Learning-rate scheduler; stepped once per step. Step one that counts epochs in the loop instead.
+        every: Of several optimizers, in every how many steps one steps, by name: `{"generator": 5}` in steps 5, 10, ...
+            of the run, counted from 1. One that is not named steps in every step. What it does not step by is left out.
+        scheduler: Learning-rate scheduler; stepped once per step. Step one that counts epochs in the loop instead. Of
+            several optimizers a dictionary with their names: each is stepped when its optimizer has stepped.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
         max_grad_norm: Clip the gradient's 2-norm to this.
         nonfinite: What to do with a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
@@ -79,6 +87,7 @@ class Trainer:
 
     Attributes:
         engine: Takes the steps, with the present workers.
+        optimizer: The optimizer; several as one, with the groups of all, and each in `parts` by its name.
 
     Raises:
         ParameterMismatchError: Workers have different models.
@@ -92,12 +101,13 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Mapping[str, Optimizer],
         *,
-        loss: Loss,
+        loss: Loss | Mapping[str, Loss],
         num_shards: int,
         seed: int = 0,
-        scheduler: Scheduler | LRScheduler | None = None,
+        every: Mapping[str, int] | None = None,
+        scheduler: Scheduler | LRScheduler | Mapping[str, Scheduler | LRScheduler] | None = None,
         scaler: GradScaler | None = None,
         max_grad_norm: float | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
@@ -113,6 +123,7 @@ class Trainer:
             model=model,
             optimizer=optimizer,
             loss=loss,
+            every=every,
             num_shards=num_shards,
             seed=seed,
             scheduler=scheduler,
@@ -126,7 +137,7 @@ class Trainer:
         descriptions = check_arguments(self._arguments, world)
         self._state = RunState(self._arguments)
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = self._state.optimizer
         self.scheduler = scheduler
         self.scaler = self._state.scaler
         self.num_shards = self._state.num_shards

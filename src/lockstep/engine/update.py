@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from lockstep.engine.external_steps import StepGuard
+from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.run_state import RunState
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private import (
@@ -41,15 +41,15 @@ class Update:
     Args:
         state: Parameters, optimizer, scaler, scheduler.
         max_grad_norm: Where the gradient's 2-norm is clipped.
-        guard: Refuses steps of the optimizer that are not made here.
+        guards: Refuse steps of the optimizers that are not made here.
     """
 
-    def __init__(self, state: RunState, max_grad_norm: float | None, guard: StepGuard) -> None:
+    def __init__(self, state: RunState, max_grad_norm: float | None, guards: StepGuards) -> None:
         self._state = state
         self._max_grad_norm = max_grad_norm
-        self._guard = guard
+        self._guards = guards
         self._parameters = list(state.model.parameters())
-        self._counts_are_enough: bool | None = None
+        self._counts_are_enough: dict[tuple[str, ...], bool] = {}
         self._has_updated_scaler = False
         self._updated: set[nn.Parameter] = set()
         self._updated_state: object = None
@@ -80,12 +80,14 @@ class Update:
         if is_skipped:
             self._step_scheduler_alone()
             return
-        before = _WriteRecord(self._state, self._parameters, reads_bits=self._counts_are_enough is None)
+        chosen = self._state.chosen_optimizers
+        counts_are_enough = self._counts_are_enough.get(chosen)
+        before = _WriteRecord(self._state, self._parameters, reads_bits=counts_are_enough is None)
         self._has_updated_scaler = False
         try:
             self._step_optimizer(norm, is_bad)
         except BaseException:
-            if self._has_updated_scaler or self._counts_are_enough is False or before.has_changed():
+            if self._has_updated_scaler or counts_are_enough is False or before.has_changed():
                 self._state.mark_unusable(_WRITTEN_BY_OPTIMIZER)
             else:
                 before.put_back_options()
@@ -93,8 +95,8 @@ class Update:
             raise
         if is_bad is None and has_step_on_device(self._state.optimizer):
             self._updated, self._updated_state = self._with_gradient(), self._state.optimizer.state
-        if self._counts_are_enough is None and before.has_changed():
-            self._counts_are_enough = before.counts_show_all()
+        if counts_are_enough is None and before.has_changed():
+            self._counts_are_enough[chosen] = before.counts_show_all()
         if self._state.scheduler is not None:
             with self._unusable_on_error(_WRITTEN_BEFORE_SCHEDULER):
                 self._state.scheduler.step()
@@ -123,7 +125,8 @@ class Update:
     def _forget_scaling(self) -> None:
         """Let the scaler forget what `unscale_` and `step` have noted since the last `update`."""
         if self._state.scaler is not None:
-            forget_scaling(self._state.scaler, self._state.optimizer)
+            for optimizer in self._state.chosen():
+                forget_scaling(self._state.scaler, optimizer)
 
     def _with_gradient(self) -> set[nn.Parameter]:
         return {parameter for parameter in self._state.trained_parameters() if parameter.grad is not None}
@@ -132,17 +135,19 @@ class Update:
         optimizer, scaler = self._state.optimizer, self._state.scaler
         trained = list(self._state.trained_parameters())
         if scaler is not None and self._max_grad_norm is not None:
-            scaler.unscale_(optimizer)
+            for part in self._state.chosen():
+                scaler.unscale_(part)
             norm = nn.utils.get_total_norm(parameter.grad for parameter in trained if parameter.grad is not None)
         if self._max_grad_norm is not None and norm is not None:
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
-        with self._guard.allowed():
+        with self._guards.allowed():
             if is_bad is not None:
                 step_unless(optimizer, is_bad)
             elif scaler is None:
                 optimizer.step()
             else:  # it leaves the step out where a gradient is not finite, and lowers its scale
-                scaler.step(optimizer)
+                for part in self._state.chosen():
+                    scaler.step(part)
                 self._has_updated_scaler = True
                 scaler.update()
 
@@ -153,6 +158,7 @@ class _WriteRecord:
 
     def __init__(self, state: RunState, parameters: Sequence[nn.Parameter], *, reads_bits: bool) -> None:
         self._optimizer = state.optimizer
+        self._trained = state.trained_parameters
         self._parameters = parameters
         self._counts = list(map(version_of, parameters))
         self._values = self._list_state()
@@ -180,7 +186,7 @@ class _WriteRecord:
 
     def counts_show_all(self) -> bool:
         """Return whether the writes of an update to all parameters that have a gradient were counted."""
-        held = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        held = set(map(id, self._trained()))
         counted = zip(self._parameters, self._counts, strict=True)
         return all(
             version_of(parameter) != count

@@ -7,6 +7,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.engine.own_generators import OwnGenerators
+from lockstep.engine.step_place import StepPlace, takes_place
 from lockstep.errors import LossError
 
 _REMEDIES = {
@@ -34,26 +35,29 @@ class UserFunction:
     """Calls a function with the model and a slice, and seeds the generators that both hold.
 
     Args:
-        model: The model.
         function: The loss function or a metric.
-
-    Attributes:
-        generators: The generators.
+        generators: The generators of the model and the function.
     """
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
-        self.generators = OwnGenerators(model, function)
+    def __init__(self, function: Callable[..., Any], generators: OwnGenerators) -> None:
+        self.generators = generators
+        self.takes_place = takes_place(function)
         self._function = function
 
-    def __call__(self, model: nn.Module, data: Any) -> Any:
+    def __call__(self, model: nn.Module, data: Any, place: StepPlace | None = None) -> Any:
         """Return what the function returns; the global generators must have been seeded for the slice.
+
+        Args:
+            model: The model.
+            data: The slice.
+            place: Where it is called, for a function with `takes_place`.
 
         Raises:
             LossError: An error of torch that needs another remedy in a trainer.
         """
         self.generators.seed_as_global()
         with explained_errors():
-            return self._function(model, data)
+            return self._function(model, data) if place is None else self._function(model, data, place=place)
 
 
 @contextmanager

@@ -95,6 +95,12 @@ class ShardReducer:
         if self._reducer is not None and not adds_once:
             self._reducer.watch.wait_for_ends()
 
+    def expect_nested_backward(self) -> None:
+        """Look anew whether a backward runs others inside: the next one is of another loss (local)."""
+        self._in_place.adds_once = False
+        if self._reducer is not None:
+            self._reducer.watch.learn_anew()
+
     def on_last_gradient(self, call: Callable[[], None]) -> None:
         """Call `call` when the gradients of a worker's last shard are computed, before the wait for others (local)."""
         self._on_last_gradient = call

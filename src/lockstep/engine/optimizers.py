@@ -1,0 +1,212 @@
+"""Several optimizers in one trainer, each with its own parameters, some of which step more rarely than others.
+
+A run with one optimizer has it as it is. Several become one object that the rest of the engine treats as an optimizer:
+its groups are theirs, and its `step` steps those that are chosen for the update. Likewise their schedulers.
+
+[Note: the updates of a step] With one loss function there is one backward per shard, after which every optimizer steps
+whose turn it is. With one loss function for each optimizer, as in a GAN, a step is one *update* after the other on the
+same batch, in the order of the dictionary: forward and backward of every shard by one loss, one reduction, the step of
+one optimizer. The next update sees the parameters and buffers that it leaves. Each update is a transaction with a
+commit of its own. Where one fails, those before it stay, and the step that is taken again continues with it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from lockstep.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSpec:
+    """One update of a step. [Note: the updates of a step]."""
+
+    name: str
+    """Of its optimizer, where each has a loss function of its own; else empty."""
+    loss: Callable[..., Any]
+    """The loss function."""
+    chosen: tuple[str, ...]
+    """The optimizers that step; empty where the run has one, without a name."""
+
+
+@final
+class OptimizerSet(Optimizer):
+    """Several optimizers, seen as one.
+
+    Args:
+        parts: The optimizers by name; no two have a parameter in common.
+        every: How many steps there are from one step of an optimizer to the next, by name; 1 where it has no entry.
+
+    Attributes:
+        chosen: Those that step in the present update.
+        num_updates: How many updates of the present step were made, where a step has several.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer], every: Mapping[str, int]) -> None:
+        # Not Optimizer's own: that makes groups and state of its own, and these are those of the parts.
+        self.parts = dict(parts)
+        self.every = {name: int(every.get(name, 1)) for name in parts}
+        self.chosen: tuple[str, ...] = tuple(parts)
+        self.num_updates = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all parts, in their order."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The state of all parts, by parameter."""
+        return {parameter: each for part in self.parts.values() for parameter, each in part.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The options that any of the parts has."""
+        return {name: value for part in self.parts.values() for name, value in part.defaults.items()}
+
+    @property
+    def kinds(self) -> str:
+        """The classes of the parts, by name, in words."""
+        return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
+
+    def due(self, num_steps: int) -> list[str]:
+        """Return those that step in the step after `num_steps` steps, in their order."""
+        return [name for name, every in self.every.items() if (num_steps + 1) % every == 0]
+
+    def chosen_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of those that step in the present update."""
+        return [group for name in self.chosen for group in self.parts[name].param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step those that are chosen."""
+        assert closure is None
+        for name in self.chosen:
+            self.parts[name].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the parts by name, how often each steps, and how far the present step has come."""
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"optimizers": states, "every": dict(self.every), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state back.
+
+        Raises:
+            CheckpointError: The optimizers have other names, or step more or less often.
+        """
+        saved = state_dict.get("optimizers", {})
+        every = dict(state_dict.get("every", {}))
+        if list(saved) != list(self.parts) or every != self.every:
+            raise CheckpointError(
+                f"The state is of the optimizers {describe_frequencies(every)}, and this run has "
+                f"{describe_frequencies(self.every)}: the result would differ. Make the trainer as it was made when "
+                "the state was saved."
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+        self.num_updates = int(state_dict["num_updates"])
+
+
+@final
+class SchedulerSet:
+    """The schedulers of several optimizers, seen as one: each is stepped when its optimizer has stepped.
+
+    Args:
+        parts: The schedulers, by the names of their optimizers.
+        optimizers: The optimizers.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], optimizers: OptimizerSet) -> None:
+        self.parts = dict(parts)
+        self._optimizers = optimizers
+
+    @property
+    def kinds(self) -> str:
+        """The classes of the parts, by name, in words."""
+        return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
+
+    @property
+    def last_epoch(self) -> int | None:
+        """How often all parts together were stepped; None where one does not count."""
+        with suppress(AttributeError):
+            return sum(int(part.last_epoch) for part in self.parts.values())
+        return None
+
+    def step(self) -> None:
+        """Step those whose optimizers step in the present update."""
+        for name in self._optimizers.chosen:
+            if name in self.parts:
+                self.parts[name].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the parts by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state back."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+
+
+@final
+class UpdatePlan:
+    """Which updates a step of a run has.
+
+    Args:
+        optimizer: The optimizer of the run.
+        loss: Its loss function, or one for each optimizer, by name.
+    """
+
+    def __init__(self, optimizer: Optimizer, loss: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> None:
+        self._optimizer = optimizer
+        self._loss = loss
+        self.losses = list(loss.values()) if isinstance(loss, Mapping) else [loss]
+        self.num_updates = len(self.losses)
+
+    @property
+    def main(self) -> str:
+        """The first optimizer that steps in every step, whose loss is that of a step."""
+        assert isinstance(self._optimizer, OptimizerSet)
+        return next(name for name, every in self._optimizer.every.items() if every == 1)
+
+    def updates(self, num_steps: int) -> Sequence[UpdateSpec]:
+        """Return the updates that are left of the present step, of which some may have been made; never none.
+
+        Args:
+            num_steps: How many steps were taken before it.
+        """
+        if not isinstance(self._optimizer, OptimizerSet):
+            assert not isinstance(self._loss, Mapping)
+            return [UpdateSpec(name="", loss=self._loss, chosen=())]
+        due = self._optimizer.due(num_steps)
+        if not isinstance(self._loss, Mapping):
+            return [UpdateSpec(name="", loss=self._loss, chosen=tuple(due))]
+        updates = [UpdateSpec(name=name, loss=self._loss[name], chosen=(name,)) for name in due]
+        return updates[self._optimizer.num_updates :]
+
+
+def combine_optimizers(optimizer: Optimizer | Mapping[str, Optimizer], every: Mapping[str, int] | None) -> Optimizer:
+    """Return one optimizer as it is, and several as one."""
+    return OptimizerSet(optimizer, every or {}) if isinstance(optimizer, Mapping) else optimizer
+
+
+def combine_schedulers(scheduler: Any, optimizer: Optimizer) -> Any:
+    """Return one scheduler as it is, and those of several optimizers as one; None for none."""
+    if isinstance(scheduler, Mapping) and isinstance(optimizer, OptimizerSet):
+        return SchedulerSet(scheduler, optimizer)
+    return scheduler
+
+
+def separate_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers of a run, of which there is one as a rule."""
+    return list(optimizer.parts.values()) if isinstance(optimizer, OptimizerSet) else [optimizer]
+
+
+def describe_frequencies(every: Mapping[str, int]) -> str:
+    """Return in words which optimizers there are and when each steps."""
+    return ", ".join(
+        f"{name} ({'in every step' if number == 1 else f'in every {number} steps'})" for name, number in every.items()
+    )
