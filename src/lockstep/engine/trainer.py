@@ -150,6 +150,11 @@ class Trainer:
             raise
         if min_workers < 1:
             raise ValueError(f"min_workers is {min_workers}, expected 1 or more.")
+        if on_worker_loss == "continue" and isinstance(loss, Mapping):
+            raise ValueError(
+                'on_worker_loss="continue" is for one loss function: workers could be apart by one of the updates of a '
+                'step. Use on_worker_loss="stop", and resume from a checkpoint.'
+            )
         continues = on_worker_loss == "continue" and world == current_world()
         self._recovery = Recovery(self._state, self.move_to, continues=continues, min_workers=min_workers)
         self._state.may_be_unread = self._recovery.generations is None

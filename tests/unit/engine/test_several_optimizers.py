@@ -209,3 +209,8 @@ def test_a_part_that_is_stepped_in_the_loop_is_refused() -> None:
     trainer.step(next(iter(loader().epoch(0))))
     with pytest.raises(ValueError, match=r"outside of Trainer\.step"):
         critic.step()
+
+
+def test_several_losses_do_not_continue_without_a_lost_worker() -> None:
+    with pytest.raises(ValueError, match="apart by one of the updates"):
+        make_trainer(networks(), on_worker_loss="continue")
