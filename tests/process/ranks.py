@@ -37,7 +37,7 @@ PATIENCE = 30.0
 CPU = torch.device("cpu")
 _CALL_SECONDS = 50.0
 """How long a call may take."""
-_LATER_SECONDS = 3.0
+_LATER_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
 SERVER = get_context("forkserver")
 # What is loaded by the server need not be loaded by each rank.
@@ -195,7 +195,7 @@ class Ranks:
         try:
             kind, value = line.recv()
         except EOFError:
-            self._processes[rank].join(_LATER_SECONDS)  # its pipe is closed before it has ended
+            self._processes[rank].join(PATIENCE)  # its pipe is closed before it has ended
             raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
         return kind, value
 

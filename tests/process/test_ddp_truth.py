@@ -670,7 +670,7 @@ class Heard(logging.Handler):
 
 
 def stalls(rank: int, answers: Answers) -> None:
-    os.environ["LOCKSTEP_STALL_SECONDS"] = "0.4"
+    os.environ["LOCKSTEP_STALL_SECONDS"] = "2"  # half of it is for the answer of the other rank
     heard = Heard()
     logging.getLogger("lockstep").addHandler(heard)
     try:

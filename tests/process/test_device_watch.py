@@ -71,9 +71,7 @@ def wait_for_a_lost_rank(rank: Rank) -> list[Any]:
     if rank.number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(tensor)  # returns at once
-    began = time.monotonic()
-    backend.is_over.wait(20.0)  # as `tensor.tolist()` would
-    waited = time.monotonic() - began
+    is_ended = backend.is_over.wait(20.0)  # as `tensor.tolist()` would
     messages = []
     for call in (
         lambda: raise_if_broken(group),
@@ -83,15 +81,15 @@ def wait_for_a_lost_rank(rank: Rank) -> list[Any]:
         with pytest.raises(ls.PeerLostError) as lost:
             call()
         messages.append((lost.value.rank, str(lost.value)))
-    return [waited, backend.num_aborts, messages]
+    return [is_ended, backend.num_aborts, messages]
 
 
 def test_a_lost_rank_ends_the_wait_for_a_device(tmp_path: Path) -> None:
     with Ranks(tmp_path, 3, wait_for_a_lost_rank) as ranks:
         pid = ranks.pid(2)
         answers = [ranks.result(number) for number in (0, 1)]
-    for waited, num_aborts, messages in answers:
-        assert waited < 10
+    for is_ended, num_aborts, messages in answers:
+        assert is_ended
         assert num_aborts == 1
         assert {number for number, _ in messages} == {2}
         assert all(f"Rank 2 (process {pid}) is lost" in message for _, message in messages)

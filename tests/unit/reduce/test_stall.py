@@ -20,8 +20,8 @@ def on_record(call: Callable[[], object]) -> Callable[[logging.LogRecord], bool]
     return note
 
 
-def watch(store: dist.Store, rank: int, waited: Callable[[], float | None], size: int = 2) -> StallWatch:
-    return StallWatch(store, rank, size, 0.1, waited, lambda: f"is at {rank}")
+def watch(store: dist.Store, rank: int, waited: Callable[[], float | None], seconds: float = 0.1) -> StallWatch:
+    return StallWatch(store, rank, 2, seconds, waited, lambda: f"is at {rank}")
 
 
 def test_every_rank_says_where_all_of_them_stand(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,7 +29,8 @@ def test_every_rank_says_where_all_of_them_stand(caplog: pytest.LogCaptureFixtur
     both_said = threading.Semaphore(0)
     caplog.handler.addFilter(on_record(both_said.release))
     with caplog.at_level(logging.WARNING, "lockstep"):
-        watches = [watch(store, 0, lambda: 1.0), watch(store, 1, lambda: 0.0)]
+        # Half of these seconds are for the answer of the other, which may be slow.
+        watches = [watch(store, 0, lambda: 3.0, seconds=3.0), watch(store, 1, lambda: 0.0, seconds=3.0)]
         for _ in watches:
             assert both_said.acquire(timeout=20)
         for each in watches:

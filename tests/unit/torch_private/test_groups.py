@@ -126,7 +126,7 @@ def test_gloo_works_over_the_interface_of_our_choice_and_waits_as_long_as_it_is_
     backends: dict[int, Any] = {}
 
     def reduce(rank: int) -> None:
-        backends[rank] = make_gloo(store, rank, 2, timedelta(seconds=1))
+        backends[rank] = make_gloo(store, rank, 2, timedelta(seconds=3))
         backends[rank].allreduce([results[rank]]).wait()
 
     threads = [threading.Thread(target=reduce, args=[rank]) for rank in range(2)]
@@ -138,7 +138,7 @@ def test_gloo_works_over_the_interface_of_our_choice_and_waits_as_long_as_it_is_
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         backends[0].allreduce([torch.ones(2)]).wait()
-    assert 0.5 < time.monotonic() - begin < 20, "the shm backend: a lost rank would be noticed after half an hour"
+    assert 1.5 < time.monotonic() - begin < 40, "the shm backend: a lost rank would be noticed after half an hour"
 
 
 def test_gloo_has_threads() -> None:

@@ -36,10 +36,12 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def closed_port(listener: socket.socket) -> int:
-    port = int(listener.getsockname()[1])
-    listener.close()
-    return port
+def closed_port() -> Iterator[int]:
+    """Return a port that nobody listens on, and that no other program is given while the test runs."""
+    with socket.socket() as holding:
+        holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a store can use it
+        holding.bind(("127.0.0.1", 0))
+        yield int(holding.getsockname()[1])
 
 
 @pytest.mark.parametrize(

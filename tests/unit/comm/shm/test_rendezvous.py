@@ -56,8 +56,9 @@ def test_waiting_over_tcp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_that_were_in_time_may_connect_when_the_time_is_up() -> None:
+def test_ranks_that_were_in_time_may_connect_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rank 0 accepted connections for a millisecond more, and then named ranks that had set their keys as missing.
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 20.0)
     store = dist.HashStore()
     found: list[object] = []
     one_host = GroupHosts(identities=("a", "a"), host_names=("a", "a"))

@@ -273,7 +273,7 @@ def test_the_first_exception_in_time_is_the_cause() -> None:
             finally:
                 failed.set()
         failed.wait(THREADS_SECONDS)
-        time.sleep(0.05)
+        time.sleep(0.5)  # until the other's exception is taken
         raise ValueError("later")
 
     with pytest.raises(KeyError, match="first") as caught:
