@@ -1,11 +1,11 @@
 """A selection of PyTorch's own tests on "shm", small enough for every run; `torch_distributed` runs them all."""
 
-import json
-import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
-from tests.conformance.command import run
+from tests.conformance.served import TorchTests
+from tests.conformance.torch_distributed import Selection
 
 BACKEND = "shm"
 
@@ -16,7 +16,8 @@ SELECTION = {
         "test_all_reduce_sum",
         "test_all_reduce_sum_async",
         "test_all_reduce_sum_complex",
-        "test_all_reduce_m[ai][xn]",
+        "test_all_reduce_max",
+        "test_all_reduce_min",
         "test_all_reduce_full_group_product",
         "test_broadcast",
         "test_reduce_sum",
@@ -68,13 +69,31 @@ CONDITIONS = {"all_to_all": "mpi"}
 """The name that torch's skip conditions see, where it is not "gloo": they allow these to one backend only."""
 
 
-@pytest.mark.parametrize("kind", SELECTION)
-def test_what_torch_asks_of_a_backend_holds(kind: str, tmp_path: Path) -> None:
-    output, log = tmp_path / "results.json", tmp_path / "log"
-    command = [sys.executable, "-m", "tests.conformance.torch_distributed", "--backend", BACKEND, "--timeout", "15"]
-    command += ["--conditions", CONDITIONS.get(kind, "gloo"), "--start", "fork", "--output", str(output)]
-    run([*command, "--tests", *SELECTION[kind]], log)
-    assert output.exists(), log.read_text()
-    statuses = [outcome["status"] for outcome in json.loads(output.read_text())["outcomes"]]
-    assert set(statuses) == {"passed"}, log.read_text()
-    assert len(statuses) >= len(SELECTION[kind]), "torch has renamed some of the selected tests"
+@pytest.fixture(scope="module")
+def torch_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TorchTests]]:
+    """Torch's tests under the skip conditions of some backends."""
+    with ExitStack() as stack:
+        yield {
+            conditions: stack.enter_context(
+                TorchTests(
+                    Selection(
+                        backend=BACKEND,
+                        world_size=4,
+                        conditions=(conditions,),
+                        patterns=(),
+                        jobs=1,
+                        timeout_seconds=45,
+                        start="fork",
+                    ),
+                    conditions,
+                    tmp_path_factory.mktemp(conditions),
+                )
+            )
+            for conditions in ("gloo", "mpi")
+        }
+
+
+@pytest.mark.parametrize(("kind", "test"), [(kind, test) for kind, tests in SELECTION.items() for test in tests])
+def test_what_torch_asks_of_a_backend_holds(kind: str, test: str, torch_tests: dict[str, TorchTests]) -> None:
+    outcome = torch_tests[CONDITIONS.get(kind, "gloo")].run(test)
+    assert outcome.status == "passed", f"{outcome.reason}\n{outcome.log}"
