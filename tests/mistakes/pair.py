@@ -27,8 +27,10 @@ from tests.mistakes.scripts import SCRIPTS
 
 import lockstep as ls
 
+_START_SECONDS = 45.0
+"""How long the ranks may take until their scripts begin; the first ones wait for a server that imports torch."""
 _MARGIN_SECONDS = 3.0
-"""How much longer than the limit a rank may take, from the start of its process."""
+"""How much longer than the limit a rank may take, from the moment when the last script has begun."""
 _SERVER = get_context("forkserver")
 _PRELOADED = ["pytest", "psutil", "lockstep", "torch.distributed", "tests.process.ranks", "torch._dynamo", __name__]
 """Also what other tests of the same process need, for which the server is the same."""
@@ -68,7 +70,8 @@ def _collect(lines: Sequence[Connection], processes: Sequence[Any]) -> list[Repo
     results: list[list[torch.Tensor] | None] = [None for _ in lines]
     ends = ["not done" for _ in lines]
     waited_for = {line: rank for rank, line in enumerate(lines)}
-    deadline = time.monotonic() + LIMIT_SECONDS + _MARGIN_SECONDS
+    deadline = time.monotonic() + _START_SECONDS
+    num_begun = 0
     while waited_for and (ready := wait(list(waited_for), max(deadline - time.monotonic(), 0.0))):
         for line in ready:
             assert isinstance(line, Connection)
@@ -77,11 +80,15 @@ def _collect(lines: Sequence[Connection], processes: Sequence[Any]) -> list[Repo
                 kind, value = pickle.loads(line.recv_bytes())
             except EOFError:
                 del waited_for[line]
-                processes[rank].join(_MARGIN_SECONDS)
+                processes[rank].join(LIMIT_SECONDS)
                 if ends[rank] == "not done":
                     ends[rank] = f"exit code {processes[rank].exitcode}"
                 continue
-            if kind == "message":
+            if kind == "begun":
+                num_begun += 1
+                if num_begun == len(lines):
+                    deadline = time.monotonic() + LIMIT_SECONDS + _MARGIN_SECONDS
+            elif kind == "message":
                 messages[rank].append(value)
             else:
                 ends[rank] = kind
@@ -106,6 +113,7 @@ def _be_rank(rank: int, name: str, backend: str, wrapper: str, folder: str, line
     torch.manual_seed(1000 + rank)
     reader = _Reader(line)
     exit_code = 0
+    reader.send("begun")
     with reader.listening():
         try:
             reader.send("returned", tensors_of(SCRIPTS[name].run(rank, wrap)))

@@ -47,10 +47,15 @@ def run_for_torchrun(folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the scripts for torchrun found, with torch's classes and with ours."""
-    folder = tmp_path_factory.mktemp("drop-in")
-    return run_for_torchrun(folder / "torch"), run_for_torchrun(folder / "ours", "--drop-in")
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the scripts for torchrun found, with torch's classes."""
+    return run_for_torchrun(tmp_path_factory.mktemp("torchs") / "found")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What they found with ours."""
+    return run_for_torchrun(tmp_path_factory.mktemp("ours") / "found", "--drop-in")
 
 
 def check_equal(torchs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -61,9 +66,14 @@ def check_equal(torchs: dict[str, Any], ours: dict[str, Any]) -> None:
     torch.testing.assert_close(ours["state"], torchs["state"], rtol=0, atol=0)
 
 
+# Each of the two launches has the time of a test to itself.
 @pytest.mark.parametrize("name", FOR_TORCHRUN)
-def test_a_script_for_torchrun_trains_as_with_torchs_classes(name: str, results: Any) -> None:
-    torchs, ours = results
+def test_a_script_for_torchrun_has_torchs_classes_without_the_drop_in(name: str, torchs: Any) -> None:
+    assert torchs[name]["wrapper"] == TORCHS
+
+
+@pytest.mark.parametrize("name", FOR_TORCHRUN)
+def test_a_script_for_torchrun_trains_as_with_torchs_classes(name: str, torchs: Any, ours: Any) -> None:
     check_equal(torchs[name], ours[name])
 
 
@@ -77,6 +87,12 @@ def run_spawning(folder: Path, *options: str) -> dict[str, Any]:
 def spawned_with_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a script found that spawns its ranks, with torch's classes."""
     return run_spawning(tmp_path_factory.mktemp("spawned"))
+
+
+def test_a_script_that_spawns_its_ranks_has_torchs_classes_without_the_drop_in(
+    spawned_with_torch: dict[str, Any],
+) -> None:
+    assert spawned_with_torch["wrapper"] == TORCHS
 
 
 def test_a_script_that_spawns_its_ranks_trains_as_with_torchs_classes(

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(20, exit=True)
+    faulthandler.dump_traceback_later(50, exit=True)
     folder, *scripts = sys.argv[1:]
     for script, _, port in (each.rpartition(":") for each in scripts):
         os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = port, "True"
