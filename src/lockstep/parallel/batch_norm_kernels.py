@@ -1,12 +1,21 @@
 """What one rank computes of a batch normalisation by itself: sums over its own part, and the work per element.
 
-On a GPU these are the kernels of torch's SyncBatchNorm. Elsewhere they are plain sums and products, and BatchNorm's
-own kernel for the normalisation. Statistics and sums are float32, or float64 for such inputs, whatever the input is.
+Where the device has them, these are the kernels of torch's SyncBatchNorm: CUDA, ROCm, XPU, and plug-ins for other
+accelerators. Elsewhere they are plain sums and products, and BatchNorm's own kernel for the normalisation. Statistics
+and sums are float32, or float64 for such inputs, whatever the input is.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from lockstep.torch_private import has_kernel
+
+_KERNELS = tuple(f"aten::batch_norm_{name}" for name in ("stats", "elemt", "backward_reduce", "backward_elemt"))
+
+
+def _has_kernels(inputs: Tensor) -> bool:
+    return all(has_kernel(kernel, inputs.device.type) for kernel in _KERNELS)
 
 
 def statistics_dtype(inputs: Tensor) -> torch.dtype:
@@ -16,7 +25,7 @@ def statistics_dtype(inputs: Tensor) -> torch.dtype:
 
 def in_kernel_layout(inputs: Tensor) -> Tensor:
     """Return `inputs` in a layout that the kernels of their device take; channels_last stays what it is."""
-    return inputs.contiguous(memory_format=_layout(inputs)) if inputs.is_cuda else inputs
+    return inputs.contiguous(memory_format=_layout(inputs)) if _has_kernels(inputs) else inputs
 
 
 def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -24,14 +33,14 @@ def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     Args:
         inputs: (N, C, ...) in kernel layout.
-        eps: Of the layer; the GPU's kernel adds it to the variance, and it is taken off again.
+        eps: Of the layer; the kernel adds it to the variance, and it is taken off again.
     """
     dtype = statistics_dtype(inputs)
     if inputs.numel() == 0:
         zeros = inputs.new_zeros(inputs.size(1), dtype=dtype)
         return zeros, zeros
     count = inputs.numel() // inputs.size(1)
-    if inputs.is_cuda:
+    if _has_kernels(inputs):
         mean, invstd = torch.batch_norm_stats(inputs, eps)
         return mean, (invstd.pow(-2) - eps).clamp(min=0) * count
     # Not BatchNorm's own kernel: where channels lie innermost it adds float32 one after the other, and a mean of 1e4
@@ -50,7 +59,7 @@ def normalize(
     """Return `(inputs - mean) / sqrt(var + eps) * weight + bias` in the inputs' dtype and layout."""
     # The kernels take float32 parameters with any input of at most that size.
     weight, bias = (None if values is None else values.to(mean.dtype) for values in (weight, bias))
-    if inputs.is_cuda and inputs.numel() > 0:
+    if inputs.numel() > 0 and _has_kernels(inputs):
         return torch.batch_norm_elemt(inputs, weight, bias, mean, inverse_deviation(var, eps), eps)
     return functional.batch_norm(inputs, mean, var, weight, bias, training=False, eps=eps)
 
@@ -62,7 +71,7 @@ def inverse_deviation(var: Tensor, eps: float) -> Tensor:
 
 def gradient_sums(grad_output: Tensor, inputs: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of dy and of dy * (x - mean), per channel; zeros for an empty part."""
-    if inputs.is_cuda and inputs.numel() > 0:
+    if inputs.numel() > 0 and _has_kernels(inputs):
         grad_output = grad_output.contiguous(memory_format=_layout(inputs))
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
             grad_output, inputs, mean, invstd, None, input_g=True, weight_g=False, bias_g=False
@@ -88,7 +97,7 @@ def input_gradient(
     """
     sum_dy, sum_dy_xmu, count = sums
     weight = None if weight is None else weight.to(mean.dtype)
-    if inputs.is_cuda and inputs.numel() > 0:
+    if inputs.numel() > 0 and _has_kernels(inputs):
         grad_output = grad_output.contiguous(memory_format=_layout(inputs))
         counts = count.to(torch.int32).view(1)
         return torch.batch_norm_backward_elemt(grad_output, inputs, mean, invstd, weight, sum_dy, sum_dy_xmu, counts)

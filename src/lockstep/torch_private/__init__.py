@@ -13,7 +13,7 @@ what it costs in torch. `torch._foreach_*` are here too: torch's documentation l
     modules     what modules and optimizers keep inside
     groups      process groups, their stores and backends
     compiler    torch.compile, seen from outside and without importing it
-    values      nested values, dispatch modes, the default device
+    values      nested values, dispatch modes, kernels of devices, the default device
     sharded_checkpoints    what torch.distributed.checkpoint pickles; import it by itself, for it is slow to import
 
 Methods by which torch calls *us* (`_allgather_base` of a process group, `_check_comm_hook` of a DDP) are no uses: they
@@ -101,6 +101,7 @@ from lockstep.torch_private.modules import (
 from lockstep.torch_private.values import (
     TorchDispatchMode,
     default_device_of_thread,
+    has_kernel,
     num_stored_elements,
     tree_leaves,
     tree_map_only,
@@ -138,6 +139,7 @@ __all__ = [
     "gloo_options",
     "has_cuda_graphs_of_compiler",
     "has_forward_or_backward_hooks",
+    "has_kernel",
     "has_step_on_device",
     "has_torchs_comm_hook",
     "ignored_names",

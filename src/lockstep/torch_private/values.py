@@ -1,4 +1,6 @@
-"""Nested values, dispatch modes, and where new tensors go by default."""
+"""Nested values, dispatch modes, kernels of devices, and where new tensors go by default."""
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -7,7 +9,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["TorchDispatchMode", "default_device_of_thread", "num_stored_elements", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "TorchDispatchMode",
+    "default_device_of_thread",
+    "has_kernel",
+    "num_stored_elements",
+    "tree_leaves",
+    "tree_map_only",
+]
 # tree_leaves and tree_map_only are the walk that torch itself uses over nested values: lists, tuples, named tuples,
 # dictionaries, and classes that libraries have registered (`ModelOutput` of transformers).
 # TorchDispatchMode sees every operation within, after autograd.
@@ -21,6 +30,16 @@ def default_device_of_thread() -> torch.device | None:
     """
     modes = _get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+
+
+@cache
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Return whether an operator such as "aten::batch_norm_stats" is implemented for devices of a type, such as "xpu".
+
+    A plug-in for a device registers its kernels when it is imported, which is before the device has tensors.
+    """
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def num_stored_elements(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lockstep.parallel import batch_norm_kernels
 from lockstep.parallel.batch_norm_kernels import local_moments
 from lockstep.parallel.batch_statistics import combine
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
@@ -186,3 +187,23 @@ def test_parts_combine_to_the_whole(sizes: list[int], mean: float, seed: int) ->
     torch.testing.assert_close(found.var, whole.var((0, 2), correction=0), rtol=1e-8, atol=1e-14)
     assert float(found.count) == whole.numel() / 2
     assert found.records.tolist() == [float(size > 0) for size in sizes]
+
+
+def test_a_device_that_has_torchs_kernels_uses_them_whatever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only CUDA did: on an XPU or an NPU the statistics were plain sums of float32.
+    def stats(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        mean, var = inputs.mean((0, 2)), inputs.var((0, 2), correction=0)
+        return mean, (var + eps).rsqrt()
+
+    inputs = torch.randn(4, 3, 5)
+    expected = local_moments(inputs, 1e-5)
+    asked: list[tuple[str, str]] = []
+
+    def has_kernel(operator: str, device_type: str) -> bool:
+        asked.append((operator, device_type))
+        return True
+
+    monkeypatch.setattr(batch_norm_kernels, "has_kernel", has_kernel)
+    monkeypatch.setattr(torch, "batch_norm_stats", stats)
+    torch.testing.assert_close(local_moments(inputs, 1e-5), expected)
+    assert ("aten::batch_norm_stats", "cpu") in asked

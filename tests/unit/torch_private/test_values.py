@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.torch_private import (
     TorchDispatchMode,
     default_device_of_thread,
+    has_kernel,
     num_stored_elements,
     tree_leaves,
     tree_map_only,
@@ -75,6 +76,22 @@ def test_the_default_device_belongs_to_a_thread() -> None:
         thread.start()
         thread.join()
     assert found == [None], "DataParallel: it need not be set in replicas' threads any more"
+
+
+def test_the_kernels_of_a_device_are_known() -> None:
+    synced = "SyncBatchNorm: the slow way on a GPU, or a kernel that is not there on another device"
+    assert has_kernel("aten::native_batch_norm", "cpu"), synced
+    assert not has_kernel("aten::batch_norm_stats", "cpu"), synced
+    assert not has_kernel("aten::batch_norm_stats", "privateuseone"), synced
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("batch_norm_elemt", lambda *_: None, "PrivateUse1")
+        assert has_kernel("aten::batch_norm_elemt", "privateuseone"), synced
+    has_kernel.cache_clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_the_kernels_of_a_synchronized_batch_normalisation() -> None:
+    assert has_kernel("aten::batch_norm_stats", "cuda"), "SyncBatchNorm: the slow way on a GPU"
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
