@@ -119,6 +119,7 @@ def leave_messages_behind(rank: Rank) -> float:
     dist.barrier()
     for tag in range(400):
         dist.irecv(torch.zeros(2), 1 - rank.number, tag=tag)
+    dist.barrier()  # or one may destroy the group while the other still makes receives
     began = time.monotonic()
     dist.destroy_process_group()
     return time.monotonic() - began
