@@ -203,13 +203,30 @@ def in_the_last_backward(run: Run) -> Callable[[], object]:
     world_size = 1 if run.world is None else run.world.world_size
     left = NUM_SHARDS // world_size
 
-    def fail(gradient: Tensor) -> None:
+    def fail(_gradients: tuple[Tensor, ...]) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise InjectedError("the backward has failed")
 
-    return run.model.first.bias.register_hook(fail).remove
+    return hook_before_accumulation(run.model.first.bias, fail)
+
+
+def hook_before_accumulation(parameter: Tensor, hook: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[], object]:
+    """Call a hook with each gradient of a parameter before it is accumulated, in the backward of each shard.
+
+    A hook on the parameter itself would be called with the reduced gradient.
+    """
+    function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    node = function.next_functions[0][0]
+    assert node is not None
+    handle = node.register_prehook(hook)
+
+    def remove(_node: object = node) -> None:  # the node lives as long as something holds it
+        handle.remove()
+
+    return remove
 
 
 def in_a_changed_model(run: Run) -> Callable[[], object]:
@@ -230,7 +247,7 @@ def with_a_loss_that_is_not_finite(run: Run) -> Callable[[], object]:
 
 def with_a_gradient_that_is_not_finite(run: Run) -> Callable[[], object]:
     """Let a part of a gradient be NaN."""
-    return run.model.norm.weight.register_hook(lambda gradient: gradient + float("nan")).remove
+    return hook_before_accumulation(run.model.norm.weight, lambda gradients: (gradients[0] + float("nan"),))
 
 
 def with_another_learning_rate(run: Run) -> Callable[[], object]:

@@ -25,6 +25,7 @@ from lockstep.engine.optimizer_checks import (
 )
 from lockstep.engine.optimizers import combine_optimizers, combine_schedulers
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.reached_networks import describe_networks, find_networks
 from lockstep.engine.restoring import class_name
 from lockstep.reduce import BucketLimits
 from lockstep.reduce.optimizer_options import Description, describe_differences, describe_options
@@ -210,6 +211,7 @@ def _describe(arguments: TrainerArguments) -> Description:
         "nonfinite": arguments.nonfinite,
         "balance": arguments.balance,
         "deterministic": arguments.deterministic,
+        **describe_networks(find_networks(list_losses(arguments.loss, arguments.optimizer), arguments.model)),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -23,6 +23,7 @@ from lockstep.engine.batches import name_step
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.device_row import DeviceRow, RowValues
 from lockstep.engine.gradients import explain_late_nonfinite, explain_nonfinite, require_gradients
+from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.step_checks import find_bad_loss
 from lockstep.engine.step_result import StepOutcome
@@ -56,6 +57,7 @@ class StepJudge:
         row: What the device knows; None where the model is on the CPU.
         update: Makes the update.
         buffers: Written with it.
+        hooks: The user's, called with the reduced gradients.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StepJudge:
         row: DeviceRow | None,
         update: Update,
         buffers: ShardZeroBuffers,
+        hooks: ParameterHooks,
     ) -> None:
         self._state = state
         self._skips_nonfinite = arguments.nonfinite == "skip"
@@ -72,6 +75,7 @@ class StepJudge:
         self._row = row
         self._update = update
         self._buffers = buffers
+        self._hooks = hooks
 
     def decide(self, batch: ShardedBatch, sums: StepSums) -> Decision:
         """Decide on a step (collective on an asynchronous device).
@@ -84,8 +88,8 @@ class StepJudge:
         norm: Tensor | None = None
         problem = find_bad_loss(sums, batch)
         if not problem:
-            norm = self._prepare_gradients(batch, sums.weight)
-            if sums.may_be_nonfinite or (norm is not None and not math.isfinite(norm)):
+            norm = self._prepare_gradients(batch, sums, sums.weight)
+            if sums.may_be_nonfinite or sums.has_hooks or (norm is not None and not math.isfinite(norm)):
                 problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
         return self._decide_on_host(problem, sums, norm)
 
@@ -97,11 +101,14 @@ class StepJudge:
         outcome = StepOutcome(loss=sums.mean_loss, weight=sums.weight, is_skipped=bool(problem))
         return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
 
-    def _prepare_gradients(self, batch: ShardedBatch, weight: float | Tensor) -> Tensor | None:
+    def _prepare_gradients(self, batch: ShardedBatch, sums: StepSums, weight: float | Tensor) -> Tensor | None:
         """Divide the gradients by the summed weight; return their norm if they are clipped, and no scaler does it."""
         gradients = require_gradients(self._state.trained_parameters(), name_step(batch.cursor))
         if isinstance(weight, Tensor) or weight != batch.num_samples:
             foreach_div_(gradients, weight / batch.num_samples)
+        if sums.has_hooks:
+            self._hooks.call()
+            gradients = [each.grad for each in self._state.trained_parameters() if each.grad is not None]
         if self._state.scaler is None and self._max_grad_norm is not None:
             return nn.utils.get_total_norm(gradients)
         return None
@@ -112,12 +119,13 @@ class StepJudge:
         total = row.total_weight(sums.weights) if sums.has_weights_on_device else None
         if total is None:
             find_bad_loss(sums, batch)  # it raises where no shard has a weight
-        norm = self._prepare_gradients(batch, sums.weight if total is None else total)
+        norm = self._prepare_gradients(batch, sums, sums.weight if total is None else total)
         if norm is not None:
             row.note_norm(norm)
         is_bad = row.is_bad(total)
         read_row = row.start_copy()
         can_be_left_out = self._update.can_be_left_out() and self._buffers.can_be_left_out()
+        can_be_left_out = can_be_left_out and not sums.has_hooks
         if not (can_be_left_out and self._state.may_be_unread) or sums.statuses[0].has_new_layout:
             return self._decide_after_reading(batch, sums, norm, read_row())
         pending = _LaunchedStep(self._state, batch, sums, read_row, skips_nonfinite=self._skips_nonfinite)
@@ -129,7 +137,8 @@ class StepJudge:
     ) -> Decision:
         sums = _complete(sums, values)
         problem = find_bad_loss(sums, batch)
-        if not problem and (values.has_bad_gradient or not math.isfinite(values.norm)):
+        is_suspect = values.has_bad_gradient or sums.has_hooks or not math.isfinite(values.norm)
+        if not problem and is_suspect:
             problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
         return self._decide_on_host(problem, sums, norm)
 

@@ -36,7 +36,9 @@ from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.failed_step import FailedStep, release_memory
 from lockstep.engine.optimizers import UpdateSpec, separate_optimizers
 from lockstep.engine.own_generators import OwnGenerators
+from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
+from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
@@ -101,15 +103,18 @@ class StepEngine:
         self.stopwatch = Stopwatch(state.device, is_used=self._balancer is not None)
         self._row = DeviceRow(world, state.num_shards, state.device) if is_asynchronous(state.device) else None
         self._random = RandomStates()
-        self._buffers = ShardZeroBuffers(model, world, state.device)
+        losses = state.plan.losses
+        self._networks = ReachedNetworks(find_networks(losses, model), model)
+        self._buffers = ShardZeroBuffers(self._networks.with_model(model), world, state.device)
         self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         self._gradients.on_last_gradient(self.stopwatch.lap_if_only)
         self._gradients.send_besides(self._buffers.start_sending)
-        losses = state.plan.losses
         self._random.own = OwnGenerators(model, losses[0] if len(losses) == 1 else losses)
         self._values = StepValues(world, state.num_shards, state.device)
         self._runs = ShardRuns(state, self._random.own, self._gradients, self._buffers, self._values)
-        self._written_parameters = WrittenParameterCheck(model, reads_contents=state.num_shards > 1)
+        self._written_parameters = WrittenParameterCheck(
+            model, reads_contents=state.num_shards > 1, others=self._networks.parameters
+        )
         self._failed_step = FailedStep(state, world, self._gradients, self._written_parameters)
         self._model_changes = ModelChangeCheck(model, optimizer, trained)
         self._settings = SettingsChangeCheck()
@@ -119,7 +124,8 @@ class StepEngine:
         self._comparison = WorkerComparison(model, optimizer, world)
         self._guards = StepGuards(separate_optimizers(optimizer), self)
         self._update = Update(state, arguments.max_grad_norm, self._guards)
-        self._judge = StepJudge(state, arguments, self._row, self._update, self._buffers)
+        self._hooks = ParameterHooks(trained.trained, world)
+        self._judge = StepJudge(state, arguments, self._row, self._update, self._buffers, self._hooks)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective); `Trainer.step` says what it raises."""
@@ -127,7 +133,9 @@ class StepEngine:
         reads: dict[str, Callable[[], StepOutcome]] = {}
         should_stop = False
         for number, update in enumerate(updates, start=1):
-            reads[update.name], should_stop = self._make_update(batch, update, is_last=number == len(updates))
+            with self._hooks.taken_off():
+                reads[update.name], should_stop = self._make_update(batch, update, is_last=number == len(updates))
+        self._networks.check_gradients()
         is_end = self._state.cursor.step == 0 and batch.num_steps > 1
         read = reads[""] if "" in reads else merge_updates(reads, self._state.plan.main)
         return StepResult(cursor=batch.cursor, should_stop=should_stop and not is_end, read=read)
@@ -295,6 +303,7 @@ class StepEngine:
             written=self._written_parameters.find_written() if self._state.num_shards > 1 else 0,
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout(),
             stop_requested=self.stop_requested,
+            has_hooks=self._hooks.are_there,
         )
 
     def _take_numbers(self) -> WorkerNumbers:

@@ -67,9 +67,11 @@ class WorkerStatus:
     """Whether shard 0 has left other buffers than the step began with; on rank 0."""
     stop_requested: bool = False
     """Whether a stop was requested on it."""
+    has_hooks: bool = False
+    """Whether its parameters have hooks of the user's."""
 
 
-_STATUS_COLUMNS: Final = 9
+_STATUS_COLUMNS: Final = 10
 _NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
 ON_DEVICE: Final = -1.0
 """Stands for a weight that is on the device; a weight is not negative."""
@@ -108,6 +110,11 @@ class StepSums:
     """Of every worker, `WorkerNumbers.values`."""
     may_be_nonfinite: bool
     """Whether the gradients must be searched for one that is not finite."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether parameters have hooks of the user's on any worker."""
+        return any(status.has_hooks for status in self.statuses)
 
     @property
     def has_weights_on_device(self) -> bool:
@@ -232,12 +239,13 @@ class StepTable:
 
 def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
     last_requested = status.last_requested
-    flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested
+    flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested, status.has_hooks
     return float(status.failure), status.num_steps, status.seconds, last_requested.epoch, last_requested.step, *flags
 
 
 def _to_status(numbers: Sequence[float]) -> WorkerStatus:
-    failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, stop_requested = numbers
+    failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, *flags = numbers
+    stop_requested, has_hooks = flags
     return WorkerStatus(
         failure=Failure(int(failure)),
         num_steps=int(num_steps),
@@ -247,6 +255,7 @@ def _to_status(numbers: Sequence[float]) -> WorkerStatus:
         written=int(written),
         has_new_layout=bool(has_new_layout),
         stop_requested=bool(stop_requested),
+        has_hooks=bool(has_hooks),
     )
 
 

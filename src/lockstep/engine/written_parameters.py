@@ -8,6 +8,7 @@ steps only, for that reads every parameter.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -31,13 +32,20 @@ class WrittenParameterCheck:
     Args:
         model: Whose parameters; they stay the same tensors.
         reads_contents: Whether contents are compared too, in the first steps.
+        others: Parameters of other networks that the loss uses, by name.
 
     Attributes:
         names: Of the parameters.
     """
 
-    def __init__(self, model: nn.Module, *, reads_contents: bool = True) -> None:
-        named = dict(model.named_parameters())
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        reads_contents: bool = True,
+        others: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        named = {**dict(model.named_parameters()), **others}
         self.names = list(named)
         self._parameters = list(named.values())
         self._specs = list(map(_spec_of, self._parameters))

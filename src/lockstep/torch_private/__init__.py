@@ -27,6 +27,7 @@ from lockstep.torch_private.autograd import (
     is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
+    tensor_hooks,
 )
 from lockstep.torch_private.compiler import (
     disable_compiler,
@@ -178,6 +179,7 @@ __all__ = [
     "storage_address",
     "storage_use_count",
     "store_of",
+    "tensor_hooks",
     "tree_leaves",
     "tree_map_only",
     "version_of",

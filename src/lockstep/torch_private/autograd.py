@@ -1,7 +1,7 @@
 """The engine that runs a backward: callbacks, graph tasks, and the hooks that others have put on gradients."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Final
 
@@ -29,7 +29,14 @@ For: seeing that a gradient belongs to the backward that is under way, and wheth
 NO_GRAPH_TASK: Final = -1
 """What `current_graph_task_id` returns outside a backward."""
 
-post_accumulate_grad_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+"""The hooks of `Tensor.register_hook`, by number, in the order in which they run; None or empty without.
+
+A hook that is taken out of the dictionary is not called, and is again when it is put back. For: giving the user's hooks
+on parameters the reduced gradient.
+"""
+
+post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `register_post_accumulate_grad_hook`, by number, in the order in which they run; None or empty without.
 
 For: running after all other hooks, and not adding several shards into a gradient that a hook of the user's reads.

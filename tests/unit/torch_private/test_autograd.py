@@ -20,6 +20,7 @@ from lockstep.torch_private import (
     is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
+    tensor_hooks,
 )
 
 END = "the reducer: the end of a backward would be missed, or come too early"
@@ -236,3 +237,24 @@ def test_a_tensor_of_func_grad_is_told_from_others() -> None:
     torch.func.grad(loss)(torch.ones(2))
     found += [is_inside_func_grad(torch.ones(2)), is_inside_func_grad(torch.ones(2, requires_grad=True) * 2)]
     assert found == [True, False, False], "DistributedDataParallel: local gradients of torch.func would not be seen"
+
+
+def test_a_hook_that_is_taken_out_of_its_dictionary_is_not_called_until_it_is_put_back() -> None:
+    breaks = "the trainer: the user's hooks would be given the gradients of shards"
+    parameter = nn.Parameter(torch.ones(1))
+    called: list[str] = []
+    parameter.register_hook(lambda _: called.append("before"))
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append("after"))
+    registries = [tensor_hooks(parameter), post_accumulate_grad_hooks(parameter)]
+    taken = [dict(each) for each in registries if each is not None]
+    assert all(taken), breaks
+    for each in registries:
+        if each is not None:
+            each.clear()
+    (parameter * 2).backward()
+    assert not called, breaks
+    for each, hooks in zip(registries, taken, strict=True):
+        if each is not None:
+            each.update(hooks)
+    (parameter * 2).backward()
+    assert called == ["before", "after"], breaks

@@ -1,0 +1,152 @@
+"""Networks that a loss function uses and that are no part of the model: a teacher, the other half of a GAN.
+
+The trainer does not train them. But a forward may write their buffers, and the loss function may write their
+parameters, as an average of weights; then the result would depend on who runs which shard. So their buffers are treated
+as the model's are ([Note: buffers of shard 0]), writes to their parameters are refused, and their values are compared
+between workers.
+They are searched for when an engine is made: in closures, defaults, partials, bound objects, and the global
+names that the functions mention.
+"""
+
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.reduce.tensor_bits import sum_of_bits
+
+_NUM_OBJECTS = 256
+"""The most objects that a search visits."""
+_NUM_ITEMS = 32
+"""The most items visited of a container: a longer one holds data."""
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, Tensor, str, bytes, int, float, complex, type(None))
+
+
+def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters or buffers that functions use and that are not within the model, by name."""
+    own = set(model.modules())
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    waiting: deque[tuple[str, Any]] = deque(("", function) for function in functions)
+    while waiting and len(seen) < _NUM_OBJECTS:
+        name, value = waiting.popleft()
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            foreign = value not in own and not own <= set(value.modules())
+            if foreign and next(_tensors(value), None) is not None:
+                found[name or type(value).__name__] = value
+        waiting.extend((f"{name}.{part}" if name else part, each) for part, each in _parts(value))
+    return found
+
+
+@final
+class ReachedNetworks:
+    """The networks that a trainer's loss functions use and that it does not train.
+
+    Args:
+        networks: Of `find_networks`.
+        model: What it trains.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module], model: nn.Module) -> None:
+        _TRAINED.add(model)
+        self.networks = dict(networks)
+        own = set(map(id, model.parameters()))
+        self.parameters = {
+            f"{path}.{name}": parameter
+            for path, network in self.networks.items()
+            for name, parameter in network.named_parameters()
+            if id(parameter) not in own
+        }
+        self._had_gradient = {name: each.grad for name, each in self.parameters.items()}
+        self._is_checked = not self.networks
+
+    def with_model(self, model: nn.Module) -> nn.Module:
+        """Return a module that holds the model and these networks."""
+        return nn.ModuleList([model, *self.networks.values()]) if self.networks else model
+
+    def check_gradients(self) -> None:
+        """Warn, once, of a network that the losses have given gradients and that no trainer trains (local)."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        trained = {id(parameter) for model in _TRAINED for parameter in model.parameters()}
+        odd = [
+            name
+            for name, each in self.parameters.items()
+            if each.requires_grad and each.grad is not self._had_gradient[name] and id(each) not in trained
+        ]
+        if odd:
+            warnings.warn(
+                f"The loss function uses a network that is no part of the model, and gives {odd[0]} "
+                f"{f'and {len(odd) - 1} more of its parameters gradients' if len(odd) > 1 else 'a gradient'}, by which "
+                "nothing is trained. If it is to be trained, make it a part of the model, and its parameters of an "
+                "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad().",
+                stacklevel=6,
+            )
+
+
+def describe_networks(networks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return a number for the values of each network, to be compared between workers."""
+    return {f"the network {name} that the loss uses": _number_of(each) for name, each in networks.items()}
+
+
+def _number_of(network: nn.Module) -> str:
+    tensors = [each for each in _tensors(network) if each.numel() and each.layout is torch.strided]
+    return f"{int(sum_of_bits(tensors)):x}" if tensors else "empty"
+
+
+def _tensors(network: nn.Module) -> Iterator[Tensor]:
+    yield from network.parameters()
+    yield from network.buffers()
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return what an object holds, by name."""
+    if isinstance(value, dict):
+        yield from ((str(name), part) for name, part in islice(value.items(), _NUM_ITEMS))
+    elif isinstance(value, list | tuple):
+        yield from ((str(number), part) for number, part in enumerate(value[:_NUM_ITEMS]))
+    elif isinstance(value, partial):
+        yield from ((getattr(value.func, "__name__", "func"), value.func), ("args", value.args), ("", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), (value.__func__.__name__, value.__func__))
+    elif isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value)
+    elif not isinstance(value, nn.Module):
+        yield from islice(getattr(value, "__dict__", {}).items(), _NUM_ITEMS)
+        if isinstance(call := vars(type(value)).get("__call__"), types.FunctionType):
+            yield from _parts_of_function(call)
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+    yield from _parts_of_defaults(function)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, nn.Module | partial | types.MethodType | dict | list) or (
+            isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+        ):
+            yield name, value
+
+
+def _parts_of_defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from ((f"default {number}", value) for number, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+_TRAINED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""The models of the trainers of this process."""

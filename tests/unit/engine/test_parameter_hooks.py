@@ -1,0 +1,130 @@
+"""Hooks on parameters, and networks that only the loss uses: as in a plain loop, or said."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support.threaded_ranks import run_ranks
+from tests.unit.engine.test_trainer import data, mean_loss, model
+from torch import Tensor, nn
+
+from lockstep.comm import World
+from lockstep.data import ShardedLoader
+from lockstep.engine import Trainer
+from lockstep.errors import LossError
+
+ALONE = World(rank=0, world_size=1, group=None)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def add_hooks(net: nn.Module, steps: list[Tensor]) -> None:
+    first, last = net[0].weight, net[3].weight
+    first.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    last.register_hook(lambda gradient: steps.append(gradient.clone()))
+    last.register_post_accumulate_grad_hook(halve)
+
+
+def train(world: World) -> tuple[str, int]:
+    net = model()
+    seen: list[Tensor] = []
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=mean_loss, num_shards=4, world=world)
+    add_hooks(net, seen)
+    for batch in ShardedLoader(data(), batch_size=8, num_shards=4, seed=3, world=world).epoch(0):
+        trainer.step(batch)
+    return trainer.digest(), len(seen)
+
+
+def test_hooks_on_parameters_are_given_what_a_plain_loop_would_give_them() -> None:
+    ours, plain = model(), model()
+    seen: list[Tensor] = []
+    expected: list[Tensor] = []
+    trainer = Trainer(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss=mean_loss, num_shards=4, max_grad_norm=0.2)
+    add_hooks(ours, seen)
+    add_hooks(plain, expected)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in ShardedLoader(data(), batch_size=8, num_shards=4, seed=3).epoch(0):
+        trainer.step(batch)
+        optimizer.zero_grad()
+        mean_loss(plain, [torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1)]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
+        optimizer.step()
+    torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-12)
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    mean_loss(ours, data()[:]).backward()
+    assert len(seen) == len(expected) + 1, "between two steps a backward is the user's own"
+
+
+def test_hooks_on_parameters_give_the_same_bits_on_any_number_of_workers() -> None:
+    expected = train(ALONE)
+    assert expected[1] == 3
+    for workers in (2, 3):
+        assert run_ranks(workers, train) == [expected] * workers
+
+
+def distill(world: World, *, seed: int = 7, writes: bool = False, is_frozen: bool = True) -> tuple[str, Tensor]:
+    net = model()
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
+    teacher.requires_grad_(not is_frozen)
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        if writes:
+            with torch.no_grad():
+                teacher[0].weight.mul_(0.9)
+        return (net(batch[0]) - teacher(batch[0])).square().mean()
+
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=4, world=world)
+    for batch in ShardedLoader(data(24), batch_size=8, num_shards=4, seed=3, world=world).epoch(0):
+        trainer.step(batch)
+    return trainer.digest(), dict(teacher.named_buffers())["1.running_mean"]
+
+
+def test_buffers_of_a_network_that_only_the_loss_uses_are_those_of_shard_0() -> None:
+    digest, mean = distill(ALONE)
+    for workers in (2, 3):
+        for other_digest, other_mean in run_ranks(workers, distill):
+            assert other_digest == digest
+            assert torch.equal(other_mean, mean)
+
+
+def test_a_loss_that_writes_parameters_of_another_network_is_refused_by_name() -> None:
+    def program(world: World) -> str:
+        with pytest.raises(LossError) as failure:
+            distill(world, writes=True)
+        return str(failure.value)
+
+    for text in run_ranks(2, program):
+        assert "Parameter teacher.0.weight was written" in text
+
+
+def test_a_network_that_differs_between_workers_is_refused_by_name() -> None:
+    def program(world: World) -> str:
+        with pytest.raises(ValueError, match="different arguments") as failure:
+            distill(world, seed=world.rank)
+        return str(failure.value)
+
+    assert all("the network teacher that the loss uses is" in text for text in run_ranks(2, program))
+
+
+def test_a_network_with_gradients_that_nothing_trains_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"gives teacher\.0\.weight and 5 more of its parameters gradients"):
+        distill(ALONE, is_frozen=False)
+
+
+def test_hooks_on_one_worker_alone_are_an_error_on_all() -> None:
+    def program(world: World) -> str:
+        net = model()
+        trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=mean_loss, num_shards=4, world=world)
+        if world.rank == 1:
+            net[0].bias.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(ValueError, match="hooks on parameter") as failure:
+            trainer.step(next(iter(ShardedLoader(data(), batch_size=8, num_shards=4, world=world).epoch(0))))
+        return str(failure.value)
+
+    for text in run_ranks(2, program):
+        assert "hooks on parameter 0.bias give another gradient on rank 1 than on rank 0" in text
