@@ -11,7 +11,8 @@ from lockstep.cli.failures import failures_shown
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
 from lockstep.launch.output import print_message
-from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_script
+from lockstep.launch.restarts import run_with_restarts
+from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program
 
 CONTEXT = {"allow_interspersed_args": False}
 """Settings of the command: everything after SCRIPT is an argument of the script."""
@@ -80,6 +81,12 @@ def run(  # the options are the interface
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds from the signal that stops the workers to SIGKILL.")
     ] = GRACE_SECONDS,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts", "--max_restarts", min=0, help="How often to start all workers again after a failure."
+        ),
+    ] = 0,
     pass_local_rank: Annotated[
         bool, typer.Option("--local-rank", help="Pass --local-rank=N to the script, as torch.distributed.launch did.")
     ] = False,
@@ -118,10 +125,11 @@ def run(  # the options are the interface
             has_prefix=not no_prefix,
             log_dir=log_dir,
             drop_in=drop_in,
+            max_restarts=max_restarts,
             grace_seconds=grace,
         )
         typer.echo(job.describe(), err=True)
-        ending = run_script(job)
+        ending = run_with_restarts(job, print_message)
         if ending.message:
             print_message(ending.message)
         raise typer.Exit(ending.exit_code)

@@ -22,6 +22,10 @@ class TorchrunSettings:
     """A unique name of this launch."""
     own_card_only: bool
     """Whether the worker sees its own GPU alone, as number 0."""
+    num_restarts: int = 0
+    """How often all workers were started again."""
+    max_restarts: int = 0
+    """How often they may be."""
 
 
 def world_variables(settings: TorchrunSettings) -> dict[str, str]:
@@ -40,8 +44,8 @@ def world_variables(settings: TorchrunSettings) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(settings.port),
         "TORCHELASTIC_RUN_ID": settings.run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(settings.num_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": str(settings.is_served),
     }
 

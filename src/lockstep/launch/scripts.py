@@ -71,6 +71,10 @@ class ScriptJob:
     """The directory for log files of the workers' output; None for no log files."""
     drop_in: bool = False
     """Whether Python processes of the workers have Lockstep's classes in place of torch's."""
+    num_restarts: int = 0
+    """How often the workers were started before, for TORCHELASTIC_RESTART_COUNT."""
+    max_restarts: int = 0
+    """How often they may be started again after a failure; see `restarts.py`."""
     grace_seconds: float = GRACE_SECONDS
     """How long workers may take to end after the first signal, before they get SIGKILL."""
 
@@ -103,6 +107,8 @@ class Ending:
     N ended it; 75 if all workers have exited with 75 after a signal to the launcher."""
     message: str
     """The message for the user; empty after success."""
+    is_failure: bool = False
+    """Whether a worker has failed; not where a signal to the launcher has stopped the workers."""
 
 
 def run_script(job: ScriptJob) -> Ending:
@@ -179,6 +185,8 @@ class _ScriptWorkerPool:
                 is_served=rendezvous.is_served,
                 run_id=run_id,
                 own_card_only=self._job.own_card_only,
+                num_restarts=self._job.num_restarts,
+                max_restarts=self._job.max_restarts,
             )
             self._start_one(rank, _environment(self._job, settings, is_piped=self._relays is not None))
 
@@ -258,7 +266,7 @@ class _ScriptWorkerPool:
         if first.stderr is not None and not _traceback(first):
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
             message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
-        return Ending(exit_status(first.exit_code or 0), f"error: {message}")
+        return Ending(exit_status(first.exit_code or 0), f"error: {message}", is_failure=True)
 
     def describe_stop(self, stop: Signals) -> Ending:
         """Return how a launch ended that a signal has stopped. A worker exits with 75 if it can be resumed."""
