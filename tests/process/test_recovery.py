@@ -2,6 +2,10 @@
 
 import os
 import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -117,3 +121,59 @@ def test_a_collective_of_the_users_own_names_who_was_killed() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         ls.launch(reduce_alone, workers=2)
     assert "Worker 1 failed first: killed by SIGKILL" in str(caught.value).splitlines()[0]
+
+
+def test_a_worker_that_has_returned_and_is_killed_counts_and_one_that_has_not_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher watches workers that have returned, too: it frees the process ids of all that were killed."""
+
+    def work(run: ls.Run, folder: Path) -> int:
+        model = nn.Linear(2, 1)
+        trainer = ls.Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda m, b: m(b).sum(),
+            num_shards=4,
+            on_worker_loss="continue",
+        )
+        dist.barrier()
+        rank, main = run.rank, threading.get_ident()
+        (folder / f"{rank}.new").write_text(str(os.getpid()))
+        (folder / f"{rank}.new").rename(folder / str(rank))
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def end_when_returned() -> None:
+            while "_wait_for_others" not in "".join(traceback.format_stack(sys._current_frames()[main])):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 1:
+            threading.Thread(target=end_when_returned, daemon=True).start()
+            return rank
+        deadline = time.monotonic() + 50
+        for other in ("1", "2"):
+            while not (folder / other).exists() or Path("/proc", (folder / other).read_text()).exists():
+                assert time.monotonic() < deadline, f"worker {other} is not looked after"
+                time.sleep(0.01)
+        assert trainer.digest()
+        return rank
+
+    assert ls.launch(work, tmp_path, workers=3) == [0, 1]
+    said = [record.message for record in caplog.records if "have returned a result" in record.message]
+    assert len(said) == 1
+    assert "2 of 3 workers have returned a result: worker 2 (pid" in said[0]
+
+
+def test_all_workers_are_started_again_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def count(run: ls.Run, folder: Path) -> int:
+        number = len(list(folder.iterdir()))
+        (folder / str(number)).touch()
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    assert ls.launch(count, tmp_path, workers=1, max_restarts=2) == [1]
+    assert "restart 1 of at most 2" in caplog.text
+    assert "killed by SIGKILL" in caplog.text

@@ -38,13 +38,27 @@ class ChannelServer:
 
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._report_reader, self._report_writer = _wake_pipe()
         self._commands: queue.SimpleQueue[tuple[str, int, socket.socket | Message | None]] = queue.SimpleQueue()
         self._table = Table()
         self._connections: dict[int, _Connection] = {}
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
+        self._wake_reader, self._wake_writer = _wake_pipe()
         self._thread = threading.Thread(target=self._serve, name="channels", daemon=True)
         self._thread.start()
+
+    @property
+    def report_descriptor(self) -> int:
+        """A descriptor that can be read when there are reports; `take_reports` empties it."""
+        return self._report_reader
+
+    def take_reports(self) -> list[tuple[int, Message]]:
+        """Return the reports that have come since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._report_reader, _PIECE_BYTES)
+        taken = []
+        while not self.reports.empty():
+            taken.append(self.reports.get())
+        return taken
 
     @contextlib.contextmanager
     def worker_end(self, worker: int) -> Iterator[int]:
@@ -63,13 +77,12 @@ class ChannelServer:
         """Close all channels."""
         self._command("close", 0, None)
         self._thread.join()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        for descriptor in (self._wake_reader, self._wake_writer, self._report_reader, self._report_writer):
+            os.close(descriptor)
 
     def _command(self, what: str, worker: int, with_what: socket.socket | Message | None) -> None:
         self._commands.put((what, worker, with_what))
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will wake in any case
-            os.write(self._wake_writer, b"!")
+        _wake(self._wake_writer)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -116,6 +129,7 @@ class ChannelServer:
             for message in connection.reader.feed(piece):
                 if "report" in message:
                     self.reports.put((connection.worker, message))
+                    _wake(self._report_writer)
                     continue
                 for reply in self._table.answer(connection.worker, message):
                     self._send(selector, reply.worker, reply.message)
@@ -153,3 +167,16 @@ class ChannelServer:
         selector.unregister(connection.socket)
         connection.socket.close()
         self._table.forget(connection.worker)
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """Return a pipe by which one thread wakes another one."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    return reader, writer
+
+
+def _wake(writer: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # the pipe is full: the other thread will wake in any case
+        os.write(writer, b"!")

@@ -1,13 +1,30 @@
-"""Letting a run continue without workers that have ended: the launcher's side of `lockstep.comm.generations`."""
+"""Letting a run continue with other workers: the launcher's side of `lockstep.comm.generations`.
+
+    unplanned     a worker is lost: the others join the next generation at once
+    planned       a worker leaves or joins: the members join the next generation after the same step
+
+A planned generation is announced only when every member has joined the last one. If a worker is lost before all have
+joined the planned one, an unplanned one supersedes it. Nobody knows then who has made the step boundary. So workers
+that were to leave are members again as long as they run, and are asked once more later; new workers that have not
+joined get the state anew.
+"""
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from lockstep.channel.lines import Message
 from lockstep.channel.server import ChannelServer
-from lockstep.launch.membership import Changes, Generation, Stop, WorkerLimits, next_generation
+from lockstep.launch.membership import (
+    Changes,
+    Generation,
+    Stop,
+    Wishes,
+    WorkerLimits,
+    next_generation,
+    planned_changes,
+)
 
 _LOSS_SECONDS = 1.0
 """After a worker has reported that it lost another: how long until the launcher must have seen that one end."""
@@ -15,7 +32,7 @@ _LOSS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedWorker:
-    """A worker that has ended without a report."""
+    """A worker that has ended and that the others need no more."""
 
     worker: int
     """Its number."""
@@ -23,6 +40,22 @@ class EndedWorker:
     """Its process."""
     reason: str
     """How it ended, for messages."""
+
+
+@dataclass(slots=True)
+class WorkerReports:
+    """What workers have reported about themselves, by their numbers."""
+
+    ready: dict[int, WorkerLimits] = field(default_factory=dict)
+    """Those that can continue with other workers."""
+    waiting: list[int] = field(default_factory=list)
+    """New workers that have built everything and wait for a generation, in that order."""
+    leaving: dict[int, float] = field(default_factory=dict)
+    """Workers that have asked to leave, and when."""
+    over: set[int] = field(default_factory=set)
+    """Workers that make no calls any more."""
+    alive: dict[int, tuple[int, float | None]] = field(default_factory=dict)
+    """The last answer of each: which question it answers, and for how many seconds its main thread waits for others."""
 
 
 @final
@@ -33,73 +66,184 @@ class Continuation:
 
     Args:
         server: Serves the workers' channels.
-        num_workers: How many the launch began with.
+        pids: Processes of the workers that the launch begins with, by their numbers.
         clock: Returns the time, in seconds.
 
     Attributes:
-        generation: The present workers.
+        generation: The present workers, or those that were announced.
+        pids: Processes of all workers, by their numbers; the owner adds new ones.
+        reports: What workers have reported.
+        members: All workers that were ever in a generation, in rank order.
+        num_losses: How many workers were lost.
     """
 
-    def __init__(self, server: ChannelServer, num_workers: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.generation = Generation(number=0, workers=tuple(range(num_workers)))
+    def __init__(
+        self, server: ChannelServer, pids: dict[int, int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.generation = self._settled = Generation(number=0, workers=tuple(pids))
+        self.pids = dict(pids)
+        self.reports = WorkerReports()
+        self.members = list(pids)
+        self.num_losses = 0
         self._server = server
         self._clock = clock
-        self._ready: dict[int, WorkerLimits] = {}
-        self._waiting: dict[int, tuple[int, float]] = {}
+        self._asking: dict[int, tuple[int, float]] = {}
+        self._joined = set(pids)
+        self._leaving: tuple[int, ...] = ()
+        self._new: set[int] = set()
         self._is_over = False
 
     def receive_reports(self) -> None:
         """Take in what workers have reported, and answer those that have reported a loss of which there is none."""
-        while not self._server.reports.empty():
-            worker, message = self._server.reports.get()
+        for worker, message in self._server.take_reports():
             self._receive(worker, message)
-        for worker, (generation, since) in list(self._waiting.items()):
+        for worker, (generation, since) in list(self._asking.items()):
             if generation < self.generation.number:
-                del self._waiting[worker]
+                del self._asking[worker]
             elif self._is_over or self._clock() - since > _LOSS_SECONDS:
-                del self._waiting[worker]
+                del self._asking[worker]
                 self._server.send(worker, {"event": "unchanged"})
 
+    @property
+    def next_answer(self) -> float:
+        """When a worker that has reported a loss is answered, if there is none; infinity if nobody waits."""
+        return min((since + _LOSS_SECONDS for _, since in self._asking.values()), default=float("inf"))
+
     def refuse(self) -> None:
-        """Let the errors of workers stand: one has failed by an error of its own, so the run ends."""
+        """Change nothing from now on: one has failed by an error of its own, or all have ended, so the run ends."""
         self._is_over = True
         self.receive_reports()
+
+    def refuse_leave(self, worker: int) -> None:
+        """Tell a worker that has asked to leave that it cannot."""
+        self._server.send(worker, {"event": "stay"})
+
+    @property
+    def limits(self) -> WorkerLimits | None:
+        """How many workers the run can have; None if one of them cannot continue with others."""
+        return self._limits(self.generation.workers)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every member has joined the present generation."""
+        return self._settled is self.generation
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a planned change makes no sense any more: the run ends, or a worker makes no calls any more."""
+        return self._is_over or bool(self.reports.over.intersection(self.generation.workers))
+
+    def is_new(self, worker: int) -> bool:
+        """Return whether a worker was announced, and has not reported that it has joined."""
+        return worker in self._new
+
+    def is_member(self, worker: int) -> bool:
+        """Return whether the others need a worker: it is in the present generation, or was asked to leave it."""
+        return worker in self.generation.workers or worker in self._leaving
 
     def continue_without(self, ended: Collection[EndedWorker]) -> bool:
         """Continue without these workers, if possible; return whether it is."""
         self.receive_reports()
         lost = {each.worker for each in ended}
-        left = [worker for worker in self.generation.workers if worker not in lost]
-        if not all(worker in self._ready for worker in left):
+        # Who was to leave has, if a member has joined without it.
+        were_to_leave = () if self._joined else self._leaving
+        present = [worker for worker in self.members if worker in {*self.generation.workers, *were_to_leave}]
+        holders = tuple(worker for worker in present if worker not in self._new)
+        if not lost.intersection(present):
+            return True
+        left = [worker for worker in present if worker not in lost]
+        limits = self._limits([worker for worker in left if worker not in self._new])
+        if self._is_over or limits is None:
             return False
-        limits = WorkerLimits(
-            min_workers=max((self._ready[worker].min_workers for worker in left), default=1),
-            max_workers=min((self._ready[worker].max_workers for worker in left), default=1),
-        )
-        decided = next_generation(self.generation, Changes(lost=lost), limits)
+        before = Generation(number=self.generation.number, workers=holders)
+        changes = Changes(lost=lost, arrived=[worker for worker in present if worker in self._new])
+        decided = next_generation(before, changes, limits)
         if isinstance(decided, Stop):
+            self._is_over = True
             for worker in left:
                 self._server.send(worker, {"event": "stop", "reason": decided.reason})
             return False
-        ranks = {worker: rank for rank, worker in enumerate(self.generation.workers)}
-        described = [
-            {"rank": ranks[each.worker], "pid": each.pid, "reason": each.reason}
+        if decided is before:  # a new worker alone was lost: the members leave the generation that they were to make
+            decided = Generation(number=before.number + 1, workers=holders)
+        described: list[dict[str, object]] = [
+            {"rank": self._rank_of(each.worker), "pid": each.pid, "reason": each.reason}
             for each in ended
-            if each.worker in ranks
+            if each.worker in present
         ]
-        self.generation = decided
-        for rank, worker in enumerate(decided.workers):
-            self._server.send(worker, self._describe(rank, described))
+        self.num_losses += len(described)
+        self._announce(decided, new=set(decided.workers) & self._new, lost=described)
         return True
 
-    def _describe(self, rank: int, lost: list[dict[str, object]]) -> Message:
-        generation = self.generation
-        fields = {"number": generation.number, "rank": rank, "world_size": len(generation.workers)}
-        return {"event": "generation", "lost": lost, **fields}
+    def change(self, wishes: Wishes) -> Changes:
+        """Announce who leaves and who joins at the next step boundary; return it, empty where nobody does."""
+        limits = self.limits
+        if not self.is_settled or self.is_over or limits is None:
+            return Changes()
+        changes = planned_changes(self.generation, wishes, limits)
+        decided = next_generation(self.generation, changes, limits)
+        if isinstance(decided, Stop) or decided is self.generation:
+            return Changes()
+        self._announce(decided, new=set(changes.arrived), leaving=tuple(changes.leaving))
+        self.reports.waiting = [worker for worker in self.reports.waiting if worker not in changes.arrived]
+        self.members.extend(changes.arrived)
+        return changes
+
+    def _announce(
+        self,
+        decided: Generation,
+        *,
+        new: set[int],
+        lost: Collection[dict[str, object]] = (),
+        leaving: tuple[int, ...] = (),
+    ) -> None:
+        """Send the members, and those that leave, the next generation."""
+        message = {
+            "event": "generation",
+            "number": decided.number,
+            "world_size": len(decided.workers),
+            "lost": list(lost),
+            "planned": not lost,
+            "arrived": [
+                {"rank": rank, "pid": self.pids[worker]} for rank, worker in enumerate(decided.workers) if worker in new
+            ],
+            "leaving": [{"rank": self._rank_of(worker), "pid": self.pids[worker]} for worker in leaving],
+        }
+        self.generation, self._new, self._leaving, self._joined = decided, new, leaving, set()
+        for rank, worker in enumerate(decided.workers):
+            self._server.send(worker, {**message, "rank": rank})
+        for worker in leaving:
+            self._server.send(worker, {**message, "rank": None})
+
+    def _rank_of(self, worker: int) -> int | None:
+        rank = self._settled.rank_of(worker)
+        return self.generation.rank_of(worker) if rank is None else rank
+
+    def _limits(self, workers: Collection[int]) -> WorkerLimits | None:
+        if not all(worker in self.reports.ready for worker in workers):
+            return None
+        ready = [self.reports.ready[worker] for worker in workers]
+        return WorkerLimits(
+            min_workers=max((each.min_workers for each in ready), default=1),
+            max_workers=min((each.max_workers for each in ready), default=1),
+        )
 
     def _receive(self, worker: int, message: Message) -> None:
-        if message["report"] == "ready":
-            limits = WorkerLimits(min_workers=message["min_workers"], max_workers=message["max_workers"])
-            self._ready[worker] = limits
-        elif message["report"] == "lost":
-            self._waiting[worker] = message["generation"], self._clock()
+        reports = self.reports
+        what = message["report"]
+        if what == "ready":
+            reports.ready[worker] = WorkerLimits(min_workers=message["min_workers"], max_workers=message["max_workers"])
+        elif what == "lost":
+            self._asking[worker] = message["generation"], self._clock()
+        elif what == "waiting_to_join" and worker not in reports.waiting and worker not in self.members:
+            reports.waiting.append(worker)
+        elif what == "leave":
+            reports.leaving.setdefault(worker, self._clock())
+        elif what == "over":
+            reports.over.add(worker)
+        elif what == "alive":
+            reports.alive[worker] = message["number"], message["waits"]
+        elif what == "joined" and message["generation"] == self.generation.number:
+            self._joined.add(worker)
+            self._new.discard(worker)
+            if self._joined.issuperset(self.generation.workers):
+                self._settled, self._leaving = self.generation, ()

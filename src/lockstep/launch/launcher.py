@@ -9,25 +9,36 @@ launcher                                            worker r
 5 end the processes that workers have started: each worker leads a session (see sessions.py)
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lockstep.channel.server import ChannelServer
-from lockstep.devices import DeviceRequest, Placement, place_workers
+from lockstep.devices import Device, DeviceRequest, Placement, place_workers
+from lockstep.devices.placement import CPU
+from lockstep.launch.continuation import Continuation
 from lockstep.launch.descriptors import check_descriptors
+from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.external import find_launcher, run_here
-from lockstep.launch.messages import WorkerTask, pack_call
+from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.notebook import is_in_ipython
+from lockstep.launch.restarts import call_with_restarts, check_restarts
 from lockstep.launch.results import load_result
+from lockstep.launch.scaling import Scaling
 from lockstep.launch.signal_forwarding import SignalForwarding
 from lockstep.launch.signals import sigint_held_back
+from lockstep.launch.started_worker import StartedWorker
 from lockstep.launch.store import reserved_port
+from lockstep.launch.supervision import Supervision
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
 from lockstep.processes.stop_signals import StopRequest
+
+_LOGGER = logging.getLogger("lockstep")
 
 
 def launch(
@@ -38,6 +49,7 @@ def launch(
     force: bool = False,
     threads_per_worker: int = 1,
     seed: int = 0,
+    max_restarts: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(run, *args, **kwargs)` in each of several new processes; return what each returned.
@@ -65,21 +77,31 @@ def launch(
         threads_per_worker: CPU threads of torch's operators in each worker. It is not derived from the number of
             workers, because it changes the last bits of results.
         seed: Seed of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
+        max_restarts: After a worker has failed and the others could not continue: how often all are started again, at
+            most. Each restart is reported with its reason. A function that loads its newest checkpoint continues there.
         kwargs: Keyword arguments of the function.
 
     Returns:
-        One result per worker, in rank order.
+        One result per worker, in rank order. Where the run has continued without lost workers, or some have left, only
+        those that have returned are in it; one line names the others. A worker that is killed after it has returned
+        counts as returned.
 
     Raises:
         DeviceError: `workers` is not 1 or more, or devices do not exist or are not free.
-        WorkerFailedError: A worker raised or was killed. The message names the first one, with its traceback. The
-            others are stopped.
+        WorkerFailedError: A worker raised, exited, or was killed by a signal and the others could not continue. The
+            message names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
         UsageError: This process may not open enough descriptors for so many workers.
     """
     settings = LaunchSettings(
-        workers=workers, devices=devices, force=force, threads_per_worker=threads_per_worker, seed=seed
+        workers=workers,
+        devices=devices,
+        force=force,
+        threads_per_worker=threads_per_worker,
+        seed=seed,
+        max_restarts=max_restarts,
     )
+    check_restarts(max_restarts)
     launcher_variables = find_launcher()
     if launcher_variables is not None:
         return run_here(
@@ -107,6 +129,12 @@ class LaunchSettings:
     """CPU threads of each worker."""
     seed: int = 0
     """Seed of the global generators."""
+    max_restarts: int = 0
+    """How often all workers are started again after a failure."""
+    control_folder: Path | None = None
+    """The run's directory, where `lockstep scale` finds the launcher; None where it cannot be asked."""
+    elastic: Elastic = FIXED
+    """How lost workers are replaced, and silent ones ended."""
     stop: StopRequest | None = None
     """The launcher forwards this request to the workers as a signal. Their function must call `handle_stop_signals`;
     until then the signals are blocked in the workers, so that none ends a worker that is still importing. None for
@@ -120,39 +148,66 @@ def call_on_workers(
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)
+    forwarding = SignalForwarding()
+    reports = call_with_restarts(
+        lambda: _call_once(call, placement, settings, forwarding),
+        settings.max_restarts,
+        lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
+        _LOGGER.warning,
+    )
+    return [load_result(report) for report in reports]
+
+
+def _call_once(
+    call: bytes, placement: Placement, settings: LaunchSettings, forwarding: SignalForwarding
+) -> list[Report]:
+    """Start the workers and wait for them; all have ended when this returns."""
     with ExitStack() as stack:
-        forwarding = stack.enter_context(SignalForwarding())
+        stack.enter_context(forwarding)
         master_port = stack.enter_context(reserved_port())
         server = ChannelServer()
         stack.callback(server.close)
-        launcher_pipe, held = os.pipe()
         with sigint_held_back():
-            pool = WorkerPool(held, server, can_stop=settings.stop is not None)
+            pool = WorkerPool(server, can_stop=settings.stop is not None)
             stack.callback(pool.stop)
-        try:
-            for rank, device in enumerate(placement.devices):
-                pool.start(
-                    WorkerTask(
-                        rank=rank,
-                        world_size=len(placement.devices),
-                        device=device.name,
-                        master_port=master_port,
-                        threads=settings.threads_per_worker,
-                        seed=settings.seed,
-                        parent_pid=os.getpid(),
-                        argv=tuple(sys.argv),
-                        is_from_ipython=is_in_ipython(),
-                        call=call,
-                    ),
-                    device,
-                    launcher_pipe,
-                )
-        finally:
-            os.close(launcher_pipe)
+        first = WorkerTask(
+            worker=0,
+            rank=0,
+            world_size=len(placement.devices),
+            device="",
+            master_port=master_port,
+            threads=settings.threads_per_worker,
+            seed=settings.seed,
+            parent_pid=os.getpid(),
+            argv=tuple(sys.argv),
+            is_from_ipython=is_in_ipython(),
+            call=call,
+        )
+        for rank, device in enumerate(placement.devices):
+            pool.start(replace(first, worker=rank, rank=rank, device=device.name), device)
         pool.send_tasks()
         if settings.stop is None:
             forwarding.begin(pool.terminate, pool.was_terminated)
         else:
             settings.stop.add_listener(pool.ask_to_stop)
-        reports = pool.wait()
-    return [load_result(report) for report in reports]
+        return _supervise(pool, server, first, settings)
+
+
+def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, settings: LaunchSettings) -> list[Report]:
+    """Wait for the workers, and start those that join later."""
+    continuation = Continuation(server, {number: worker.pid for number, worker in pool.workers.items()})
+
+    def start(device: Device) -> StartedWorker:
+        number = max(pool.workers) + 1
+        task = replace(first, worker=number, world_size=1, is_joiner=True, device=device.name)
+        worker = pool.start(task, device)
+        continuation.pids[number] = worker.pid
+        pool.send_task_later(worker)
+        return worker
+
+    def find_device() -> Device:
+        on_cpu = all(device.name == CPU.name for device in pool.devices.values())
+        return CPU if on_cpu else place_workers("auto:1", force=settings.force).devices[0]
+
+    scaling = Scaling(pool, continuation, settings.elastic, start, find_device)
+    return Supervision(pool, continuation, scaling).wait()

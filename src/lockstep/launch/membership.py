@@ -13,7 +13,7 @@ others continue without it, so two workers never have the same rank at the same 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,35 @@ def next_generation(current: Generation, changes: Changes, limits: WorkerLimits)
     if workers == current.workers:
         return current
     return Generation(number=current.number + 1, workers=workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a run is to become, where nobody was lost."""
+
+    num_workers: int
+    """How many workers there are to be."""
+    leaving: Collection[int] = ()
+    """Workers that have asked to leave, or whose device was asked for."""
+    arrived: Sequence[int] = ()
+    """New workers that are ready, in that order."""
+
+
+def planned_changes(current: Generation, wishes: Wishes, limits: WorkerLimits) -> Changes:
+    """Return who leaves and who joins at the next step boundary; empty changes if nobody does.
+
+    Who has asked to leave does, unless fewer than `min_workers` or nobody with the state of the run would be left.
+    Where there are too many workers, the last ones leave. New workers join as far as there is room for them.
+    """
+    asked = [worker for worker in current.workers if worker in wishes.leaving]
+    staying = [worker for worker in current.workers if worker not in asked]
+    wanted = max(min(wishes.num_workers, limits.max_workers), limits.min_workers, 1)
+    surplus, staying = staying[wanted:], staying[:wanted]
+    new = [worker for worker in wishes.arrived if worker not in current.workers]
+    arrived = new[: max(0, wanted - len(staying))]
+    if asked and (not staying or len(staying) + len(arrived) < limits.min_workers):
+        return planned_changes(current, replace(wishes, leaving=()), limits)
+    return Changes(leaving=(*asked, *surplus), arrived=tuple(arrived))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,10 +41,14 @@ class Run:
 class WorkerTask:
     """What the launcher sends to a worker: the function, and how to set the worker up."""
 
+    worker: int
+    """Number of the worker; no other worker of the launch has it."""
     rank: int
-    """Number of the worker."""
+    """Its rank at first; 0 for a worker that joins later."""
     world_size: int
-    """How many there are."""
+    """How many there are at first; 1 for a worker that joins later."""
+    is_joiner: bool = False
+    """Whether it joins a run that has begun."""
     device: str
     """Device name."""
     master_port: int
@@ -79,6 +83,8 @@ class Report:
     """The traceback; empty without one."""
     error: bytes | None
     """The exception, pickled; None if it cannot be pickled."""
+    has_left: bool = False
+    """Whether it has left the others between two steps; there is no result then."""
 
 
 def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:

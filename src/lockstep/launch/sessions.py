@@ -112,6 +112,17 @@ class Sessions:
                 break
         self._kill()
 
+    def release(self, leader: subprocess.Popen[bytes]) -> None:
+        """Kill what a leader that has ended has left behind, and free its process id."""
+        _send(os.killpg, leader.pid, signal.SIGKILL)
+        for member, session in self._find_members().items():
+            if session == leader.pid:  # a shell put it into another group
+                _send(os.kill, member, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
+            os.write(self._pipe, b"-%d\n" % leader.pid)
+        del self._leaders[leader.pid]
+        leader.wait()
+
     def close(self) -> None:
         """Kill all processes that are left, and wait for the leaders and the guardian."""
         self._kill()

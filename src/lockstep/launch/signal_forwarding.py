@@ -31,6 +31,11 @@ class SignalForwarding:
         self._is_handling = False
         self._died_of_signal: Callable[[], bool] = _never
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._first is not None
+
     def begin(self, forward: Callable[[], None], died_of_signal: Callable[[], bool]) -> None:
         """Begin to forward SIGTERM.
 

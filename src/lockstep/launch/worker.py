@@ -113,10 +113,10 @@ def _run(task: WorkerTask, channel_descriptor: int) -> Report:
         packed = pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         failed_at = time.monotonic()  # before anything else: the earliest failure is reported as the cause
-        report = _failure(task.rank, error, failed_at)
+        report = _failure(task.worker, error, failed_at)
         report_failure(error)
         return report
-    return Report(rank=task.rank, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
+    return Report(rank=task.worker, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
 
 
 def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
@@ -130,7 +130,7 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
     generations.make_first(task.rank, task.world_size)
     follow_generations(generations)
     seed_generators(task.seed)
-    run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.rank, device=device)
+    run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.worker, device=device)
 
     def follow(joined: NextGeneration) -> None:
         run.rank, run.world_size = joined.rank, joined.world_size
@@ -140,7 +140,7 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
     return run
 
 
-def _failure(rank: int, error: BaseException, failed_at: float) -> Report:
+def _failure(worker: int, error: BaseException, failed_at: float) -> Report:
     try:
         packed = pack(error)
         pickle.loads(packed)  # noqa: S301 - our own
@@ -149,7 +149,7 @@ def _failure(rank: int, error: BaseException, failed_at: float) -> Report:
     # The first frame is of this module. The user needs only frames of their code.
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return Report(
-        rank=rank,
+        rank=worker,
         time=failed_at,
         result=None,
         reason="".join(traceback.format_exception_only(error)).strip(),

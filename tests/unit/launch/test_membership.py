@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -6,9 +7,11 @@ from lockstep.launch.membership import (
     Generation,
     RespawnLimit,
     Stop,
+    Wishes,
     WorkerLimits,
     may_respawn,
     next_generation,
+    planned_changes,
 )
 
 THREE = Generation(number=4, workers=(2, 5, 7))
@@ -84,3 +87,27 @@ def test_respawns_are_counted_in_a_window() -> None:
     assert not may_respawn(limit, [0.0, 5.0], now=59.0)
     assert may_respawn(limit, [0.0, 5.0], now=61.0)
     assert not may_respawn(RespawnLimit(count=0, seconds=60.0), [], now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "leaving", "arrived"),
+    [
+        pytest.param(Wishes(num_workers=3), (), (), id="nothing"),
+        pytest.param(Wishes(num_workers=3, arrived=[8]), (), (), id="a spare waits"),
+        pytest.param(Wishes(num_workers=4, arrived=[8, 9]), (), (8,), id="one more"),
+        pytest.param(Wishes(num_workers=9, arrived=[8, 9]), (), (8,), id="not more than shards"),
+        pytest.param(Wishes(num_workers=1), (5, 7), (), id="the last ones leave"),
+        pytest.param(Wishes(num_workers=2, leaving=[5]), (5,), (), id="one has asked to leave"),
+        pytest.param(Wishes(num_workers=3, leaving=[5], arrived=[8]), (5,), (8,), id="one in its place"),
+        pytest.param(Wishes(num_workers=0, leaving=[2, 5, 7]), (5, 7), (), id="one keeps the state"),
+    ],
+)
+def test_what_changes_at_a_step_boundary(wishes: Wishes, leaving: tuple[int, ...], arrived: tuple[int, ...]) -> None:
+    found = planned_changes(THREE, wishes, WorkerLimits(max_workers=4))
+    assert (found.leaving, found.arrived) == (leaving, arrived)
+
+
+def test_nobody_leaves_where_too_few_would_be_left() -> None:
+    limits = WorkerLimits(min_workers=3, max_workers=6)
+    assert not planned_changes(THREE, Wishes(num_workers=2, leaving=[5]), limits).leaving
+    assert not planned_changes(THREE, Wishes(num_workers=2), limits).leaving

@@ -1,0 +1,48 @@
+"""The options with which a launch replaces workers, or ends silent ones. Pure."""
+
+from dataclasses import dataclass
+
+from lockstep.launch.membership import RespawnLimit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """How a launch keeps up the number of its workers.
+
+    It applies where the workers can continue with others: every trainer has `on_worker_loss="continue"`, and the
+    function calls `Trainer.join()`, which does nothing in the workers that the launch begins with.
+    """
+
+    respawn: int = 0
+    """How often a lost worker is replaced, at most, in `respawn_minutes`. A worker that failed by an exception never
+    is."""
+    respawn_minutes: float = 10.0
+    """The time in which replacements are counted, in minutes."""
+    spares: int = 0
+    """How many more workers wait, with everything imported and built, to replace a lost one."""
+    evict_after: float | None = None
+    """Kill a worker for which the others have waited for so many seconds while it did not answer, or computed; None to
+    wait on. It must be longer than the longest step, evaluation or save of one worker."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is out of range.
+        """
+        for name, value in (("respawn", self.respawn), ("spares", self.spares)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}, expected 0 or more.")
+        if self.respawn_minutes <= 0:
+            raise ValueError(f"respawn_minutes is {self.respawn_minutes}, expected more than 0.")
+        if self.evict_after is not None and self.evict_after <= 0:
+            raise ValueError(f"evict_after is {self.evict_after}, expected more than 0 seconds, or None.")
+
+    @property
+    def limit(self) -> RespawnLimit:
+        """How often lost workers are replaced."""
+        return RespawnLimit(count=self.respawn, seconds=60 * self.respawn_minutes)
+
+
+FIXED = Elastic()
+"""No worker is replaced or ended."""

@@ -1,0 +1,184 @@
+"""Growing and shrinking a run that trains: which workers to start, which to let go.
+
+    is wanted                        what this does
+    ---------                        --------------
+    a lost worker is replaced        starts a worker on the same device, as often as `Elastic.respawn` allows
+    spares                           starts more workers than the run has; they wait
+    a worker has got SIGTERM         asks the continuation to let it leave
+    `lockstep scale`                 starts workers, or lets some leave
+
+A new worker imports, builds, and waits. Then it joins at a step boundary.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+from lockstep.devices import Device
+from lockstep.launch.continuation import Continuation
+from lockstep.launch.elastic import Elastic
+from lockstep.launch.membership import Wishes, may_respawn
+from lockstep.launch.started_worker import End, StartedWorker
+from lockstep.launch.worker_pool import WorkerPool
+
+_LOGGER = logging.getLogger("lockstep")
+_GATHER_SECONDS = 0.25
+"""After a worker has got SIGTERM: how long to wait whether all get it, which is a request to stop the run."""
+
+
+@final
+class Scaling:
+    """Keeps the number of workers at what is wanted.
+
+    Args:
+        pool: The processes.
+        continuation: Decides who is in.
+        elastic: The options.
+        start: Starts a new worker on a device.
+        find_device: Returns a device for one more worker.
+        clock: Returns the time, in seconds.
+
+    Attributes:
+        num_wanted: How many workers the run is to have.
+        problem: Why the last new worker did not join; empty if it did.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        continuation: Continuation,
+        elastic: Elastic,
+        start: Callable[[Device], StartedWorker],
+        find_device: Callable[[], Device],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_wanted = len(continuation.generation.workers)
+        self.problem = ""
+        self._pool = pool
+        self._continuation = continuation
+        self._limit = elastic.limit
+        self._num_spares = elastic.spares
+        self._start = start
+        self._find_device = find_device
+        self._clock = clock
+        self._new: dict[int, StartedWorker] = {}
+        self._leaving: set[int] = set()
+        self._vacant: list[Device] = []
+        self._respawned_at: list[float] = []
+
+    # -- What is wanted ------------------------------------------------------------------------------------------------
+
+    def resize(self, num_workers: int, devices: list[Device]) -> None:
+        """Let the run have so many workers; new ones get these devices first."""
+        self.problem = ""
+        self.num_wanted = num_workers
+        self._vacant = [*devices, *self._vacant]
+
+    def let_go(self, worker: int) -> None:
+        """Let a worker leave, without another in its place."""
+        if worker not in self._leaving:
+            self._leaving.add(worker)
+            self.num_wanted -= 1
+
+    @property
+    def num_new(self) -> int:
+        """How many new workers there are that have not joined."""
+        return len(self._new)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the run has the workers that are wanted, and all of them have joined."""
+        workers = self._continuation.generation.workers
+        is_left = self._leaving.isdisjoint(workers)
+        return self._continuation.is_settled and is_left and len(workers) == self.num_wanted
+
+    # -- What happens --------------------------------------------------------------------------------------------------
+
+    @property
+    def next_look(self) -> float:
+        """When `advance` has something to do, if nothing happens before; infinity for never."""
+        asked = self._continuation.reports.leaving.values()
+        return min((since + _GATHER_SECONDS for since in asked), default=float("inf"))
+
+    def advance(self) -> None:
+        """Start the workers that are missing, and announce who leaves and who joins."""
+        continuation = self._continuation
+        self._take_requests()
+        if self._pool.is_stopping or continuation.is_over or continuation.limits is None:
+            return
+        self._start_missing()
+        wishes = Wishes(num_workers=self.num_wanted, leaving=self._leaving, arrived=tuple(continuation.reports.waiting))
+        changes = continuation.change(wishes)
+        for worker in changes.leaving:
+            self._pool.workers[worker].may_leave = True
+        for worker in changes.arrived:
+            self._new.pop(worker, None)
+
+    def take_end(self, worker: StartedWorker) -> None:
+        """Take note of a worker that has ended: lost, left, or never joined."""
+        number = worker.number
+        was_new = self._new.pop(number, None) is not None or self._continuation.is_new(number)
+        was_leaving = number in self._leaving
+        self._leaving.discard(number)
+        self._continuation.reports.waiting = [each for each in self._continuation.reports.waiting if each != number]
+        if was_leaving or worker.end is End.LEFT:
+            return
+        if was_new and worker.end is not End.LOST:
+            self._give_up(worker)
+        elif may_respawn(self._limit, self._respawned_at, self._clock()):
+            self._respawned_at.append(self._clock())
+            self._vacant.append(self._pool.devices[number])
+        elif was_new:
+            self.problem = f"The new worker {number} was {worker.describe_end()}."
+            self.num_wanted = len(self._continuation.generation.workers)
+        elif self._num_spares:
+            self._num_spares -= 1
+        else:
+            self.num_wanted = max(self.num_wanted - 1, 1)
+
+    def finish(self) -> None:
+        """End the new workers: the run is over."""
+        for worker in self._new.values():
+            self._pool.kill(worker, "by its launcher, because the run is over")
+        self._new.clear()
+
+    def _take_requests(self) -> None:
+        """Let workers go that have got SIGTERM, or tell them that they cannot."""
+        continuation = self._continuation
+        asked = continuation.reports.leaving
+        members = continuation.generation.workers
+        limits = continuation.limits
+        num_left = len([worker for worker in members if worker not in {*asked, *self._leaving}])
+        for worker, since in list(asked.items()):
+            if self._clock() - since < _GATHER_SECONDS:
+                continue
+            del asked[worker]
+            is_possible = limits is not None and num_left >= max(limits.min_workers, 1) and not continuation.is_over
+            if is_possible and not self._pool.is_stopping and worker in members:
+                self.let_go(worker)
+            else:
+                continuation.refuse_leave(worker)
+
+    def _start_missing(self) -> None:
+        members = [worker for worker in self._continuation.generation.workers if worker not in self._leaving]
+        for _ in range(self.num_wanted + self._num_spares - len(members) - len(self._new)):
+            device = self._vacant.pop(0) if self._vacant else self._find_device()
+            worker = self._start(device)
+            self._new[worker.number] = worker
+
+    def _give_up(self, worker: StartedWorker) -> None:
+        """Start no more workers: this one has ended by its own code, so the next one would too."""
+        trace = ""
+        if worker.has_returned:
+            how = "has returned without joining: its function must call `Trainer.join()` before it trains"
+        elif worker.report is not None:
+            how, trace = f"has failed: {worker.report.reason}", f"\n{worker.report.traceback}"
+        else:
+            how = worker.describe_end()
+        self.problem = f"The new worker {worker.number} {how}."
+        _LOGGER.warning("%s The others train on, and no other worker is started.%s", self.problem, trace)
+        self._num_spares = 0
+        self._limit = replace(self._limit, count=0)
+        self.num_wanted = len(self._continuation.generation.workers)

@@ -1,0 +1,211 @@
+"""Who is told what when workers are lost, join and leave, without processes."""
+
+from typing import Any
+
+from lockstep.launch.continuation import Continuation, EndedWorker
+from lockstep.launch.membership import Generation, Wishes
+
+
+class RecordedServer:
+    """Delivers what a test reports in the workers' place, and records what is sent to them."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[tuple[int, dict[str, Any]]] = []
+
+    def take_reports(self) -> list[tuple[int, dict[str, Any]]]:
+        taken, self.reported = self.reported, []
+        return taken
+
+    def send(self, worker: int, message: dict[str, Any]) -> None:
+        self.sent.append((worker, message))
+
+
+class Launch:
+    """A launch of three workers that can continue, with a clock of its own."""
+
+    def __init__(self, min_workers: int = 1, max_workers: int = 6) -> None:
+        self.now = 0.0
+        self.server: Any = RecordedServer()
+        self.continuation = Continuation(self.server, {0: 100, 1: 101, 2: 102}, clock=lambda: self.now)
+        for worker in range(3):
+            self.ready(worker, min_workers, max_workers)
+
+    def ready(self, worker: int, min_workers: int = 1, max_workers: int = 6) -> None:
+        self.report(worker, report="ready", min_workers=min_workers, max_workers=max_workers)
+
+    def report(self, worker: int, **message: Any) -> None:
+        self.server.reported.append((worker, message))
+        self.continuation.receive_reports()
+
+    def join(self, *workers: int) -> None:
+        for worker in workers:
+            self.report(worker, report="joined", generation=self.continuation.generation.number)
+
+    def arrive(self, worker: int) -> None:
+        self.continuation.pids[worker] = 100 + worker
+        self.ready(worker)
+        self.report(worker, report="waiting_to_join")
+
+    def lose(self, *workers: int) -> bool:
+        ended = [EndedWorker(worker=worker, pid=100 + worker, reason="killed by SIGKILL") for worker in workers]
+        return self.continuation.continue_without(ended)
+
+    def wish(self, num_workers: int, *leaving: int) -> Any:
+        arrived = tuple(self.continuation.reports.waiting)
+        return self.continuation.change(Wishes(num_workers=num_workers, leaving=leaving, arrived=arrived))
+
+    def take_sent(self) -> dict[int, dict[str, Any]]:
+        taken, self.server.sent = dict(self.server.sent), []
+        return taken
+
+
+def test_survivors_are_told_at_once_who_is_lost() -> None:
+    launch = Launch()
+    assert launch.lose(1)
+    sent = launch.take_sent()
+    assert sorted(sent) == [0, 2]
+    assert sent[2] == {
+        "event": "generation",
+        "number": 1,
+        "rank": 1,
+        "world_size": 2,
+        "lost": [{"rank": 1, "pid": 101, "reason": "killed by SIGKILL"}],
+        "planned": False,
+        "arrived": [],
+        "leaving": [],
+    }
+
+
+def test_a_second_loss_before_all_have_joined_is_another_generation() -> None:
+    launch = Launch()
+    launch.lose(1)
+    launch.join(0)
+    assert launch.lose(2)
+    assert launch.continuation.generation == Generation(number=2, workers=(0,))
+    launch.join(0)
+    assert launch.continuation.is_settled
+
+
+def test_nobody_continues_without_a_worker_that_cannot() -> None:
+    launch = Launch()
+    launch.continuation.reports.ready.pop(2)
+    assert not launch.lose(1)
+    assert not launch.take_sent()
+    launch.ready(2)  # it was making its trainer
+    assert launch.lose(1)
+
+
+def test_too_few_are_told_to_stop() -> None:
+    launch = Launch(min_workers=3)
+    assert not launch.lose(1)
+    assert {message["event"] for message in launch.take_sent().values()} == {"stop"}
+
+
+def test_after_an_error_of_the_function_nothing_changes() -> None:
+    launch = Launch()
+    launch.continuation.refuse()
+    assert not launch.lose(1)
+    assert not launch.wish(2, 2).leaving
+
+
+def test_an_error_without_a_loss_stands_after_a_moment() -> None:
+    launch = Launch()
+    launch.report(0, report="lost", generation=0)
+    assert not launch.take_sent()
+    assert launch.continuation.next_answer == 1.0
+    launch.now = 1.5
+    launch.continuation.receive_reports()
+    assert launch.take_sent() == {0: {"event": "unchanged"}}
+
+
+def test_a_new_worker_joins_by_a_planned_generation() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    assert launch.wish(4).arrived == (3,)
+    sent = launch.take_sent()
+    assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert sent[0]["planned"]
+    assert sent[0]["arrived"] == [{"rank": 3, "pid": 103}]
+    launch.join(0, 1, 2)
+    assert not launch.continuation.is_settled
+    launch.join(3)
+    assert launch.continuation.is_settled
+
+
+def test_a_worker_that_leaves_has_no_rank() -> None:
+    launch = Launch()
+    assert launch.wish(2, 1).leaving == (1,)
+    sent = launch.take_sent()
+    assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: None, 2: 1}
+    assert sent[1]["leaving"] == [{"rank": 1, "pid": 101}]
+
+
+def test_a_planned_change_waits_until_the_last_one_is_made() -> None:
+    launch = Launch()
+    launch.lose(1)
+    launch.arrive(3)
+    assert not launch.wish(3).arrived
+    launch.join(0, 2)
+    assert launch.wish(3).arrived == (3,)
+
+
+def test_nothing_is_planned_when_a_worker_makes_no_calls_any_more() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    launch.report(1, report="over")
+    assert not launch.wish(4).arrived
+
+
+def test_a_loss_supersedes_a_planned_generation() -> None:
+    """A worker that was to leave stays a member: who knows whether the boundary was made. New ones begin anew."""
+    launch = Launch()
+    launch.arrive(3)
+    launch.wish(3, 1)
+    assert launch.continuation.generation.workers == (0, 2, 3)
+    launch.take_sent()
+    assert launch.lose(2)
+    sent = launch.take_sent()
+    assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: 1, 3: 2}
+    assert sent[0]["arrived"] == [{"rank": 2, "pid": 103}]
+    assert not sent[0]["planned"]
+
+
+def test_who_was_to_leave_is_gone_when_another_has_joined_without_it() -> None:
+    launch = Launch()
+    launch.wish(2, 1)
+    launch.join(0)
+    assert launch.lose(2)
+    assert launch.continuation.generation.workers == (0,)
+
+
+def test_a_new_worker_that_has_joined_has_the_state_of_the_run() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    launch.wish(4)
+    launch.join(3)
+    launch.take_sent()
+    assert launch.lose(0, 1, 2)
+    assert launch.take_sent()[3]["rank"] == 0
+
+
+def test_a_new_worker_that_has_not_joined_cannot_go_on_alone() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    launch.wish(4)
+    assert not launch.lose(0, 1, 2)
+
+
+def test_a_new_worker_that_is_lost_while_it_joins_leaves_the_others_in_a_generation_of_their_own() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    launch.wish(4)
+    assert launch.lose(3)
+    assert launch.continuation.generation == Generation(number=2, workers=(0, 1, 2))
+
+
+def test_a_worker_that_is_no_member_changes_nothing() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    assert launch.lose(3)
+    assert launch.continuation.generation.number == 0
