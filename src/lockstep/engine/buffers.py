@@ -15,7 +15,8 @@ that the step began with, and what shard 0 makes of them is kept. Rank 0 runs sh
 (`exchange_new_layout`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -87,6 +88,13 @@ class ShardZeroBuffers:
             self._has_copy_of_shard_0 = True
         if not is_last:
             self._before.put_back()
+
+    @contextmanager
+    def of_step_begin(self) -> Iterator[None]:
+        """Let the buffers be those that the step began with in this context (local)."""
+        with BufferSnapshot(self._parts).kept():
+            self._before.put_back()
+            yield
 
     def has_new_layout(self) -> bool:
         """Whether shard 0 has left other buffers than the step began with, or of other shapes; asked on rank 0.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch, Slice
@@ -13,7 +14,7 @@ from lockstep.engine.losses import read_loss, scale_by_weight
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.run_state import RunState
-from lockstep.engine.side_effects import plain_attributes, warn_of_counters
+from lockstep.engine.side_effects import LeftState, StateChanges, warn_of_state
 from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_table import StepTable
 from lockstep.engine.step_values import StepValues
@@ -86,12 +87,13 @@ class ShardRuns:
         model = self._state.model
         slices = {part.shard: part for part in batch.slices}
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])
-        attributes = plain_attributes(model) if watches_attributes else {}
+        before = LeftState(model, [self._loss.function]) if watches_attributes else None
         for number, task in enumerate(tasks, start=1):
             if task.shard in slices:
-                self._run_shard(batch, slices[task.shard], task, table, inputs)
-            if number == 1 and attributes:
-                warn_of_counters(attributes, plain_attributes(model))
+                data = next(inputs)
+                loss = self._run_shard(batch, slices[task.shard], task, table, data)
+                if number == 1 and before is not None:
+                    self._look_for_state(before, loss, batch, slices[task.shard], data)
             if number < len(tasks):  # the end of the last one waits for others
                 self._gradients.end(task)
                 self._buffers.end_shard(task.shard, is_last=False)
@@ -110,15 +112,13 @@ class ShardRuns:
             present, upcoming = upcoming, next(started, None)
             yield self._copies.finish(present)
 
-    def _run_shard(
-        self, batch: ShardedBatch, part: Slice, task: ShardTask, table: StepTable, inputs: Iterator[Any]
-    ) -> None:
-        """Run one shard's forward and backward.
+    def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, table: StepTable, data: Any) -> Tensor:
+        """Run one shard's forward and backward; return its loss, without a graph.
 
         Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
         precision does not overflow.
         """
-        found = read_loss(self.call_loss(batch, part, next(inputs)), part)
+        found = read_loss(self.call_loss(batch, part, data), part)
         loss, weight = found.loss, found.weight
         table.note_values(part.shard, *self._values.add(part.shard, found.values))
         if isinstance(weight, Tensor) or weight > 0:
@@ -127,12 +127,25 @@ class ShardRuns:
         elif (zero := zero_over_parameters(loss)) is not None:
             scaled = zero
         else:
-            return
+            return loss.detach()
         if self._state.scaler is not None:
             scaled = self._state.scaler.scale(scaled)
         self._gradients.mark(scaled, task)
         with explained_errors():
             scaled.backward()
+        return loss.detach()
+
+    def _look_for_state(self, before: LeftState, loss: Tensor, batch: ShardedBatch, part: Slice, data: Any) -> None:
+        """Warn of state that the first shard has left behind; `before` was seen before it."""
+        changes = before.changes()
+        matters = False
+        if changes.possible and self._state.num_shards > 1:
+            after = LeftState(self._state.model, [self._loss.function])
+            with self._buffers.of_step_begin():
+                again = read_loss(self.call_loss(batch, part, data), part).loss.detach()
+            matters = not torch.equal(loss.reshape(-1).view(torch.uint8), again.reshape(-1).view(torch.uint8))
+            after.put_back(changes.possible)
+        warn_of_state(changes if matters else StateChanges(certain=changes.certain, possible=()))
 
     def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
         """Return what the loss function returns for a slice, whose data are on the device (local)."""

@@ -13,8 +13,9 @@ from lockstep.errors import LossError
 _REMEDIES = {
     "Expected more than 1 value per channel": (
         "A normalization over the batch got a slice with one value per channel, which has no variance. Slices are "
-        "smallest in the last batch of an epoch: leave it out with ShardedLoader(..., drop_last=True), or choose a "
-        "batch_size, or fewer shards, with which every slice has two samples or more; or use GroupNorm."
+        "smallest in the last batch of an epoch: leave it out with ShardedLoader(..., drop_last=True), in a config "
+        "drop_last: true; or choose a batch_size, or fewer shards, with which every slice has two samples or more; or "
+        "use GroupNorm."
     ),
     "does not have a deterministic implementation": (
         "An operation has no deterministic form, and the trainer has switched to deterministic operators. Replace the "
@@ -37,12 +38,15 @@ class UserFunction:
     Args:
         function: The loss function or a metric.
         generators: The generators of the model and the function.
+
+    Attributes:
+        takes_place: Whether the function is told where it is called.
     """
 
     def __init__(self, function: Callable[..., Any], generators: OwnGenerators) -> None:
         self.generators = generators
         self.takes_place = takes_place(function)
-        self._function = function
+        self.function = function
 
     def __call__(self, model: nn.Module, data: Any, place: StepPlace | None = None) -> Any:
         """Return what the function returns; the global generators must have been seeded for the slice.
@@ -57,7 +61,7 @@ class UserFunction:
         """
         self.generators.seed_as_global()
         with explained_errors():
-            return self._function(model, data) if place is None else self._function(model, data, place=place)
+            return self.function(model, data) if place is None else self.function(model, data, place=place)
 
 
 @contextmanager

@@ -176,6 +176,7 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
             num_shards=config.num_shards,
             seed=config.seed,
             shuffle=shuffle,
+            drop_last=config.drop_last and shuffle,  # a test set is counted whole
             num_workers=config.loader_workers,
             persistent_workers=config.loader_workers > 0,  # the data set does not change between epochs
             pin_memory=is_asynchronous(device),

@@ -155,7 +155,7 @@ def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, An
         return _IMPOSSIBLE[key]
     if key == "precision" and "float16" in {saved[key], now[key]}:
         return "float16 uses a gradient scaler, and only one of the two configs has its state"
-    if key == "batch_size" and is_mid_epoch:
+    if key in {"batch_size", "drop_last"} and is_mid_epoch:
         return (
             "the checkpoint was written in the middle of an epoch. With other batches some samples of it would be "
             "used twice or not at all; resume from a checkpoint written at the end of an epoch"

@@ -47,6 +47,8 @@ class Config(BaseModel):
     finish_args: Kwargs = {}
     batch_size: int = Field(default=128, ge=1)
     """Number of samples of a step, over all workers."""
+    drop_last: bool = False
+    """Whether an epoch of the training data ends before a last batch that is smaller than the others."""
     num_shards: int = Field(default=4, ge=1)
     """Number of parts of each batch. It belongs to the run, so the number of workers does not change the result."""
     epochs: int = Field(default=10, ge=1)

@@ -75,7 +75,7 @@ def _check_data(manifest: Manifest, source: str, changed: Collection[str], allow
             f"{differs}. The checkpoint was written in the middle of an epoch, where this cannot change: samples would "
             "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an epoch."
         )
-    if not ({"batch_size", "data", "data_args"} & set(changed) or {"data", ALL} & set(allowed)):
+    if not ({"batch_size", "data", "data_args", "drop_last"} & set(changed) or {"data", ALL} & set(allowed)):
         raise CheckpointError(
             f"{differs}. This changes the results of the run. Restore the data; to change them from here on, "
             "give --allow data; or start a new run."

@@ -153,6 +153,13 @@ def test_the_test_loss_counts_samples_whatever_the_targets_are() -> None:
     assert (mean.value, mean.weight) == (4.5, 10)
 
 
+def test_the_last_batch_is_left_out_of_the_training_data_alone() -> None:
+    parts = build(data="own_things:split", batch_size=8, drop_last=True)
+    assert parts.test is not None
+    assert len(parts.train) == 1
+    assert sum(batch.num_samples for batch in parts.test.fixed_assignment_epoch()) == 8
+
+
 def test_a_list_of_two_data_sets_is_train_and_test() -> None:
     # random_split returns a list; taken as a data set itself it would be one of two samples.
     parts = build(data="own_things:split")

@@ -1,0 +1,121 @@
+"""State that a shard leaves behind: warned of where it matters, and only there."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.engine.test_trainer import loader, mean_loss, model
+from torch import Tensor, nn
+
+from lockstep.engine import Trainer
+
+DTYPE = torch.float64
+
+
+class Layer(nn.Module):
+    """Calls a function with itself and what it is given."""
+
+    def __init__(self, call: Callable[["Layer", Tensor], Tensor], **held: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.call(self, inputs)
+
+
+def average(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.mean = 0.9 * layer.mean + 0.1 * inputs.detach().mean(0)
+    return inputs - layer.mean
+
+
+def average_in_place(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.mean.mul_(0.9).add_(inputs.detach().mean(0))
+    return inputs
+
+
+def queue(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.seen.append(inputs.detach().mean(0))
+    return inputs - torch.stack(list(layer.seen)).sum(0)
+
+
+def table(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.counts[0] += 1
+    return inputs / layer.counts[0]
+
+
+def keep_activation(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.last = inputs.detach() * 2
+    layer.history.append(inputs.mean().item())
+    layer.loss = inputs.sum()
+    return inputs
+
+
+def cache(layer: Layer, inputs: Tensor) -> Tensor:
+    if not isinstance(layer.scale, Tensor):
+        layer.scale = torch.full((1,), 2.0, dtype=DTYPE)
+    return inputs * layer.scale
+
+
+def take_step(layer: nn.Module | None, loss: Any = mean_loss, num_shards: int = 4) -> None:
+    net = nn.Sequential(model(), *([] if layer is None else [layer]))
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=num_shards)
+    for batch in loader(num_shards).epoch(0):
+        trainer.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (lambda: Layer(average, mean=torch.ones(1, dtype=DTYPE)), r"1\.mean"),
+        (lambda: Layer(average_in_place, mean=torch.ones(1, dtype=DTYPE)), r"1\.mean"),
+        (lambda: Layer(queue, seen=deque(maxlen=3)), r"1\.seen"),
+        (lambda: Layer(table, counts=np.ones(1)), r"1\.counts"),
+        (lambda: Layer(table, counts=[1.0]), r"1\.counts"),
+    ],
+)
+def test_state_in_attributes_is_warned_of_by_name(layer: Callable[[], Layer], name: str) -> None:
+    with pytest.warns(UserWarning, match=f"has changed {name} "):
+        take_step(layer())
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: Layer(keep_activation, last=None, history=[], loss=None), lambda: Layer(cache, scale=None)]
+)
+def test_what_is_only_kept_to_be_looked_at_is_no_state(layer: Callable[[], Layer]) -> None:
+    kept = layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(kept)
+    assert len(getattr(kept, "history", [0.0] * 12)) == 12, "a list is as long as if shard 0 had run once"
+
+
+def test_a_counter_in_the_closure_of_a_loss_is_warned_of_by_name() -> None:
+    count = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return mean_loss(model, batch) * count
+
+    with pytest.warns(UserWarning, match=r"has changed loss: count .* gets them as place"):
+        take_step(None, loss)
+
+
+def test_a_loss_object_that_remembers_is_warned_of_by_name() -> None:
+    class Loss:
+        def __init__(self) -> None:
+            self.previous: Tensor | None = None
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            loss = mean_loss(model, batch)
+            previous, self.previous = self.previous, loss.detach()
+            return loss if previous is None else loss + previous * loss
+
+    with pytest.warns(UserWarning, match=r"has changed Loss\.previous "):
+        take_step(None, Loss())
