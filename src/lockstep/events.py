@@ -4,7 +4,7 @@ A progress bar or a metrics file is a recorder, passed in from outside. Code in 
 `recorder.record(event)`. The default is `NULL_RECORDER`, which does nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
@@ -80,7 +80,53 @@ class CheckpointSaved:
     """Updates since the run began."""
 
 
-Event = RunStarted | StepFinished | EpochFinished | CheckpointSaved
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnded:
+    """A worker without which the others continue."""
+
+    rank: int
+    """Its rank before."""
+    pid: int
+    """Its process."""
+    reason: str
+    """How it ended: "killed by SIGKILL"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersChanged:
+    """Workers were lost, and the others continue."""
+
+    generation: int
+    """Number of the present set of workers; the first is 0."""
+    lost: tuple[WorkerEnded, ...]
+    """Who has ended."""
+    epoch: int
+    """Epoch of the next step, counted from 0."""
+    step: int
+    """The next step within the epoch, counted from 0."""
+    global_step: int
+    """Updates since the run began."""
+    repeats_step: bool
+    """Whether the next step had begun, and is repeated."""
+    seconds: float
+    """How long the workers that are left did not train, from the error of their call on."""
+    shards: tuple[range, ...]
+    """Which shards each worker runs now, in rank order."""
+    text: str
+    """All this in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingTakenOver:
+    """This process records from now on, in place of one that has ended."""
+
+    run: RunStarted
+    """How the run began."""
+    global_step: int
+    """Updates since the run began."""
+
+
+Event = RunStarted | StepFinished | EpochFinished | CheckpointSaved | WorkersChanged | RecordingTakenOver
 
 
 class Recorder(Protocol):
@@ -96,19 +142,6 @@ class NullRecorder:
 
     def record(self, event: Event) -> None:
         """Do nothing with the event."""
-
-
-@final
-class Recorders:
-    """Several recorders as one."""
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
-
-    def record(self, event: Event) -> None:
-        """Pass the event to each in turn."""
-        for recorder in self._recorders:
-            recorder.record(event)
 
 
 NULL_RECORDER: Recorder = NullRecorder()

@@ -16,12 +16,12 @@ from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT, failures_shown
 from lockstep.devices import Placement, place_workers
 from lockstep.errors import UsageError
-from lockstep.events import NULL_RECORDER, Recorder, Recorders
+from lockstep.events import Recorder
 from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, sum_epoch
+from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
 from lockstep.runs.fit import FitResult, StopResult, fit
@@ -155,9 +155,10 @@ def train_worker(run: Run, job: Job) -> FitResult | StopResult:
 
 
 def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
-    """Train in one worker; rank 0 prints and records."""
+    """Train in one worker; rank 0 prints and records. If it is lost, another worker has its rank."""
     with ExitStack() as stack:
-        recorder = _make_recorder(job.config, job.run_dir, stack) if run.rank == 0 else NULL_RECORDER
+        metrics = MetricsFile(job.run_dir / METRICS_NAME, may_fail=job.config.on_save_error == "warn")
+        recorder = Succession(lambda: run.rank == 0, metrics, lambda: _make_progress(stack))
         return fit(
             job.config,
             device=run.device,
@@ -228,11 +229,9 @@ def _show_placement(placement: Placement, config: Config) -> None:
         typer.echo(f"hint: {placement.hint}")
 
 
-def _make_recorder(config: Config, run_dir: Path, stack: ExitStack) -> Recorder:
+def _make_progress(stack: ExitStack) -> Recorder:
     console = Console()
-    shown: Recorder = stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
-    metrics = MetricsFile(run_dir / METRICS_NAME, may_fail=config.on_save_error == "warn")
-    return Recorders([metrics, shown])
+    return stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
 
 
 def _draw(run_dir: Path) -> None:

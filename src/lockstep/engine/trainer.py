@@ -165,6 +165,11 @@ class Trainer:
         return self.engine.world
 
     @property
+    def can_continue(self) -> bool:
+        """Whether this trainer continues without workers that are lost."""
+        return self._recovery.generations is not None
+
+    @property
     def cursor(self) -> Cursor:
         """The next step."""
         return self._state.cursor

@@ -1,10 +1,11 @@
 """Reporting: progress on the terminal, the metrics file, and curves.
 
-Everything here is a recorder of events, or reads a file of a recorder. Only rank 0 reports.
+Everything here is a recorder of events, or reads a file of a recorder. Rank 0 reports; if it is lost, the next rank 0.
 `curves.py` is not imported here, because importing matplotlib is slow.
 """
 
 from lockstep.report.metrics_file import MetricsFile, sum_epoch
 from lockstep.report.progress import PlainLines, ProgressBar
+from lockstep.report.succession import Succession
 
-__all__ = ["MetricsFile", "PlainLines", "ProgressBar", "sum_epoch"]
+__all__ = ["MetricsFile", "PlainLines", "ProgressBar", "Succession", "sum_epoch"]

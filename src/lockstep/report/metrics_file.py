@@ -1,16 +1,34 @@
-"""`metrics.jsonl`: one JSON object per line, for steps and for epochs."""
+"""`metrics.jsonl`: one JSON object per line, for steps, for epochs, and for workers that were lost.
+
+Each object has a "kind" ("step", "epoch" or "workers") and a "global_step". Who reads it leaves out other kinds.
+"""
 
 import contextlib
 import json
 import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.errors import RunDirectoryError
-from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+from lockstep.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    RecordingTakenOver,
+    RunStarted,
+    StepFinished,
+    WorkersChanged,
+)
+
+RowKey = tuple[str, int]
+"""What there is one row for: the kind, and the step or the generation of workers."""
+
+_TAIL_BYTES = 1 << 18
+"""How much of the end of a file is read to find the rows in it."""
 
 
 @final
@@ -33,7 +51,7 @@ class MetricsFile:
         self._lead = "" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else "\n"
 
     def record(self, event: Event) -> None:
-        """Append the event, if it is a step or an epoch."""
+        """Append the event, if it is one that has a row."""
         line = _as_line(event)
         if line is None:
             return
@@ -60,6 +78,31 @@ class MetricsFile:
             )
         self._is_failing = True
 
+    def take_over(self) -> frozenset[RowKey]:
+        """Continue the file of a process that has ended: remove a row that it has half written.
+
+        Returns:
+            What the last rows are for, many more than those that a recorder may have to write again.
+
+        Raises:
+            RunDirectoryError: As `record`.
+        """
+        try:
+            with self._path.open("a+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(0, size - _TAIL_BYTES)
+                file.seek(start)
+                tail = file.read()
+                whole = tail[: tail.rfind(b"\n") + 1]
+                if whole or not start:
+                    file.truncate(start + len(whole))
+        except OSError as error:
+            self._fail(error)
+            return frozenset()
+        self._lead = "" if whole or not start else "\n"
+        lines = whole.decode("utf-8", errors="replace").splitlines()
+        return frozenset(_key_of_row(row) for row in _parse(lines[1:] if start else lines))
+
     def rewind(self, global_step: int) -> None:
         """Remove the lines after update `global_step`, from which the run is resumed.
 
@@ -78,10 +121,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file; skips incomplete lines of killed processes."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
+    """Return the objects of a metrics file, without incomplete lines of killed processes."""
+    return _parse(path.read_text(encoding="utf-8").splitlines())
 
 
 def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
@@ -95,6 +136,23 @@ def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
             loss += row["loss"] * row["weight"]
             weight += row["weight"]
     return loss, weight
+
+
+def key_of(event: Event) -> RowKey | None:
+    """Return what the row of an event is for; None for an event without a row."""
+    row = _as_line(event)
+    return None if row is None else _key_of_row(row)
+
+
+def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def _key_of_row(row: Mapping[str, Any]) -> RowKey:
+    kind = row["kind"]
+    return kind, row["generation"] if kind == "workers" else row["global_step"]
 
 
 def _as_line(event: Event) -> dict[str, Any] | None:
@@ -119,7 +177,19 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "samples_per_second": event.samples_per_second,
                 "learning_rate": event.learning_rate,
             }
-        case RunStarted() | CheckpointSaved():
+        case WorkersChanged():
+            return {
+                "kind": "workers",
+                "epoch": event.epoch,
+                "step": event.step,
+                "global_step": event.global_step,
+                "generation": event.generation,
+                "lost": [{"rank": each.rank, "pid": each.pid, "reason": each.reason} for each in event.lost],
+                "repeats_step": event.repeats_step,
+                "seconds": event.seconds,
+                "shards": [[shards.start, shards.stop] for shards in event.shards],
+            }
+        case RunStarted() | CheckpointSaved() | RecordingTakenOver():
             return None
 
 

@@ -5,25 +5,37 @@ from typing import final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+from lockstep.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    RecordingTakenOver,
+    RunStarted,
+    StepFinished,
+    WorkersChanged,
+)
 
 
 @final
 class PlainLines:
-    """A recorder that prints one line when the run starts and one per epoch."""
+    """A recorder that prints one line when the run starts, one per epoch, and one when workers are lost."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._num_epochs = 0
 
     def record(self, event: Event) -> None:
-        """Print a line at the start of the run and after each epoch."""
+        """Print a line, if there is one for this event."""
         match event:
             case RunStarted():
                 self._num_epochs = event.num_epochs
                 self._console.print(_describe_run(event), highlight=False, soft_wrap=True)
             case EpochFinished():
                 self._console.print(_describe_epoch(event, self._num_epochs), highlight=False, soft_wrap=True)
+            case WorkersChanged():
+                self._console.print(event.text, highlight=False, markup=False, soft_wrap=True)
+            case RecordingTakenOver():
+                self._num_epochs = event.run.num_epochs
             case StepFinished() | CheckpointSaved():
                 pass
 
@@ -55,10 +67,10 @@ class ProgressBar:
         """Update the progress bar."""
         match event:
             case RunStarted():
-                total = event.num_epochs * event.num_steps
-                done = event.first_epoch * event.num_steps + event.first_step
-                self._progress.update(self._task, total=total, completed=done, epoch=str(event.first_epoch + 1))
-                self._progress.start()
+                self._start(event, event.first_epoch * event.num_steps + event.first_step)
+            case RecordingTakenOver():
+                self._progress.console.print()  # below what is left of the bar of the process that has ended
+                self._start(event.run, event.global_step)
             case StepFinished():
                 self._progress.update(
                     self._task,
@@ -66,9 +78,15 @@ class ProgressBar:
                     epoch=str(event.epoch + 1),
                     loss=f"{event.loss:.4f}",
                 )
-            case EpochFinished() | CheckpointSaved():
+            case EpochFinished() | CheckpointSaved() | WorkersChanged():
                 pass
         self._lines.record(event)
+
+    def _start(self, run: RunStarted, done: int) -> None:
+        total = run.num_epochs * run.num_steps
+        epoch = min(done // run.num_steps + 1, run.num_epochs)
+        self._progress.update(self._task, total=total, completed=done, epoch=str(epoch))
+        self._progress.start()
 
 
 def _describe_run(event: RunStarted) -> str:

@@ -95,6 +95,8 @@ def _build_trainer(
             nonfinite=config.nonfinite,
             balance=config.balance,
             deterministic=config.deterministic,
+            on_worker_loss=config.on_worker_loss,
+            min_workers=config.min_workers,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"The config cannot be used for training: {error}") from error

@@ -19,7 +19,8 @@ ALL = "all"
 _HARMLESS = frozenset(
     {
         *("async_save", "balance", "device_ids", "epochs", "finish", "finish_args", "keep", "keep_best"),
-        *("loader_workers", "metric", "on_save_error", "run_dir", "save_every", "workers"),
+        *("loader_workers", "metric", "min_workers", "on_save_error", "on_worker_loss", "resume", "run_dir"),
+        *("save_every", "workers"),
     }
 )
 """Config keys that do not change what is computed, only where, how long, and what is saved."""

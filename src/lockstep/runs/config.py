@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from lockstep.devices import parse_request
-from lockstep.errors import ConfigError, DeviceError
+from lockstep.errors import ConfigError, DeviceError, counted
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 Kwargs = dict[str, Any]
@@ -69,6 +69,10 @@ class Config(BaseModel):
     """Devices: auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
     workers: int | None = Field(default=None, ge=1)
     """Number of workers, if device_ids does not determine it."""
+    on_worker_loss: Literal["continue", "stop"] = "continue"
+    """What the other workers do when one is killed: continue with its shards (on the CPU of one host), or stop."""
+    min_workers: int = Field(default=1, ge=1)
+    """With fewer workers left the run stops."""
     threads_per_worker: int = Field(default=1, ge=1)
     """CPU threads of each worker. It belongs to the run, because it changes the last bits of a matrix product."""
     loader_workers: int = Field(default=0, ge=0)
@@ -125,12 +129,17 @@ class Config(BaseModel):
         """Check the number of workers that follows from the devices.
 
         Raises:
-            ConfigError: There are more workers than shards.
+            ConfigError: There are more workers than shards, or fewer than `min_workers`.
         """
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
                 f"to do. Use at most {self.num_shards} workers, or set num_shards to {num_workers} or more."
+            )
+        if num_workers < self.min_workers:
+            raise ConfigError(
+                f"min_workers is {self.min_workers}, but the run starts with {counted(num_workers, 'worker')}. Use "
+                "more workers, or lower min_workers."
             )
 
     def to_yaml(self) -> str:

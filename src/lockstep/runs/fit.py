@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ import torch
 
 from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
+from lockstep.comm import World
 from lockstep.data import Cursor
+from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError
-from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished
+from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished, WorkerEnded, WorkersChanged
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
@@ -76,7 +77,8 @@ def fit(
         config: The run.
         device: The device of this worker.
         run_dir: The run directory. Rank 0 writes checkpoints into it. The last one is written before this returns.
-        recorder: Receives the events of the run.
+        recorder: Receives the events of the run, the same ones on every worker: rank 0's should write them, and that of
+            the next rank 0 if a worker is lost.
         resume: The checkpoint to resume from.
         code: The folder of the user's code, whose commit is recorded; None for the current directory.
         stop: A request to stop. If one worker has it, all stop after the same step, when the state is on the disk.
@@ -93,19 +95,26 @@ def fit(
         restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
     stop.add_listener(trainer.request_stop)
     fingerprint = trainer.fingerprint()
-    workers = gather_facts(trainer.world, device, fingerprint.device)
-    if trainer.world.rank == 0:
-        write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
+    saver = RunSaver(config, run_dir, recorder)
+    training = TrainingContext(config, parts, recorder, saver, stop)
+    trainer.on_continued(training.follow)
+
+    def write_facts(world: World) -> None:
+        workers = gather_facts(world, device, fingerprint.device)
+        if world.rank == 0:
+            write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
+
+    trainer.repeatable(write_facts)
     recorder.record(_describe_run(config, parts, device))
     if parts.test is None:
         check_metric_name(config.keep_best, {})
     is_over = trainer.cursor.epoch >= config.epochs
-    saver = RunSaver(config, run_dir, recorder) if trainer.world.rank == 0 else None
-    with saver or nullcontext():
+    with saver:
         sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
-        test = _train_epochs(TrainingContext(config, parts, recorder, saver, stop), sums)
+        test = _train_epochs(training, sums)
         if test is None:
             return _confirm_saved(trainer, len(parts.train), saver, run_dir)
+        _wait_for_save(trainer, saver)
     if is_over and parts.test is not None:
         test = trainer.evaluate(parts.test, parts.metric)
     counted = test.get("accuracy", test.get("loss"))
@@ -140,16 +149,32 @@ class TrainingContext:
     """The objects that the config names."""
     recorder: Recorder
     """Receives the events of the run."""
-    saver: RunSaver | None
-    """Saves checkpoints; None on other ranks than 0."""
+    saver: RunSaver
+    """Saves checkpoints, on rank 0."""
     stop: StopRequest
     """The request to stop, if this worker has one."""
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
         _check_finite(self.parts.trainer)
-        if self.saver is not None:
-            self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
+        self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
+
+    def follow(self, continued: Continued, world: World) -> None:
+        """Record that workers were lost, and let the next rank 0 do what the lost one was to do (local)."""
+        self.recorder.record(
+            WorkersChanged(
+                generation=continued.generation,
+                lost=tuple(WorkerEnded(rank=each.rank, pid=each.pid, reason=each.reason) for each in continued.lost),
+                epoch=continued.cursor.epoch,
+                step=continued.cursor.step,
+                global_step=self.parts.trainer.global_step,
+                repeats_step=continued.repeats_step,
+                seconds=continued.seconds,
+                shards=continued.shards,
+                text=str(continued),
+            )
+        )
+        self.saver.take_over(self.parts.trainer, self.parts.scheduler, world)
 
 
 def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] | None:
@@ -170,7 +195,9 @@ def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] 
         training.recorder.record(finished(values))
         training.save(values)
         check_metric_name(config.keep_best, values)
-        if epoch + 1 < config.epochs and any(trainer.world.gather_objects(training.stop.is_made)):
+        if epoch + 1 < config.epochs and trainer.repeatable(
+            lambda world: any(world.gather_objects(training.stop.is_made))
+        ):
             return None
     return test
 
@@ -206,6 +233,10 @@ def _train_epoch(
             if result.should_stop:
                 return None
     if parts.scheduler is not None and config.scheduler_interval == "epoch":
+        if trainer.can_continue:
+            # A worker that has not completed the last step may take its state from one that has: not from one that has
+            # set the next learning rate already, or it would set it twice.
+            trainer.repeatable(lambda world: world.gather_objects(None))
         parts.scheduler.step()
     seconds = time.perf_counter() - began
     return lambda test: EpochFinished(
@@ -218,7 +249,13 @@ def _train_epoch(
     )
 
 
-def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run_dir: Path) -> StopResult:
+def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
+    """Wait on every worker until rank 0 has written the last checkpoint: if it is lost, another writes it."""
+    if trainer.can_continue:
+        trainer.repeatable(lambda world: gather_results(world, saver.wait, "writing the last checkpoint"))
+
+
+def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver, run_dir: Path) -> StopResult:
     """Wait on every rank until the last save is on the disk, and return the state of the run (collective).
 
     Raises:
@@ -228,7 +265,7 @@ def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run
     path = run_dir / checkpoint_name(trainer.global_step)
 
     def wait_for_save() -> None:
-        if saver is None:
+        if trainer.world.rank != 0:
             return
         try:
             saver.wait()
@@ -238,7 +275,7 @@ def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver | None, run
                 f"The run was asked to stop, but its state could not be saved: {error} Earlier checkpoints are intact."
             ) from error
 
-    gather_results(trainer.world, wait_for_save, "saving before the run stops")
+    trainer.repeatable(lambda world: gather_results(world, wait_for_save, "saving before the run stops"))
     return StopResult(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)
 
 
@@ -253,8 +290,20 @@ def _check_finite(trainer: Trainer) -> None:
 
 
 def _finish(config: Config, trainer: Trainer) -> str | None:
-    if config.finish is None or trainer.world.rank != 0:
+    """Call the config's own last function on rank 0; if it is lost meanwhile, on the next rank 0."""
+    if config.finish is None:
         return None
+    if not trainer.can_continue:
+        return _call_finish(config, trainer) if trainer.world.rank == 0 else None
+
+    def call() -> str | None:
+        return _call_finish(config, trainer) if trainer.world.rank == 0 else None
+
+    return trainer.repeatable(lambda world: gather_results(world, call, "the config's finish function"))[0]
+
+
+def _call_finish(config: Config, trainer: Trainer) -> str:
+    assert config.finish is not None
     function = import_object("finish", config.finish)
     trainer.model.eval()
     return str(call_object("finish", function, trainer.model, **config.finish_args))

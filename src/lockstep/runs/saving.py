@@ -1,13 +1,22 @@
-"""Writing checkpoints into a run directory, and removing old ones."""
+"""Writing checkpoints into a run directory, and removing old ones; rank 0 does it, and if it is lost, the next rank 0.
+
+A checkpoint in the background is written while the training continues, so when rank 0 is lost the state to write may
+be gone. So rank 1 keeps a copy of it too, where a run continues without lost workers. If both are lost, the next rank 0
+writes the state that it has.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, final
 
-from lockstep.checkpoint import Saver, read_manifest
+from lockstep.checkpoint import Checkpoint, Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
+from lockstep.checkpoint.state_copy import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
+from lockstep.comm import World
+from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError
@@ -17,11 +26,21 @@ from lockstep.runs.retention import SavedCheckpoint, choose_checkpoints_to_remov
 from lockstep.runs.run_directory import link_best_checkpoint, make_checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Due:
+    """A save that was begun, by this worker or another one."""
+
+    global_step: int
+    metrics: Mapping[str, float]
+    copy: Checkpoint | None
+    """The state, if this worker keeps it for the case that rank 0 is lost."""
+
+
 @final
 class RunSaver:
-    """Write the checkpoints of one run, on one rank. Use it as a context manager, which waits for the last save.
+    """Write the checkpoints of one run. Use it on every worker, as a context manager, which waits for the last save.
 
-    Removes temporary files of killed runs from the directory first, because they may fill the disk.
+    The worker that writes removes temporary files of killed processes first, because they may fill the disk.
 
     Args:
         config: The config of the run, with `keep`, `keep_best`, `async_save` and `on_save_error`.
@@ -34,11 +53,12 @@ class RunSaver:
         self._run_dir = run_dir
         self._recorder = recorder
         self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
-        with suppress(OSError):  # the first save will raise if the directory is not usable
-            remove_stale_temp_files(run_dir)
+        self._writes = False
+        self._last: _Due | None = None
+        self._copy = StateCopy()
 
     def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
-        """Save a checkpoint (local).
+        """Save a checkpoint (every worker calls; collective if it is not written in the background).
 
         Args:
             trainer: The trainer.
@@ -47,9 +67,42 @@ class RunSaver:
 
         Raises:
             CheckpointError: This save or the previous one in the background failed. Earlier checkpoints are intact.
+            PeerFailedError: It failed on rank 0.
         """
-        checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics)
-        self._saver.save(self._run_dir / checkpoint_name(trainer.global_step), checkpoint, self._clear_up)
+        if self._config.async_save or not trainer.can_continue:
+            self._save_in_background(trainer, scheduler, metrics)
+            return
+
+        def write() -> None:
+            if trainer.world.rank == 0:
+                self._write(make_checkpoint(trainer, scheduler, self._config, metrics))
+
+        trainer.repeatable(lambda world: gather_results(world, write, "saving a checkpoint"))
+
+    def take_over(self, trainer: Trainer, scheduler: Scheduler | None, world: World) -> None:
+        """Write the last checkpoint, if this worker is rank 0 now and the one before has not written it (local).
+
+        Args:
+            trainer: The trainer; its state may be of a later step.
+            scheduler: One that the trainer does not step itself.
+            world: The present workers.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        due = self._last
+        if world.rank != 0 or self._writes or due is None:
+            return
+        path = self._run_dir / checkpoint_name(due.global_step)
+        if path.exists():  # a file with this name is complete; what follows a save may not be
+            self._begin_to_write()
+            self._clear_up(path)
+        elif due.copy is not None:
+            self._write(due.copy)
+            self._copy = StateCopy()  # the saver has one of its own
+        else:
+            metrics = due.metrics if due.global_step == trainer.global_step else {}
+            self._write(make_checkpoint(trainer, scheduler, self._config, metrics))
 
     def wait(self) -> None:
         """Wait until the last save is on the disk, or has failed.
@@ -58,6 +111,39 @@ class RunSaver:
             CheckpointError: It failed, and `on_save_error` is "stop".
         """
         self._saver.wait()
+
+    def _save_in_background(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
+        rank = trainer.world.rank
+        copies = rank == 1 and trainer.can_continue
+        self._last = None  # its memory is used again
+        if rank == 0 or copies:
+            checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics)
+        if rank == 0:
+            self._write(checkpoint)
+        copy = self._keep_copy(checkpoint) if copies else None
+        self._last = _Due(global_step=trainer.global_step, metrics=metrics, copy=copy)
+
+    def _keep_copy(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        try:
+            copied = self._copy.fill({**checkpoint.model, **checkpoint.optimizer})
+        except RuntimeError:  # no memory for it; if rank 0 is lost as well, a later state is written
+            return None
+        return replace(
+            checkpoint,
+            model={name: copied[name] for name in checkpoint.model},
+            optimizer={name: copied[name] for name in checkpoint.optimizer},
+        )
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self._begin_to_write()
+        path = self._run_dir / checkpoint_name(checkpoint.manifest.global_step)
+        self._saver.save(path, checkpoint, self._clear_up)
+
+    def _begin_to_write(self) -> None:
+        if not self._writes:
+            self._writes = True
+            with suppress(OSError):  # the first save will raise if the directory is not usable
+                remove_stale_temp_files(self._run_dir)
 
     def __enter__(self) -> Self:
         return self

@@ -61,7 +61,8 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
         reference: Directory with the states of the first run: one file of the model's size per step.
         is_first: Whether this is the first run, which writes these files.
     """
-    parts = build_parts(config, device)
+    # Without a lost worker it would be another number of workers.
+    parts = build_parts(config.model_copy(update={"on_worker_loss": "stop"}), device)
     digests: list[str] = []
     difference = None
     for step in islice(_train(config, parts), num_steps):

@@ -1,0 +1,161 @@
+"""Workers of `lockstep train` are killed at named moments; the others end with the digest and rows of the whole run.
+
+The moments are in the module of the run (`mortal.py` below): a worker kills itself there, by a real SIGKILL.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.checkpoint import load_checkpoint
+from lockstep.cli.main import app
+
+MODULE = '''
+import os, signal, threading
+from collections import Counter
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep.report.metrics_file import MetricsFile
+
+DEATHS = os.environ.get("DEATHS", "").split(",")
+counts = Counter()
+worker = os.getpid()
+
+def reach(moment):
+    """Count the moment, and die in it if DEATHS has "RANK MOMENT NUMBER", of which one worker dies."""
+    counts[moment] += 1
+    death = f"{os.environ['RANK']} {moment} {counts[moment]}"
+    if death not in DEATHS:
+        return
+    try:
+        os.mkdir(death)
+    except FileExistsError:
+        return
+    if moment == "row":
+        with open(os.path.join(os.environ["RUN"], "metrics.jsonl"), "a") as file:
+            file.write('{"kind": "step", "epo')
+    os.kill(worker, signal.SIGKILL)
+    threading.Event().wait()
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+def data():
+    inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    half = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return half, half
+
+def loss(output, target):
+    reach("forward" if output.requires_grad else "evaluation")
+    return nn.functional.mse_loss(output, target)
+
+def report(model):
+    reach("finish")
+    return f"finished with {sum(p.numel() for p in model.parameters())} parameters"
+
+def hooked(owner, name, moment):
+    call = getattr(owner, name)
+    def replaced(*args, **kwargs):
+        reach(moment)
+        return call(*args, **kwargs)
+    setattr(owner, name, replaced)
+
+if "RANK" in os.environ:
+    hooked(MetricsFile, "record", "row")  # dies when half of it is written
+    hooked(os, "fsync", "fsync")  # in a save: the file is written, and has not got its name
+'''
+CONFIG = """
+model: mortal:Net
+data: mortal:data
+loss: mortal:loss
+finish: mortal:report
+optimizer_args: {lr: 0.05}
+scheduler: torch.optim.lr_scheduler:MultiStepLR
+scheduler_args: {milestones: [1, 2], gamma: 0.3}
+batch_size: 20
+num_shards: 4
+epochs: 3
+keep: 9
+keep_best: -loss
+device_ids: cpu
+threads_per_worker: 1
+"""
+
+
+class Outcome(NamedTuple):
+    """What a run has left, and what it has printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def digest(self) -> str:
+        found = re.search(r"^digest (\w{64})$", self.stdout, re.MULTILINE)
+        assert found is not None, self.stderr
+        return found[1]
+
+    def rows(self, *kinds: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            {name: value for name, value in row.items() if name != "samples_per_second"}
+            for row in found
+            if row["kind"] in kinds
+        ]
+
+
+Train = Callable[..., Outcome]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Train:
+    (tmp_path / "mortal.py").write_text(MODULE)
+    (tmp_path / "mortal.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def train(name: str, workers: int, deaths: str = "", *overrides: str) -> Outcome:
+        monkeypatch.setenv("DEATHS", deaths)
+        monkeypatch.setenv("RUN", name)
+        result = CliRunner().invoke(app, ["train", "mortal.yaml", f"workers={workers}", f"run_dir={name}", *overrides])
+        shown = capfd.readouterr()
+        return Outcome(result.exit_code, result.stdout + shown.out, result.stderr + shown.err, tmp_path / name)
+
+    return train
+
+
+def check_equal(found: Outcome, whole: Outcome) -> None:
+    assert found.code == 0, found.stderr
+    assert found.digest == whole.digest
+    assert found.rows("step", "epoch") == whole.rows("step", "epoch")
+    assert "finished with 81 parameters" in found.stdout
+    names = {path.name for path in whole.folder.iterdir()}
+    assert {path.name for path in found.folder.iterdir()} == names  # no half file, no checkpoint is missing
+    assert (found.folder / "best.ckpt").readlink() == (whole.folder / "best.ckpt").readlink()
+    for path in sorted(whole.folder.glob("step-*.ckpt")):
+        assert load_checkpoint(found.folder / path.name).manifest.digest == load_checkpoint(path).manifest.digest
+
+
+def test_one_rank_0_after_the_other_is_killed_at_its_own_work(train: Train) -> None:
+    whole = train("whole", 1)
+    # Ranks are those of the moment. The first dies when half of a row is written, the next when the checkpoint of the
+    # first epoch has no name yet, and the one after that in the very last call of the run.
+    lost = train("lost", 4, "0 row 2,0 fsync 1,0 finish 1")
+    check_equal(lost, whole)
+    changes = lost.rows("workers")
+    assert [[each["rank"] for each in row["lost"]] for row in changes] == [[0]] * 3
+    assert [row["shards"] for row in changes] == [[[0, 1], [1, 2], [2, 4]], [[0, 2], [2, 4]], [[0, 4]]]
+    assert changes[0] == changes[0] | {"generation": 1, "epoch": 0}
+    assert changes[2] == changes[2] | {"generation": 3, "epoch": 3, "step": 0, "repeats_step": False}
+    assert lost.stdout.count("killed by SIGKILL") == 3
+    assert lost.stdout.count("training 81 parameters") == 1
+    assert [line.split()[1] for line in lost.stdout.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
