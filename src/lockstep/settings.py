@@ -58,6 +58,8 @@ _KERNEL_VARIABLES = {
 """Variables from which libraries choose their kernels, by the type of device."""
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is less than this."""
+_NO_RUN_ID = frozenset({"", "none"})
+"""What torchrun sets without `--rdzv-id` and `--standalone`: every job on the machine has it."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -94,6 +96,24 @@ def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     source = os.environ if environ is None else environ
     return {name: source[name] for name in _LAUNCHER_VARIABLES if source.get(name)}
+
+
+def read_job(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what identifies the job to which this process belongs, also when its workers are started again; or None.
+
+    That is the number of a Slurm job and step, which a requeued job keeps, or the run id of torchrun, which restarts of
+    its workers keep.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    torchrun = source.get("TORCHELASTIC_RUN_ID", "")
+    if torchrun not in _NO_RUN_ID:
+        return f"torchrun {torchrun}"
+    if source.get("SLURM_JOB_ID"):
+        return f"Slurm {source['SLURM_JOB_ID']}.{source.get('SLURM_STEP_ID', 'batch')}"
+    return None
 
 
 def write_place(rank: int, world_size: int) -> None:

@@ -28,7 +28,7 @@ from lockstep.runs.fit import FitResult, StopResult, fit
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.runs.resuming import Resume
 from lockstep.runs.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
-from lockstep.settings import WorldVariables
+from lockstep.settings import WorldVariables, read_job
 
 
 def train(
@@ -70,6 +70,7 @@ def train(
             resumed=resume,
             has_run_dir_override=any(override.startswith("run_dir=") for override in overrides or []),
             allowed=frozenset(allow or []),
+            job=read_job(),
         )
         # Modules that a config names are beside it; launch passes the search path to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
@@ -180,10 +181,12 @@ def _open(wanted: OpenRequest, held: ExitStack) -> Job:
     """Open the run. If it is resumed, remove the lines of its metrics file that are later than the checkpoint."""
     opened = open_run(wanted, held, lambda text: typer.echo(f"warning: {text}", err=True))
     resume = None
-    if opened.origin is not None:
+    metrics = opened.run_dir / METRICS_NAME
+    if opened.origin is None:
+        MetricsFile(metrics).rewind(0)  # of a run that was killed before its first checkpoint, with resume: auto
+    else:
         _show_origin(opened)
         manifest = opened.origin.manifest
-        metrics = opened.run_dir / METRICS_NAME
         before = opened.origin.run_dir
         if before is not None and before != opened.run_dir and (before / METRICS_NAME).exists():
             metrics.write_bytes((before / METRICS_NAME).read_bytes())

@@ -78,7 +78,9 @@ class Config(BaseModel):
     loader_workers: int = Field(default=0, ge=0)
     """Data-loading processes of each worker."""
     run_dir: str | None = Field(default=None, min_length=1)
-    """The run directory, which must not exist yet; None for a new numbered one under runs/."""
+    """The run directory, which must not exist yet, but with `resume`; None for a new numbered one under runs/."""
+    resume: Literal["auto"] | None = None
+    """auto: continue the run of this directory, or of this job, if there is one; for launchers that restart workers."""
     keep: int = Field(default=2, ge=1)
     """Number of the newest checkpoints to keep."""
     keep_best: str | None = Field(default=None, min_length=1)

@@ -7,6 +7,8 @@
                             that would belong to other steps. With run_dir=NAME a new directory; the old one is not
                             changed
     --resume OTHER_FILE     a new directory
+    resume: auto            the directory of this job, or run_dir, if it is there: its newest intact checkpoint, or the
+                            beginning if it has none; else a new directory. See own_run.py
 
 When a run continues in its own directory, newer damaged checkpoints are renamed, so that they are never used again.
 When a run continues in a new directory, the checkpoint is copied there first.
@@ -16,7 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.checkpoint import Manifest, read_manifest, read_verified_manifest
@@ -31,6 +33,7 @@ from lockstep.checkpoint.step_files import (
 from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config
+from lockstep.runs.own_run import check_may_begin_again, find_own_run, note_job
 from lockstep.runs.resuming import compare_config
 from lockstep.runs.run_directory import CONFIG_NAME, find_run_directory, make_run_directory, write_config
 from lockstep.runs.run_lock import lock_run
@@ -40,6 +43,8 @@ NEWEST = ""
 
 BROKEN_SUFFIX = ".broken"
 """Added to the name of a damaged checkpoint when its run continues from an earlier one."""
+
+_PATIENCE_SECONDS = 60.0
 
 Tell = Callable[[str], None]
 
@@ -58,6 +63,8 @@ class OpenRequest:
     """Whether run_dir was given on the command line."""
     allowed: Collection[str]
     """Names given to `--allow`: config keys that may differ from the run's config."""
+    job: str | None = None
+    """What identifies the job that this process belongs to, for `resume: auto`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +106,34 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
             checkpoint than the requested one.
     """
     config = wanted.config
+    if wanted.resumed is None and config.resume == "auto":
+        own = find_own_run(config, wanted.name, wanted.job)
+        if own is not None:
+            held.enter_context(lock_run(own, _PATIENCE_SECONDS))  # the workers of before may be ending
+            if not find_checkpoints(own):
+                check_may_begin_again(own, config)
+                write_config(own, config)
+                return OpenedRun(run_dir=own, origin=None, changes=())
+            wanted = replace(wanted, resumed=str(own))
+            return _continue(wanted, held, warn, own)
     if wanted.resumed is None:
         run_dir = make_run_directory(config.run_dir, wanted.name)
         held.enter_context(lock_run(run_dir))
+        if config.resume == "auto":
+            note_job(run_dir, wanted.job)
         write_config(run_dir, config)
         return OpenedRun(run_dir=run_dir, origin=None, changes=())
+    return _continue(wanted, held, warn, None)
+
+
+def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | None) -> OpenedRun:
+    """Continue from a checkpoint; `locked` is the run directory if it is locked already."""
+    config = wanted.config
     found = _find_directory(wanted)
-    needs_new_directory = found is None or (wanted.has_run_dir_override and not _is_same(found, config.run_dir))
-    if found is not None and not needs_new_directory:
+    needs_new_directory = found is None or (
+        locked is None and wanted.has_run_dir_override and not _is_same(found, config.run_dir)
+    )
+    if found is not None and not needs_new_directory and locked is None:
         held.enter_context(lock_run(found))  # before the search for the newest checkpoint
     origin = _find_source(wanted, found, warn)
     if found is not None and not needs_new_directory:

@@ -8,6 +8,7 @@ runs/digits/
   best.ckpt              a link to the best one, if the config names a metric; see retention.py
   curves.png             loss and accuracy
   .lock                  locked while a training uses the directory; see run_lock.py
+  .job                   which job the run belongs to, with resume: auto; see own_run.py
 """
 
 import contextlib
@@ -32,6 +33,7 @@ CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 CURVES_NAME = "curves.png"
 BEST_NAME = "best.ckpt"
+JOB_NAME = ".job"
 
 _RUNS = Path("runs")
 
@@ -88,10 +90,21 @@ def write_config(run_dir: Path, config: Config) -> None:
 def discard_unused(run_dir: Path) -> None:
     """Remove the directory of a run that failed before its first step, so that its name is free again."""
     paths = list(run_dir.iterdir())
-    if all(path.name in {CONFIG_NAME, ENVIRONMENT_NAME, LOCK_NAME} or path.suffix == ".patch" for path in paths):
+    written = {CONFIG_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME}
+    if all(path.name in written or path.suffix == ".patch" for path in paths):
         for path in paths:
             path.unlink()
         run_dir.rmdir()
+
+
+def find_numbered(name: str) -> dict[int, Path]:
+    """Return the directories runs/NAME, runs/NAME-2, ... by their number (local)."""
+    numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    return {
+        int(match[1] or 1): path
+        for path in _RUNS.glob(f"{glob.escape(name)}*")
+        if (match := numbered.fullmatch(path.name))
+    }
 
 
 def find_run_directory(run_dir: str | None, name: str) -> Path:
@@ -100,12 +113,7 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     Raises:
         RunDirectoryError: There is none.
     """
-    numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    found = {
-        int(match[1] or 1): path
-        for path in _RUNS.glob(f"{glob.escape(name)}*")
-        if (match := numbered.fullmatch(path.name)) and find_checkpoints(path)
-    }
+    found = {number: path for number, path in find_numbered(name).items() if find_checkpoints(path)}
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
     if not path.is_dir():
         raise RunDirectoryError(f"There is no run directory {path} to resume. To start a new run, leave --resume out.")

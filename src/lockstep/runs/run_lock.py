@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,15 +24,21 @@ LOCK_NAME = ".lock"
 
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _HOLDER_BYTES = 200
+_POLL_SECONDS = 0.1
 
 
 @contextmanager
-def lock_run(run_dir: Path) -> Iterator[None]:
+def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Lock a run directory, so that no other training uses it.
+
+    Args:
+        run_dir: The directory.
+        patience_seconds: How long to wait for a training that uses it, because it is about to end.
 
     Raises:
         RunDirectoryError: Another training uses it, or it cannot be locked.
     """
+    deadline = time.monotonic() + patience_seconds
     while True:
         try:
             file = (run_dir / LOCK_NAME).open("a+b", buffering=0)
@@ -41,7 +48,8 @@ def lock_run(run_dir: Path) -> Iterator[None]:
             ) from error
         with file:
             _close_in_children(file)
-            _lock(file.fileno(), run_dir)
+            while not _lock(file.fileno(), run_dir, must=time.monotonic() >= deadline):
+                time.sleep(_POLL_SECONDS)
             if not os.fstat(file.fileno()).st_nlink:
                 continue  # a failed run removed its directory with this file, so this lock would protect nothing
             with suppress(OSError):  # the disk may be full; the text is only for messages
@@ -51,10 +59,13 @@ def lock_run(run_dir: Path) -> Iterator[None]:
             return
 
 
-def _lock(descriptor: int, run_dir: Path) -> None:
+def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
+    """Lock the file; return False if another process has locked it, and there is time to try it again."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        if not must:
+            return False
         holder = os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
         raise RunDirectoryError(
             f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
@@ -67,6 +78,7 @@ def _lock(descriptor: int, run_dir: Path) -> None:
             f"The file system of {run_dir} has no locks ({error}). Do not start a second training in this directory.",
             stacklevel=4,
         )
+    return True
 
 
 def _close_in_children(file: FileIO) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import Checkpoint, Manifest, read_manifest, save_checkpoint
-from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 from lockstep.runs.config import parse_config
 from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run
 
@@ -139,3 +139,56 @@ def test_nothing_is_made_for_a_config_that_does_not_fit(old: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--allow batch_size|batch_size was"):
         opened(str(old / "step-00000003.ckpt"), says=True, run_dir="runs/other", batch_size=8)
     assert not Path("runs/other").exists()
+
+
+def automatic(job: str | None = "torchrun 7", **values: Any) -> OpenedRun:
+    wanted = OpenRequest(
+        config=parse_config({**VALUES, "resume": "auto", **values}, "config"),
+        name="mine",
+        resumed=None,
+        has_run_dir_override="run_dir" in values,
+        allowed=frozenset(),
+        job=job,
+    )
+    with ExitStack() as held:
+        return open_run(wanted, held, print)
+
+
+def test_a_job_that_is_started_again_finds_its_own_run_and_no_other(old: Path) -> None:
+    first = automatic()
+    assert first.run_dir == Path("runs/mine-2")
+    assert automatic("Slurm 3.0").run_dir == Path("runs/mine-3")
+    again = automatic()
+    assert (again.run_dir, again.origin) == (first.run_dir, None)  # killed before its first checkpoint
+    save(first.run_dir / "step-00000002.ckpt", 2)
+    save(first.run_dir / "step-00000004.ckpt", 4)
+    newest = automatic().origin
+    assert newest is not None
+    assert newest.checkpoint == first.run_dir / "step-00000004.ckpt"
+    newest.checkpoint.write_bytes(newest.checkpoint.read_bytes()[:-3])
+    before = automatic().origin
+    assert before is not None
+    assert before.checkpoint.name == "step-00000002.ckpt"
+    assert names(old) == ["step-00000003.ckpt", "step-00000007.ckpt"]
+
+
+def test_a_named_run_is_begun_and_continued(old: Path) -> None:
+    assert automatic(None, run_dir="fresh").origin is None
+    assert automatic(None, run_dir="fresh").origin is None
+    run = automatic(None, run_dir=str(old))
+    assert run.origin is not None
+    assert run.origin.checkpoint == old / "step-00000007.ckpt"
+
+
+def test_what_is_not_this_run_is_not_written_over(old: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing says which run"):
+        automatic(None)
+    with pytest.raises(CheckpointError, match="batch_size"):
+        automatic(None, run_dir=str(old), batch_size=64)
+    automatic(None, run_dir="fresh")
+    with pytest.raises(RunDirectoryError, match=r"another config.*batch_size was 128 and is now 64"):
+        automatic(None, run_dir="fresh", batch_size=64)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    with pytest.raises(RunDirectoryError, match="is not the directory of a run"):
+        automatic(None, run_dir="photos")
