@@ -13,12 +13,13 @@ from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.data import Cursor
+from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError
-from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished, WorkerEnded, WorkersChanged
+from lockstep.events import EpochFinished, Recorder, RunStarted, WorkerEnded, WorkersChanged
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
@@ -27,6 +28,7 @@ from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.resuming import Resume, restore_run
 from lockstep.runs.retention import check_metric_name
 from lockstep.runs.saving import RunSaver
+from lockstep.runs.step_losses import EpochSums, StepLosses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +131,6 @@ def fit(
     )
 
 
-@dataclass(slots=True)
-class EpochSums:
-    """Sums for the mean loss of an epoch; a run resumed in the middle of an epoch starts with those before it."""
-
-    loss: float = 0.0
-    """Sum of loss times weight over the steps of the epoch that were not skipped."""
-    weight: float = 0.0
-    """Sum of their weights."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
     """What the training loop of one worker needs."""
@@ -210,28 +202,20 @@ def _train_epoch(
     began = time.perf_counter()
     num_samples = 0
     learning_rate = 0.0
+    losses = StepLosses(sums, training.recorder, is_late=is_asynchronous(next(trainer.model.parameters()).device))
     for batch in parts.train.epoch(epoch, trainer.cursor.step):
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         result = trainer.step(batch)
-        if not result.is_skipped:
-            sums.loss += result.loss * result.weight
-            sums.weight += result.weight
+        losses.add(result, trainer.global_step)
         num_samples += batch.num_samples
-        training.recorder.record(
-            StepFinished(
-                epoch=epoch,
-                step=batch.cursor.step,
-                global_step=trainer.global_step,
-                loss=result.loss,
-                weight=0.0 if result.is_skipped else result.weight,
-            )
-        )
         if trainer.cursor.epoch == epoch:  # after the last step the epoch is evaluated first
             is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
             if is_due or result.should_stop:
+                losses.record_last()  # a run that is resumed here needs the losses of all steps before
                 training.save({})
             if result.should_stop:
                 return None
+    losses.record_last()
     if parts.scheduler is not None and config.scheduler_interval == "epoch":
         if trainer.can_continue:
             # A worker that has not completed the last step may take its state from one that has: not from one that has

@@ -84,7 +84,8 @@ def test_the_next_one_writes_what_is_missing_and_nothing_twice(tmp_path: Path, n
     with path.open("a") as file:
         file.write(half)
     second.is_first = True
-    for event in [lost(1, 2), step(3), epoch(3), step(4)]:
+    seen_later: list[Event] = [lost(1, 2), step(3), epoch(3), step(4)]
+    for event in seen_later:
         second.recorder.record(event)
     found = written(path)
     assert sorted(found) == sorted([*(("step", number) for number in (1, 2, 3, 4)), ("epoch", 3), ("workers", 2)])
