@@ -4,9 +4,10 @@ The moments are in the module of the run (`mortal.py` below): a worker kills its
 """
 
 import json
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,24 +114,27 @@ class Outcome(NamedTuple):
         ]
 
 
-Train = Callable[..., Outcome]
+def write_project(folder: Path) -> None:
+    (folder / "mortal.py").write_text(MODULE)
+    (folder / "mortal.yaml").write_text(CONFIG)
 
 
-@pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Train:
-    (tmp_path / "mortal.py").write_text(MODULE)
-    (tmp_path / "mortal.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def train(folder: Path, workers: int, deaths: str = "") -> Outcome:
+    """Run the command in this process; its workers are processes all the same."""
+    write_project(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
+        patch.setenv("DEATHS", deaths)
+        patch.setenv("RUN", "run")
+        result = CliRunner().invoke(app, ["train", "mortal.yaml", f"workers={workers}", "run_dir=run"])
+    return Outcome(result.exit_code, result.stdout, result.stderr, folder / "run")
 
-    def train(name: str, workers: int, deaths: str = "", *overrides: str) -> Outcome:
-        monkeypatch.setenv("DEATHS", deaths)
-        monkeypatch.setenv("RUN", name)
-        result = CliRunner().invoke(app, ["train", "mortal.yaml", f"workers={workers}", f"run_dir={name}", *overrides])
-        shown = capfd.readouterr()
-        return Outcome(result.exit_code, result.stdout + shown.out, result.stderr + shown.err, tmp_path / name)
 
-    return train
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Return the undisturbed run of one worker."""
+    return train(tmp_path_factory.mktemp("whole"), 1)
 
 
 def check_equal(found: Outcome, whole: Outcome) -> None:
@@ -138,24 +142,44 @@ def check_equal(found: Outcome, whole: Outcome) -> None:
     assert found.digest == whole.digest
     assert found.rows("step", "epoch") == whole.rows("step", "epoch")
     assert "finished with 81 parameters" in found.stdout
-    names = {path.name for path in whole.folder.iterdir()}
-    assert {path.name for path in found.folder.iterdir()} == names  # no half file, no checkpoint is missing
     assert (found.folder / "best.ckpt").readlink() == (whole.folder / "best.ckpt").readlink()
     for path in sorted(whole.folder.glob("step-*.ckpt")):
         assert load_checkpoint(found.folder / path.name).manifest.digest == load_checkpoint(path).manifest.digest
 
 
-def test_one_rank_0_after_the_other_is_killed_at_its_own_work(train: Train) -> None:
-    whole = train("whole", 1)
+def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
+    whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     # Ranks are those of the moment. The first dies when half of a row is written, the next when the checkpoint of the
     # first epoch has no name yet, and the one after that in the very last call of the run.
-    lost = train("lost", 4, "0 row 2,0 fsync 1,0 finish 1")
+    lost = train(tmp_path, 4, "0 row 2,0 fsync 1,0 finish 1")
     check_equal(lost, whole)
+    assert {path.name for path in lost.folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
     changes = lost.rows("workers")
     assert [[each["rank"] for each in row["lost"]] for row in changes] == [[0]] * 3
     assert [row["shards"] for row in changes] == [[[0, 1], [1, 2], [2, 4]], [[0, 2], [2, 4]], [[0, 4]]]
     assert changes[0] == changes[0] | {"generation": 1, "epoch": 0}
     assert changes[2] == changes[2] | {"generation": 3, "epoch": 3, "step": 0, "repeats_step": False}
-    assert lost.stdout.count("killed by SIGKILL") == 3
-    assert lost.stdout.count("training 81 parameters") == 1
-    assert [line.split()[1] for line in lost.stdout.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
+    of_workers = capfd.readouterr().out
+    assert of_workers.count("killed by SIGKILL") == 3
+    assert of_workers.count("training 81 parameters") == 1
+    assert [line.split()[1] for line in of_workers.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
+
+
+def test_torchrun_starts_all_workers_again_and_the_run_goes_on(whole: Outcome, tmp_path: Path) -> None:
+    write_project(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [str(Path(sys.executable).with_name("lockstep")), "train", "mortal.yaml", "resume=auto", "save_every=1"]
+    variables = {**os.environ, "DEATHS": "1 forward 5", "RUN": "runs/mortal"}
+    done = subprocess.run(
+        [*torchrun, "--no-python", *command],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    check_equal(Outcome(done.returncode, done.stdout, done.stderr, tmp_path / "runs" / "mortal"), whole)
+    assert "resuming from runs/mortal/step-" in done.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mortal"]
