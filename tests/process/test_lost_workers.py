@@ -4,9 +4,7 @@ The moments are in the module of the run (`mortal.py` below): a worker kills its
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,20 +112,16 @@ class Outcome(NamedTuple):
         ]
 
 
-def write_project(folder: Path) -> None:
+def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outcome:
+    """Run the command in this process; its workers are processes all the same."""
     (folder / "mortal.py").write_text(MODULE)
     (folder / "mortal.yaml").write_text(CONFIG)
-
-
-def train(folder: Path, workers: int, deaths: str = "") -> Outcome:
-    """Run the command in this process; its workers are processes all the same."""
-    write_project(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
         patch.setenv("DEATHS", deaths)
         patch.setenv("RUN", "run")
-        result = CliRunner().invoke(app, ["train", "mortal.yaml", f"workers={workers}", "run_dir=run"])
+        result = CliRunner().invoke(app, ["train", "mortal.yaml", f"workers={workers}", "run_dir=run", *overrides])
     return Outcome(result.exit_code, result.stdout, result.stderr, folder / "run")
 
 
@@ -166,20 +160,11 @@ def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
     assert [line.split()[1] for line in of_workers.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
 
 
-def test_torchrun_starts_all_workers_again_and_the_run_goes_on(whole: Outcome, tmp_path: Path) -> None:
-    write_project(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [str(Path(sys.executable).with_name("lockstep")), "train", "mortal.yaml", "resume=auto", "save_every=1"]
-    variables = {**os.environ, "DEATHS": "1 forward 5", "RUN": "runs/mortal"}
-    done = subprocess.run(
-        [*torchrun, "--no-python", *command],
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    check_equal(Outcome(done.returncode, done.stdout, done.stderr, tmp_path / "runs" / "mortal"), whole)
-    assert "resuming from runs/mortal/step-" in done.stdout
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mortal"]
+def test_a_run_that_lost_all_its_workers_is_started_again_by_the_same_command(whole: Outcome, tmp_path: Path) -> None:
+    settings = "resume=auto", "save_every=1"
+    ended = train(tmp_path, 1, "0 forward 20", *settings)  # the fifth step
+    assert ended.code == 1
+    assert "killed by SIGKILL" in ended.stderr
+    again = train(tmp_path, 1, "", *settings)
+    assert "resuming from run/step-" in again.stdout
+    check_equal(again, whole)
