@@ -204,7 +204,8 @@ def _train_epoch(
     learning_rate = 0.0
     losses = StepLosses(sums, training.recorder, is_late=is_asynchronous(next(trainer.model.parameters()).device))
     for batch in parts.train.epoch(epoch, trainer.cursor.step):
-        learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
+        if batch.cursor.step + 1 == batch.num_steps:  # not in each step: it may be a tensor on a device
+            learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         result = trainer.step(batch)
         losses.add(result, trainer.global_step)
         num_samples += batch.num_samples
