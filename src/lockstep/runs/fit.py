@@ -101,12 +101,7 @@ def fit(
     training = TrainingContext(config, parts, recorder, saver, stop)
     trainer.on_continued(training.follow)
 
-    def write_facts(world: World) -> None:
-        workers = gather_facts(world, device, fingerprint.device)
-        if world.rank == 0:
-            write_environment(run_dir, workers, fingerprint.to_dict(), code or Path())
-
-    trainer.repeatable(write_facts)
+    trainer.repeatable(lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path()))
     recorder.record(_describe_run(config, parts, device))
     if parts.test is None:
         check_metric_name(config.keep_best, {})
@@ -166,6 +161,8 @@ class TrainingContext:
                 text=str(continued),
             )
         )
+        if self.stop.is_made:  # the signal may have come while the engine was made
+            self.parts.trainer.request_stop()
         self.saver.take_over(self.parts.trainer, self.parts.scheduler, world)
 
 
@@ -232,6 +229,17 @@ def _train_epoch(
         samples_per_second=num_samples / seconds,
         learning_rate=learning_rate,
     )
+
+
+def _write_facts(world: World, run_dir: Path, fingerprint: Fingerprint, device: torch.device, code: Path) -> None:
+    """Record where the workers run (collective); rank 0 writes, and the others wait for it."""
+    workers = gather_facts(world, device, fingerprint.device)
+
+    def write() -> None:
+        if world.rank == 0:
+            write_environment(run_dir, workers, fingerprint.to_dict(), code)
+
+    gather_results(world, write, "recording the environment of the run")
 
 
 def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
