@@ -167,7 +167,7 @@ class Trainer:
     @property
     def can_continue(self) -> bool:
         """Whether this trainer continues without workers that are lost."""
-        return self._recovery.generations is not None
+        return not self._state.may_be_unread
 
     @property
     def cursor(self) -> Cursor:
