@@ -6,14 +6,19 @@ The moments are in the module of the run (`mortal.py` below): a worker kills its
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lockstep.checkpoint import load_checkpoint
 from lockstep.cli.main import app
+from lockstep.report import MetricsFile
+from lockstep.runs.config import read_config
+from lockstep.runs.fit import FitResult, fit
 
 MODULE = '''
 import os, signal, threading
@@ -21,7 +26,6 @@ from collections import Counter
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from lockstep.report.metrics_file import MetricsFile
 
 DEATHS = os.environ.get("DEATHS", "").split(",")
 counts = Counter()
@@ -30,14 +34,14 @@ worker = os.getpid()
 def reach(moment):
     """Count the moment, and die in it if DEATHS has "RANK MOMENT NUMBER", of which one worker dies."""
     counts[moment] += 1
-    death = f"{os.environ['RANK']} {moment} {counts[moment]}"
+    death = f"{os.environ.get('RANK')} {moment} {counts[moment]}"
     if death not in DEATHS:
         return
     try:
         os.mkdir(death)
     except FileExistsError:
         return
-    if moment == "row":
+    if moment == "finish":
         with open(os.path.join(os.environ["RUN"], "metrics.jsonl"), "a") as file:
             file.write('{"kind": "step", "epo')
     os.kill(worker, signal.SIGKILL)
@@ -60,16 +64,9 @@ def report(model):
     reach("finish")
     return f"finished with {sum(p.numel() for p in model.parameters())} parameters"
 
-def hooked(owner, name, moment):
-    call = getattr(owner, name)
-    def replaced(*args, **kwargs):
-        reach(moment)
-        return call(*args, **kwargs)
-    setattr(owner, name, replaced)
-
-if "RANK" in os.environ:
-    hooked(MetricsFile, "record", "row")  # dies when half of it is written
-    hooked(os, "fsync", "fsync")  # in a save: the file is written, and has not got its name
+if "RANK" in os.environ:  # a worker, of which a save reaches this when the file is written and has not got its name
+    fsync = os.fsync
+    os.fsync = lambda descriptor: (reach("fsync"), fsync(descriptor))[1]
 '''
 CONFIG = """
 model: mortal:Net
@@ -112,10 +109,14 @@ class Outcome(NamedTuple):
         ]
 
 
-def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outcome:
-    """Run the command in this process; its workers are processes all the same."""
+def write_module(folder: Path) -> None:
     (folder / "mortal.py").write_text(MODULE)
     (folder / "mortal.yaml").write_text(CONFIG)
+
+
+def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outcome:
+    """Run the command in this process; its workers are processes all the same."""
+    write_module(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
@@ -126,9 +127,23 @@ def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outc
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Return the undisturbed run of one worker."""
-    return train(tmp_path_factory.mktemp("whole"), 1)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    """Return the undisturbed run, trained in this process."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_module(folder)
+    (folder / "run").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        result = fit(
+            read_config(folder / "mortal.yaml"),
+            device=torch.device("cpu"),
+            run_dir=folder / "run",
+            recorder=MetricsFile(folder / "run" / "metrics.jsonl"),
+            code=folder,
+        )
+        assert isinstance(result, FitResult)
+        yield Outcome(0, f"digest {result.digest}\n", "", folder / "run")
+        sys.modules.pop("mortal")
 
 
 def check_equal(found: Outcome, whole: Outcome) -> None:
@@ -144,18 +159,18 @@ def check_equal(found: Outcome, whole: Outcome) -> None:
 def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
     whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Ranks are those of the moment. The first dies when half of a row is written, the next when the checkpoint of the
-    # first epoch has no name yet, and the one after that in the very last call of the run.
-    lost = train(tmp_path, 4, "0 row 2,0 fsync 1,0 finish 1")
+    # Ranks are those of the moment. The first dies when the checkpoint of the first epoch has no name yet, the next one
+    # in the very last call of the run, when half of a row is written.
+    lost = train(tmp_path, 3, "0 fsync 1,0 finish 1")
     check_equal(lost, whole)
-    assert {path.name for path in lost.folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
+    names = {path.name for path in lost.folder.iterdir()}
+    assert names == {path.name for path in whole.folder.iterdir()} | {"config.yaml", "curves.png", ".lock"}
     changes = lost.rows("workers")
-    assert [[each["rank"] for each in row["lost"]] for row in changes] == [[0]] * 3
-    assert [row["shards"] for row in changes] == [[[0, 1], [1, 2], [2, 4]], [[0, 2], [2, 4]], [[0, 4]]]
-    assert changes[0] == changes[0] | {"generation": 1, "epoch": 0}
-    assert changes[2] == changes[2] | {"generation": 3, "epoch": 3, "step": 0, "repeats_step": False}
+    assert [[each["rank"] for each in row["lost"]] for row in changes] == [[0], [0]]
+    assert [row["shards"] for row in changes] == [[[0, 2], [2, 4]], [[0, 4]]]
+    assert changes[1] == changes[1] | {"generation": 2, "epoch": 3, "step": 0, "repeats_step": False}
     of_workers = capfd.readouterr().out
-    assert of_workers.count("killed by SIGKILL") == 3
+    assert of_workers.count("killed by SIGKILL") == 2
     assert of_workers.count("training 81 parameters") == 1
     assert [line.split()[1] for line in of_workers.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
 
