@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.settings import read_check, worker_environment
+from lockstep.settings import read_check, read_job, worker_environment
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON", " on "])
@@ -39,3 +39,18 @@ def test_cublas_is_reproducible_from_the_first_product_of_a_worker_on() -> None:
 def test_overrides_come_before_the_users_values_and_these_before_defaults() -> None:
     made = worker_environment({"A": "ours"}, {"A": "theirs", "B": "theirs"}, defaults={"B": "default", "C": "default"})
     assert {name: made[name] for name in "ABC"} == {"A": "ours", "B": "theirs", "C": "default"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),  # what every torchrun without an id sets
+        ({"TORCHELASTIC_RUN_ID": "mine"}, "torchrun mine"),
+        ({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}, "Slurm 12.0"),
+        ({"SLURM_JOB_ID": "12"}, "Slurm 12.batch"),
+        ({"SLURM_JOB_ID": "12", "TORCHELASTIC_RUN_ID": "mine"}, "torchrun mine"),
+    ],
+)
+def test_a_job_is_what_its_restarts_have_in_common(variables: dict[str, str], job: str | None) -> None:
+    assert read_job(variables) == job

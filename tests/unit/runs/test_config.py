@@ -101,3 +101,10 @@ def test_more_workers_than_shards_is_refused() -> None:
     config.check_workers(4)
     with pytest.raises(ConfigError, match="5 workers cannot share"):
         config.check_workers(5)
+
+
+def test_a_run_does_not_start_with_fewer_workers_than_it_may_have_left(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, MINIMAL), ["min_workers=2"])
+    config.check_workers(2)
+    with pytest.raises(ConfigError, match="min_workers is 2, but the run starts with 1 worker"):
+        config.check_workers(1)

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -94,3 +95,20 @@ def test_a_lock_on_a_file_that_is_gone_is_made_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(fcntl, "flock", lose_the_first)
     with lock_run(tmp_path), pytest.raises(RunDirectoryError, match="Another training"), lock_run(tmp_path):
         pass
+
+
+def test_a_lock_is_waited_for_where_its_holder_is_about_to_end(tmp_path: Path) -> None:
+    locked = threading.Event()
+
+    def wait() -> None:
+        with lock_run(tmp_path, patience_seconds=50.0):
+            locked.set()
+
+    with ExitStack() as held, forked(lambda: held.enter_context(lock_run(tmp_path))):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        with pytest.raises(RunDirectoryError), lock_run(tmp_path):
+            pass
+        assert not locked.is_set()
+    thread.join(50)
+    assert locked.is_set()
