@@ -1,5 +1,6 @@
 """`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
 
+import copy
 import math
 import multiprocessing
 import os
@@ -155,6 +156,22 @@ class ShardedLoader:
                 f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0 and have {len(self)} steps."
             )
         return self._iterate(epoch, range(start_step, len(self)))
+
+    def for_one_worker(self) -> "ShardedLoader":
+        """Return a loader of the same batches, of which this worker has all slices; it loads in this process."""
+        alone = World(rank=0, world_size=1, group=None)
+        other = copy.copy(self)
+        vars(other).update(
+            _current_world=partial(_same_world, alone),
+            _world=alone,
+            _assignment=ShardAssignment(1, self.num_shards),
+            _plan=_Plan(lambda: iter(())),
+            _processes=None,
+            _keeps_processes=False,
+            _num_workers=0,
+            _is_iterating=False,
+        )
+        return other
 
     def fixed_assignment_epoch(self) -> Iterator[ShardedBatch]:
         """Yield this worker's part of all batches of epoch 0, in which no shard moves to another worker.

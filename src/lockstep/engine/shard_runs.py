@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.input_copies import InputCopies
+from lockstep.devices.transfer import to_device
 from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.losses import read_loss, scale_by_weight
@@ -146,6 +147,13 @@ class ShardRuns:
             matters = not torch.equal(loss.reshape(-1).view(torch.uint8), again.reshape(-1).view(torch.uint8))
             after.put_back(changes.possible)
         warn_of_state(changes if matters else StateChanges(certain=changes.certain, possible=()))
+
+    def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
+        """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""
+        loss = read_loss(self.call_loss(batch, part, to_device(part.data, self._state.device)), part).loss
+        with explained_errors():
+            loss.backward()
+        return loss.detach()
 
     def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
         """Return what the loss function returns for a slice, whose data are on the device (local)."""

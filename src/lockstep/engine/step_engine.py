@@ -15,13 +15,15 @@ that fails before AGREE takes part in the reduction with nothing, and in the exc
 that the step fails on all workers ([Note: the commit point] in `lockstep.engine.step_table`).
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from lockstep.comm import World, broadcast_tensors
-from lockstep.data import ShardedBatch
+from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.arguments import TrainerArguments, check_same_arguments
 from lockstep.engine.balance import Balancer, Stopwatch
@@ -164,6 +166,43 @@ class StepEngine:
         self._enter(StepPhase.IDLE)
         read = decision.read if read_values is None else with_values(decision.read, read_values)
         return read, any(status.stop_requested for status in sums.statuses)
+
+    def number_shards(self, batch: ShardedBatch, order: Sequence[int]) -> dict[int, dict[str, str]]:
+        """Compute shards in an order, and change nothing; return a hash of each loss and gradient by name (local).
+
+        Args:
+            batch: With the slices of all these shards.
+            order: The shards.
+        """
+        slices = {part.shard: part for part in batch.slices}
+        found: dict[int, dict[str, str]] = {}
+        self._enter(StepPhase.PREPARE)
+        self._random.save()
+        self._buffers.begin()
+        try:
+            with self._hooks.taken_off():
+                for shard in order:
+                    with self._buffers.of_step_begin():
+                        found[shard] = self._number_shard(batch, slices[shard])
+        finally:
+            self._buffers.undo()
+            self._random.restore()
+            self._state.model.zero_grad(set_to_none=True)
+            self._enter(StepPhase.IDLE)
+        return found
+
+    def _number_shard(self, batch: ShardedBatch, part: Slice) -> dict[str, str]:
+        numbers: dict[str, str] = {}
+        for update in self._state.plan.updates(self._state.global_step):
+            prefix = f"{update.name}: " if update.name else ""
+            self._state.model.zero_grad(set_to_none=True)
+            self._runs.begin(update)
+            loss = self._runs.compute(batch, part)
+            numbers[f"{prefix}the loss"] = _hash_bits(loss)
+            for name, each in self._state.model.named_parameters():
+                if each.grad is not None:
+                    numbers[f"{prefix}the gradient of {name}"] = _hash_bits(each.grad)
+        return numbers
 
     def close(self) -> None:
         """Release hooks, threads and buckets, and the gradients that lie in them (local); not during a step."""
@@ -315,3 +354,8 @@ class StepEngine:
         return WorkerNumbers(
             options=self._comparison.options_number(), values=self._comparison.values_number(), gradients=gradients
         )
+
+
+def _hash_bits(tensor: Tensor) -> str:
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return hashlib.sha256(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
