@@ -18,7 +18,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
-from lockstep.launch import worker_pool
+from lockstep.launch import supervision
 
 CPU2 = "cpu:2"
 
@@ -230,7 +230,7 @@ class SlowToPickleError(Exception):
 
 def test_a_failure_has_the_time_at_which_it_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It had the time at which its exception was pickled, and the quicker one was called the first.
-    monkeypatch.setattr(worker_pool, "EARLIER_FAILURE_SECONDS", 20.0)
+    monkeypatch.setattr(supervision, "EARLIER_FAILURE_SECONDS", 20.0)
 
     def fail_one_after_the_other(run: ls.Run) -> None:
         if run.rank == 0:
