@@ -14,6 +14,13 @@ def current_accelerator() -> torch.device | None:
     return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def own_accelerator(local_rank: str | None) -> torch.device | None:
+    """Return the current accelerator if no other worker has it, as far as its local rank shows; None otherwise."""
+    found = current_accelerator()
+    is_own = found is not None and (torch.accelerator.device_count() == 1 or local_rank == str(found.index))
+    return found if is_own and local_rank else None
+
+
 def take_gpu(local_rank: int) -> str:
     """Make the GPU with this worker's local rank the current device; return why that is impossible, or an empty text.
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from lockstep.devices.current import current_accelerator, take_gpu
+from lockstep.comm.bootstrap import process_group
+from lockstep.comm.bootstrap.identity import read_torch_variables
+from lockstep.devices.current import current_accelerator, own_accelerator, take_gpu
 
 CHOSEN: list[int] = []
 
@@ -40,3 +42,24 @@ def test_an_accelerator_that_was_used_already_is_kept(accelerator: str, monkeypa
 def test_a_host_without_an_accelerator_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert (current_accelerator(), take_gpu(0)) == (None, "")
+
+
+@pytest.mark.parametrize(("local_rank", "num_devices", "is_own"), [("1", 2, True), ("0", 2, False), ("0", 1, True)])
+def test_a_worker_has_the_accelerator_of_its_local_rank_or_the_only_one_to_itself(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, local_rank: str, num_devices: int, is_own: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
+    assert own_accelerator(local_rank) == (torch.device(accelerator, 1) if is_own else None)
+    assert own_accelerator(None) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_bound"), [("cpu:shm,{}", True), ("{}", True), ("shm", False), ("cpu:gloo,cuda:other", False)]
+)
+def test_a_group_is_bound_to_the_accelerator_whose_backend_it_has(
+    accelerator: str, backend: str, is_bound: bool
+) -> None:
+    # Only NCCL's groups were.
+    own = {"cuda": "nccl", "xpu": "xccl"}[accelerator]
+    found = process_group._own_device(backend.format(own), read_torch_variables({"LOCAL_RANK": "1"}))
+    assert found == (torch.device(accelerator, 1) if is_bound else None)

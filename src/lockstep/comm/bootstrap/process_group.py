@@ -39,7 +39,7 @@ from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
 from lockstep.comm.nccl_defects import explain_defects
 from lockstep.comm.world import World, current_world
-from lockstep.devices.current import take_gpu
+from lockstep.devices.current import own_accelerator, take_gpu
 from lockstep.errors import GroupError, counted
 from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
 from lockstep.torch_private import default_timeout
@@ -99,7 +99,8 @@ def init_process_group(  # the parameters are torch's, in torch's order
         store: A store that all workers share, instead of `init_method`.
         group_name: Accepted because torch does; without effect there too.
         pg_options: Options of the backend, passed on to torch.
-        device_id: The accelerator of this worker. None: with NCCL and a local rank, the GPU of that number.
+        device_id: The accelerator of this worker. None: with NCCL or another accelerator's backend and a local rank,
+            the one of that number.
         check: Whether the calls of all ranks are compared before they are made, here and in the groups that `new_group`
             makes of the same backend or of Gloo. None to read LOCKSTEP_CHECK, and without that to compare them where it
             is cheap: with Gloo on one host. Shared memory always compares them. With True a call waits for all ranks
@@ -158,7 +159,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
     elif problem:
         raise GroupError(problem)
     if device_id is None and not is_chosen:
-        device_id = _own_gpu(backend, variables)
+        device_id = _own_device(backend, variables)
     with _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
         make_torchs_group(backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id)
 
@@ -265,13 +266,11 @@ def _warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
             warnings.warn(text, stacklevel=3)
 
 
-def _own_gpu(backend: str, variables: WorldVariables) -> torch.device | None:
-    """Return the GPU that NCCL is to use in this process, if it follows from the local rank (local)."""
-    if "nccl" not in _backend_names(backend) or not torch.cuda.is_available():
-        return None
-    index = torch.cuda.current_device()
-    is_own = torch.cuda.device_count() == 1 or variables.local_rank == str(index)
-    return torch.device("cuda", index) if is_own and variables.local_rank else None
+def _own_device(backend: str, variables: WorldVariables) -> torch.device | None:
+    """Return the accelerator that its backend is to use in this process, if it follows from the local rank (local)."""
+    device = own_accelerator(variables.local_rank)
+    name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
+    return device if name != "gloo" and name in _backend_names(backend) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from lockstep.comm.shm.completed_work import CompletedWork
 from lockstep.comm.shm.work_queue import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
-PATIENCE = 10
+PATIENCE = 30
 ONE = torch.ones(2)
 
 
