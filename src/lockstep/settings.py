@@ -157,6 +157,20 @@ def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDev
     return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
 
 
+VISIBLE_VARIABLES = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variables that hide accelerators other than CUDA's: their numbers, separated by commas."""
+
+
+def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set.
+
+    Args:
+        kind: Type of the device.
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get(VISIBLE_VARIABLES[kind])
+
+
 def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
     """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set.
 

@@ -272,7 +272,7 @@ def _hidden_by(inventory: Inventory) -> str:
 def _place(groups: Sequence[Sequence[Gpu]], why: str) -> Placement:
     devices = tuple(
         Device(
-            name="cuda:0",
+            name=f"{group[0].kind}:0",
             visible=",".join(gpu.cuda_name for gpu in group),
             label=" and ".join(label(gpu) for gpu in group),
         )

@@ -35,7 +35,7 @@ class Gpu:
     uuid: str | None
     """"GPU-..." or "MIG-...": the same card in every process and after a reboot. None where it is not known."""
     cuda_name: str
-    """Its name for CUDA_VISIBLE_DEVICES."""
+    """Its name for CUDA_VISIBLE_DEVICES, or for the variable of its kind."""
     name: str
     """Name of the model, such as "NVIDIA GeForce RTX 3090"."""
     memory_total_bytes: int | None
@@ -46,6 +46,8 @@ class Gpu:
     """Share of the last moments in which it computed. None where the driver does not report it, as of MIG instances."""
     holders: tuple[Holder, ...] = ()
     """The processes that have memory on it, as far as they can be seen from here."""
+    kind: str = "cuda"
+    """Its type for torch: "cuda", also for AMD's, "xpu" or "npu"."""
     is_visible: bool = True
     """Whether CUDA_VISIBLE_DEVICES shows it to this process."""
     problem: str = ""

@@ -28,7 +28,7 @@ from lockstep.devices.placement import Placement
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
 from lockstep.errors import DeviceError, counted
-from lockstep.settings import VisibleDevices, read_visible_devices
+from lockstep.settings import VISIBLE_VARIABLES, VisibleDevices, read_visible_devices, read_visible_numbers
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -39,6 +39,7 @@ def take_inventory(
     ask: Callable[[], frozenset[str] | None] = ask_driver,
     torch_problem: str | None = None,
     measure_own: Callable[[], Mapping[str, int]] = measure_own_memory,
+    read_others: Callable[[], tuple[Gpu, ...]] | None = None,
 ) -> Inventory:
     """Return what this machine has.
 
@@ -48,6 +49,7 @@ def take_inventory(
         ask: Asks the CUDA driver which GPUs it shows.
         torch_problem: Why torch can use no GPU, empty if it can; None to find out.
         measure_own: Measures the memory that this process has on GPUs.
+        read_others: Finds the accelerators that torch uses where it can use no GPU of CUDA; None to ask torch.
     """
     visible = read_visible_devices() if visible is None else visible
     torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
@@ -61,6 +63,8 @@ def take_inventory(
         gpus = () if torch_problem else _read_by_torch(visible.devices)
         problem = "" if gpus else str(error)
         is_faulty = error.is_fault and not gpus
+    if problem and (others := (read_others or _read_other_accelerators)()):
+        gpus, problem, is_faulty = others, "", False
     total, available = measure_memory()
     return Inventory(
         taken_at=datetime.now().astimezone(),
@@ -139,17 +143,34 @@ def _read_by_torch(variable: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that torch sees where there is no NVML, as for AMD's GPUs: only their numbers are known."""
     import torch
 
-    num_gpus = torch.cuda.device_count()
+    return _number_gpus("cuda", "unknown", torch.cuda.device_count(), variable)
+
+
+def _read_other_accelerators() -> tuple[Gpu, ...]:
+    """Return the GPUs of Intel, or the NPUs of Ascend, that torch sees; it is imported only if it is made for them."""
+    if _torch_build().get("xpu") is None and importlib.util.find_spec("torch_npu") is None:
+        return ()
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type not in VISIBLE_VARIABLES:
+        return ()
+    shown = read_visible_numbers(found.type)
+    return _number_gpus(found.type, f"{found.type.upper()} device", torch.accelerator.device_count(), shown)
+
+
+def _number_gpus(kind: str, name: str, num_gpus: int, variable: str | None) -> tuple[Gpu, ...]:
     # torch counts only the GPUs that the variable shows. A worker's variable must use the same names for them.
     names = [str(index) for index in range(num_gpus)] if variable is None else variable.split(",")
     return tuple(
         Gpu(
             index=index,
             uuid=None,
-            cuda_name=name.strip(),
-            name="unknown",
+            cuda_name=in_variable.strip(),
+            name=name,
             memory_total_bytes=None,
             memory_free_bytes=None,
+            kind=kind,
         )
-        for index, name in zip(range(num_gpus), names, strict=False)
+        for index, in_variable in zip(range(num_gpus), names, strict=False)
     )

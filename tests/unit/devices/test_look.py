@@ -15,7 +15,7 @@ import torch
 from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, machine, refusal
 
 from lockstep.devices import Inventory, take_inventory
-from lockstep.devices.choose import find_occupants
+from lockstep.devices.choose import choose_devices, find_occupants
 from lockstep.devices.holders import look_up_holder
 from lockstep.devices.own_memory import measure_own_memory
 from lockstep.settings import VisibleDevices
@@ -182,6 +182,30 @@ def test_cards_that_only_torch_sees_are_taken_from_it(
     assert [gpu.index for gpu in inventory.gpus] == [0, 1]
     assert [gpu.cuda_name for gpu in inventory.gpus] == names
     assert inventory.problem == ""
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("xpu", "ZE_AFFINITY_MASK"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
+@pytest.mark.parametrize(("shown_numbers", "names"), [(None, ["0", "1"]), ("2,5", ["2", "5"])])
+def test_other_accelerators_are_found_and_given_one_per_worker(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str, shown_numbers: str | None, names: list[str]
+) -> None:
+    # There were only GPUs of NVIDIA and AMD: the workers of a machine with others trained on its CPU.
+    monkeypatch.setattr(torch.version, "xpu", "2025")
+    for name, value in (
+        ("is_available", True),
+        ("current_accelerator", SimpleNamespace(type=kind)),
+        ("device_count", 2),
+    ):
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.delenv(variable, raising=False)
+    if shown_numbers is not None:
+        monkeypatch.setenv(variable, shown_numbers)
+    missing = refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    inventory = look_at(broken=missing, torch_problem="this torch is built without CUDA")
+    placement = choose_devices("auto", inventory=inventory)
+    assert [device.name for device in placement.devices] == [f"{kind}:0"] * 2
+    assert [device.variables() for device in placement.devices] == [{variable: name} for name in names]
+    assert placement.variables_of_all() == {variable: ",".join(names)}
 
 
 def test_numbers_in_cudas_own_order_are_the_drivers_to_read() -> None:
