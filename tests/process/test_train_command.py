@@ -391,7 +391,7 @@ def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str,
         os.execv(COMMAND[0], [*COMMAND, *arguments])
     output = ""
     workers: list[psutil.Process] = []
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 55
     while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 0.5)[0]:
             continue
