@@ -19,6 +19,9 @@ LAUNCHED = "LOCKSTEP_LAUNCHED"
 """A variable that is equal to MASTER_PORT in the workers of `ls.launch`. These have torchrun's variables too. If a
 worker starts another launcher, that launcher changes MASTER_PORT, so the two differ in its workers."""
 
+_CHANNEL = "LOCKSTEP_CHANNEL"
+"""A worker's channel to `lockstep run`: its descriptor, the launcher's process, the MASTER_PORT of the launch."""
+
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
@@ -135,6 +138,26 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     """
     source = os.environ if environ is None else environ
     return bool(source.get(LAUNCHED)) and source[LAUNCHED] == source.get("MASTER_PORT")
+
+
+def channel_variable(descriptor: int, port: int) -> dict[str, str]:
+    """Return the variable that tells a child of this process which descriptor is its channel."""
+    return {_CHANNEL: f"{descriptor},{os.getpid()},{port}"}
+
+
+def read_channel(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the descriptor of this process' channel to `lockstep run`; None if that did not start it as a worker.
+
+    A process that a worker starts has the variable too, but its parent is another one. So has the worker of another
+    launcher that a worker has started; the port of its rendezvous is another one, too.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    descriptor, _, rest = source.get(_CHANNEL, "").partition(",")
+    is_own = rest == f"{os.getppid()},{source.get('MASTER_PORT')}"
+    return int(descriptor) if is_own and descriptor.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

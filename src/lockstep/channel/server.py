@@ -6,7 +6,7 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
@@ -32,11 +32,15 @@ class ChannelServer:
 
     A worker that does not read, because it is stopped, delays no other: what it has not read is kept for it.
 
+    Args:
+        on_request: Called in the serving thread with every request of a worker.
+
     Attributes:
         reports: What workers reported: pairs of a worker's number and a message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
+        self._on_request = on_request
         self.reports: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._report_reader, self._report_writer = _wake_pipe()
         self._commands: queue.SimpleQueue[tuple[str, int, socket.socket | Message | None]] = queue.SimpleQueue()
@@ -131,6 +135,7 @@ class ChannelServer:
                     self.reports.put((connection.worker, message))
                     _wake(self._report_writer)
                     continue
+                self._on_request()
                 for reply in self._table.answer(connection.worker, message):
                     self._send(selector, reply.worker, reply.message)
         except (ValueError, KeyError, TypeError):  # not from our client: code of the user wrote to the descriptor

@@ -2,7 +2,7 @@
 
 launcher                                           worker r
 --------                                           --------
-1 open the rendezvous, on a port that the kernel picks
+1 open the rendezvous: a channel to each worker, and for programs without Lockstep a port that the kernel picks
 2 start the process in a session of its own   ->   script_entry.py: register with the guardian, become the script
 3 forward its output                          <-   stdout, stderr
 4 wait for exits and signals
@@ -20,6 +20,7 @@ from pathlib import Path
 from signal import Signals
 from typing import final
 
+from lockstep.channel.server import ChannelServer
 from lockstep.devices import Placement, count_cores
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
@@ -33,7 +34,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.settings import LAUNCHED, read_num_threads, read_python_path, worker_environment
+from lockstep.settings import LAUNCHED, channel_variable, read_num_threads, read_python_path, worker_environment
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -45,8 +46,9 @@ _DRAIN_SECONDS = 1.0
 """After a signal: how long the terminal may take to print the workers' output."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
-_NUM_DESCRIPTORS = 6
-"""How many the launcher needs for each worker, at most: two pipes, two log files, two connections to the store."""
+_NUM_DESCRIPTORS = 11
+"""How many the launcher needs for each worker, at most: two pipes, two log files, its channel, and three for each of
+two connections to the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,9 @@ def run_script(job: ScriptJob) -> Ending:
     with ExitStack() as stack:
         signals = stack.enter_context(SignalPipe())
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
-        pool = _ScriptWorkerPool(job)
+        server = ChannelServer(on_request=rendezvous.was_found.set)
+        stack.callback(server.close)
+        pool = _ScriptWorkerPool(job, server)
         stack.callback(pool.close)
         kills = read_oom_kills()
         pool.start(rendezvous)
@@ -162,8 +166,9 @@ class _ScriptWorker:
 class _ScriptWorkerPool:
     """The workers of one launch of a script."""
 
-    def __init__(self, job: ScriptJob) -> None:
+    def __init__(self, job: ScriptJob, server: ChannelServer) -> None:
         self._job = job
+        self._server = server
         self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
@@ -188,21 +193,23 @@ class _ScriptWorkerPool:
                 num_restarts=self._job.num_restarts,
                 max_restarts=self._job.max_restarts,
             )
-            self._start_one(rank, _environment(self._job, settings, is_piped=self._relays is not None))
+            environment = _environment(self._job, settings, is_piped=self._relays is not None)
+            with self._server.worker_end(rank) as channel:
+                self._start_one(rank, {**environment, **channel_variable(channel, rendezvous.port)}, channel)
 
-    def _start_one(self, rank: int, environment: dict[str, str]) -> None:
+    def _start_one(self, rank: int, environment: dict[str, str], channel: int) -> None:
         local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
         command = [*self._job.program, *local_rank, *self._job.arguments]
         stdin = None if self._job.world_size == 1 else subprocess.DEVNULL
         if self._relays is None:
             self._workers.append(
-                _ScriptWorker(rank, self._sessions.start(command, environment, stdin, (None, None)), None)
+                _ScriptWorker(rank, self._sessions.start(command, environment, stdin, (None, None), channel), None)
             )
             return
         stdout, _ = self._relays.open(rank, "stdout")
         stderr, tail = self._relays.open(rank, "stderr")
         try:
-            process = self._sessions.start(command, environment, stdin, (stdout, stderr))
+            process = self._sessions.start(command, environment, stdin, (stdout, stderr), channel)
         finally:
             os.close(stdout)
             os.close(stderr)

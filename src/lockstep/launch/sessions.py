@@ -61,6 +61,7 @@ class Sessions:
         environment: Mapping[str, str],
         stdin: int | None,
         outputs: tuple[int | None, int | None],
+        channel: int,
     ) -> subprocess.Popen[bytes]:
         """Start a program. Use `exit_code` to see whether it has ended, and never `Popen.wait` or `Popen.poll`.
 
@@ -69,10 +70,11 @@ class Sessions:
             environment: All of its variables.
             stdin: `subprocess.DEVNULL`, or None for the stdin of this process.
             outputs: Descriptors for stdout and stderr; None for those of this process.
+            channel: Descriptor of its end of the channel to the launcher.
         """
         process = subprocess.Popen(  # noqa: S603 - what the user asked for
             [sys.executable, *_ISOLATED, script_entry.__file__, str(os.getpid()), str(self._pipe), *command],
-            pass_fds=(self._pipe,),
+            pass_fds=(self._pipe, channel),
             stdin=stdin,
             stdout=outputs[0],
             stderr=outputs[1],

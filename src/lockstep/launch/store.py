@@ -7,9 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
-from lockstep.launch.readiness import wait_to_read
+from lockstep.launch.forwarding import Forwarding
+from lockstep.launch.output import print_message
+from lockstep.launch.port_guard import PortGuard
+from lockstep.launch.tcp_owner import kernel_address, read_sockets
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -18,6 +21,8 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """The network interface that Gloo uses."""
 _BACKLOG = 128
+_NUM_ATTEMPTS = 20
+"""How often to open the store anew, if others connect to its port before it is guarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Rendezvous:
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
     was_found: threading.Event = field(default_factory=threading.Event)
-    """Set when the first process connects to the store that the launcher serves."""
+    """Set when the first worker connects to the store that the launcher serves."""
 
 
 @contextmanager
@@ -49,8 +54,8 @@ def reserved_port() -> Iterator[int]:
 def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
     """Keep the rendezvous of a script's workers open within the block.
 
-    The launcher serves it from the first connection on. So a launch whose workers never connect does not import torch,
-    which takes a second and 150 MB.
+    The launcher serves it from the first connection of its own user on; connections of other users are closed at once.
+    So a launch whose workers never connect does not import torch, which takes a second and 150 MB.
 
     A single worker serves its store itself. If its script starts processes of its own (`torch.multiprocessing.spawn`),
     it makes a rendezvous for them, and with TORCHELASTIC_USE_AGENT_STORE they would expect that a launcher serves it.
@@ -76,17 +81,78 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 
 
 def _serve_when_asked(listener: socket.socket, over: int, was_found: threading.Event) -> None:
-    """Serve the store from the first connection on, until `over` is closed at its other end."""
-    ready = wait_to_read(listener.fileno(), over)
-    if over not in ready:
-        was_found.set()
-        store = _serve(listener)
-        wait_to_read(over)
-        del store
+    """Pass connections of this user on to a store, until `over` is closed at its other end."""
+    with GuardedStore() as store:
+
+        def connect() -> socket.socket:
+            was_found.set()
+            try:
+                return store.connect()
+            except OSError as error:
+                print_message(f"error: The rendezvous of this launch cannot be served: {error}")
+                raise
+
+        Forwarding(listener, over, connect, _report_stranger).run()
 
 
-def _serve(listener: socket.socket) -> "TCPStore":
-    from torch.distributed import TCPStore
+def _report_stranger(name: str) -> None:
+    print_message(
+        f"lockstep: warning: the user {name} has connected to the rendezvous of this launch, and was not let in."
+    )
 
-    port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+@final
+class GuardedStore:
+    """A TCPStore that only this process can connect to; it is opened at the first connection."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._guard: PortGuard | None = None
+
+    def __enter__(self) -> "GuardedStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store = None
+        if self._guard is not None:
+            self._guard.close()
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the store.
+
+        Raises:
+            OSError: Others connected each time before the port could be guarded.
+        """
+        if self._guard is None:
+            self._guard = self._open()
+        return self._guard.connect()
+
+    def _open(self) -> PortGuard:
+        """Open the store.
+
+        torch's store makes a connection to itself, so its port can be guarded only after that. If another one was made
+        in between, this store is not used: it would be seen among the connections, or by a key that it has set.
+        """
+        from torch.distributed import TCPStore
+
+        for _ in range(_NUM_ATTEMPTS):
+            with socket.socket() as listener:
+                listener.bind((LOOPBACK, 0))
+                listener.listen(_BACKLOG)
+                address = listener.getsockname()
+                guard = PortGuard(listener)
+                self._store = TCPStore(
+                    *address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
+            if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
+                return guard
+            guard.close()
+            self._store = None
+        raise OSError(f"Other processes connected {_NUM_ATTEMPTS} times to the store before its port was guarded.")
+
+
+def _count_connections(address: tuple[str, int]) -> int:
+    """Return how many connections to a port there are or were a moment ago, as its end of them or as the other."""
+    port = kernel_address(address)
+    ends = [each for each in read_sockets() if port in {each.local, each.remote} and not each.is_listening]
+    return len({frozenset((each.local, each.remote)) for each in ends})

@@ -25,6 +25,7 @@ from torch.distributed import init_process_group as make_torchs_group
 
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.comm.bootstrap.identity import find_world, is_announced, read_torch_variables
+from lockstep.comm.bootstrap.inherited_channel import inherited_store
 from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces, explain_wrong_interface
 from lockstep.comm.bootstrap.store import (
     OpenedStore,
@@ -138,7 +139,9 @@ def init_process_group(  # the parameters are torch's, in torch's order
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + ("" if check is None else f" with check={check}")
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
-        location = find_store_location(init_method or "env://", store, variables)
+        is_own_place = is_env and (str(rank), str(world_size)) == (variables.rank, variables.world_size)
+        own_store = inherited_store() if is_own_place else None
+        location = find_store_location(init_method or "env://", own_store or store, variables)
         limit = timeout if timeout is not None else default_timeout(backend)
         limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)

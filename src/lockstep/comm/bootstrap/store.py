@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous
 
 from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
+from lockstep.comm.bootstrap.listener import listen_for_store
 from lockstep.errors import GroupError
 from lockstep.settings import WorldVariables
 
@@ -208,7 +209,9 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
     """Return the store; None if it did not open within `seconds`, or a program listens there and does not answer."""
 
     def open_with_torch() -> Store:
-        if location.scheme == "tcp" and location.is_hosted:  # torch would use an agent's store at any address
+        if location.is_hosted:  # torch would listen everywhere, and use an agent's store at any address of tcp://
+            uses_libuv = "use_libuv=0" not in location.url
+            listener = listen_for_store(location.host, location.port) if rank == 0 and uses_libuv else None
             return dist.TCPStore(
                 location.host,
                 location.port,
@@ -216,7 +219,8 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
                 is_master=rank == 0,
                 timeout=timedelta(seconds=seconds),
                 multi_tenant=True,
-                use_libuv="use_libuv=0" not in location.url,
+                use_libuv=uses_libuv,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         # A world of 1: with the real size, rank 0 would wait in torch for the others and not report which are missing.
         store: Store = next(iter(rendezvous(location.torch_url, rank, 1, timeout=timedelta(seconds=seconds))))[0]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -138,3 +139,17 @@ def test_a_file_without_a_directory_is_refused(tmp_path: Path) -> None:
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="cannot be opened: Is a directory"):
         open_store(location(f"file://{tmp_path}"), 0, 1, SHORT)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_of_one_host_listens_on_loopback_alone(host: str, closed_port: int) -> None:
+    # torch's store listens on every interface, and takes whoever connects.
+    at = location("env://", MASTER_ADDR=host, MASTER_PORT=str(closed_port))
+    opened = open_store(at, 0, 1, LONG)
+    assert opened is not None
+    again = open_store(at, 0, 1, LONG)  # the next group of the process, while a part of the first one is left
+    assert again is not None
+    again.store.set("key", "value")
+    assert opened.store.get("key") == b"value"
+    found = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [each.ip for each in found if each.port == closed_port] == ["127.0.0.1"]
