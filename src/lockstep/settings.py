@@ -194,6 +194,15 @@ def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) ->
     return (os.environ if environ is None else environ).get(VISIBLE_VARIABLES[kind])
 
 
+def read_token(environ: Mapping[str, str] | None = None) -> str:
+    """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    return (os.environ if environ is None else environ).get("LOCKSTEP_TOKEN", "")
+
+
 def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
     """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set.
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from tests.process.test_run_command import COMMAND, wait_until
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it takes another user's id")

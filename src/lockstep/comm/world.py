@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
+from lockstep.comm.object_gather import gather_objects
 from lockstep.torch_private import default_group, store_of
 
 Result = TypeVar("Result")
@@ -31,12 +32,13 @@ class World:
         return self.group is not None and not (self.is_torchs and group_store(self.group) is None)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every worker's `value`, in rank order (collective; small, picklable values)."""
-        if self.group is None:
-            return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        """Return every worker's `value`, in rank order (collective; small, picklable values).
+
+        Raises:
+            GroupError: The group's messages travel over sockets, there is no LOCKSTEP_TOKEN, and a value is not plain
+                data.
+        """
+        return [value] if self.group is None else gather_objects(value, self.group)
 
     def from_first(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns on rank 0, where alone it is called, or raise what it raises (collective)."""
