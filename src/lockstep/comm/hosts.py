@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, ProcessGroup, Store
 
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.host_identity import host_identity
+from lockstep.comm.stored_values import read_texts
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")
@@ -107,10 +108,8 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
     with store_loss_explained():
         store.set(keys[rank], json.dumps([host_identity(), socket.gethostname()]))
         wait_for_members(store, keys, members, deadline)
-        found = [json.loads(store.get(key)) for key in keys]  # not every store has multi_get
-    return GroupHosts(
-        identities=tuple(str(identity) for identity, _ in found), host_names=tuple(str(name) for _, name in found)
-    )
+        found = [read_texts(key, store.get(key), 2) for key in keys]  # not every store has multi_get
+    return GroupHosts(identities=tuple(identity for identity, _ in found), host_names=tuple(name for _, name in found))
 
 
 @contextmanager

@@ -6,10 +6,9 @@ which works when the devices do not.
 """
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.comm.world import World, group_store
 from lockstep.errors import GroupError
 
@@ -75,7 +75,7 @@ def check_links(world: World, device: torch.device, *, limit_seconds: float = 30
     reports: list[LinkReport] = []
     for ranks in _sets_of_ranks(world.world_size):
         place = PrefixStore(f"link_check/{number}/{ranks}", store)
-        place.set(str(world.rank), json.dumps(asdict(_check_set(ranks, world, device, limit_seconds))))
+        place.set(str(world.rank), to_stored(_check_set(ranks, world, device, limit_seconds)))
         found = [_read(place, rank, limit_seconds) for rank in range(world.world_size)]
         problems = [report.problem for report in found if report.problem]
         reports.append(
@@ -156,4 +156,4 @@ def _read(place: Store, rank: int, limit_seconds: float) -> _RankReport:
     except dist.DistError:
         problem = f"Rank {rank} did not report within {3 * limit_seconds:g} s: it has ended, or a call does not return."
         return _RankReport(seconds=0.0, problem=problem, is_stuck=True)
-    return _RankReport(**json.loads(place.get(str(rank))))
+    return read_record(str(rank), place.get(str(rank)), _RankReport)

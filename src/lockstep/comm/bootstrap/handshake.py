@@ -24,11 +24,10 @@ for a short time until the others have read the reason.
 
 import contextlib
 import itertools
-import json
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from typing import final
@@ -36,6 +35,7 @@ from typing import final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from lockstep.comm.stored_values import read_number, read_record, to_stored
 from lockstep.errors import GroupError
 
 RESPONSE_SECONDS = 5.0
@@ -204,13 +204,12 @@ class _Handshake:
         """Return the decision, or None as long as there is none."""
         if not self._store.check(["decision"]):
             return None
-        found = json.loads(self._store.get("decision"))
-        return _HandshakeResult(**{**found, "outcome": Outcome(found["outcome"])})
+        return read_record("decision", self._store.get("decision"), _HandshakeResult)
 
     def wait_for_rank_holder(self) -> Announcement | None:
         """Return the worker that has the place of this worker's rank; wait for it for a short time."""
         key = f"place/{self._me.rank}"
-        return Announcement(**json.loads(self._store.get(key))) if self._wait([key], _CLAIM_SECONDS) else None
+        return read_record(key, self._store.get(key), Announcement) if self._wait([key], _CLAIM_SECONDS) else None
 
     def has_begun(self) -> bool:
         """Return whether any worker has started it."""
@@ -299,7 +298,7 @@ class _Handshake:
     def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _HandshakeResult:
         """Store the decision on the generation, unless there is one; return the stored one."""
         decision = _HandshakeResult(outcome=outcome, message=message, num_readers=num_readers)
-        self._store.compare_set("decision", _ABSENT, json.dumps(asdict(decision)))
+        self._store.compare_set("decision", _ABSENT, to_stored(decision))
         self._root.set(_DECIDED, str(self._generation))
         self._wake_all("it is decided")
         decided = self.decision()
@@ -311,7 +310,7 @@ class _Handshake:
 
     def _claim(self, key: str) -> Announcement:
         """Set `key` to this worker, unless it is set; return the worker that it holds."""
-        return Announcement(**json.loads(self._store.compare_set(key, _ABSENT, json.dumps(asdict(self._me)))))
+        return read_record(key, self._store.compare_set(key, _ABSENT, to_stored(self._me)), Announcement)
 
     def _wake_all(self, why: str) -> None:
         self._store.compare_set("wake", _ABSENT, why)
@@ -329,7 +328,7 @@ class _Handshake:
 
 def _latest_decided(store: Store) -> int:
     """Return about the last generation that has a decision; no worker needs earlier ones."""
-    return int(store.get(_DECIDED)) if store.check([_DECIDED]) else 0
+    return read_number(_DECIDED, store.get(_DECIDED)) if store.check([_DECIDED]) else 0
 
 
 def _find_mistake(first: Announcement, me: Announcement) -> str | None:

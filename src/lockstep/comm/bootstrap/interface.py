@@ -17,10 +17,9 @@ Workers that are all on one host use loopback, without the store.
 
 import contextlib
 import ipaddress
-import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -30,6 +29,7 @@ from torch.distributed import PrefixStore, Store
 from lockstep.comm.bootstrap.store import StoreLocation
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupHosts, GroupMembers, wait_for_members
+from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import GroupError
 from lockstep.settings import read_gloo_interface, set_gloo_interface
 
@@ -107,10 +107,10 @@ def describe_interfaces() -> str:
 
 
 def _exchange(store: Store, rank: int, world_size: int, mine: _Route, deadline: Deadline) -> list[_Route]:
-    store.set(str(rank), json.dumps(asdict(mine)))
+    store.set(str(rank), to_stored(mine))
     keys = [str(number) for number in range(world_size)]
     wait_for_members(store, keys, GroupMembers(names=range(world_size)), deadline)
-    return [_Route(**json.loads(text)) for text in store.multi_get(keys)]
+    return [read_record(f"route/{key}", text, _Route) for key, text in zip(keys, store.multi_get(keys), strict=True)]
 
 
 def _find_route(location: StoreLocation) -> _Route:

@@ -43,6 +43,7 @@ from lockstep.comm.hosts import (
 )
 from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
+from lockstep.comm.stored_values import read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")
@@ -72,6 +73,16 @@ class GroupHandles:
     """A descriptor of the process of every other rank, readable once it has ended."""
     pids: dict[int, int]
     """Its process id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reason:
+    """Why a rank has failed."""
+
+    rank: int
+    """The rank that it has lost; -1 for another reason."""
+    message: str
+    """The message of its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +125,14 @@ def connect_ranks(
     try:
         with store_loss_explained():
             if listener is not None:
-                store.set(_ADDRESS, listener.getsockname()[1:].decode("ascii"))
+                store.set(_ADDRESS, json.dumps([listener.getsockname()[1:].decode("ascii")]))
             if hosts is None:
                 hosts = find_hosts(store, rank, members, deadline)
             else:
                 keys = [f"arrived/{peer}" for peer in range(layout.size)]
                 store.set(keys[rank], "yes")
                 wait_for_members(store, keys, members, deadline)
-            address = store.get(_ADDRESS).decode("ascii")  # set before rank 0 set its key
+            (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)  # set before rank 0 set its key
         reason = hosts.why_not_shared(members.names)
         if reason:
             return NotShared(reason=reason), hosts
@@ -148,7 +159,7 @@ def _publishing_reason(store: Store, key: str) -> Iterator[None]:
         yield
     except (GroupError, OSError) as error:
         with suppress(RuntimeError):  # the store is lost too
-            store.set(key, json.dumps([getattr(error, "rank", -1), str(error)]))
+            store.set(key, to_stored(_Reason(rank=getattr(error, "rank", -1), message=str(error))))
         raise
 
 
@@ -179,8 +190,8 @@ def _read_reason(store: Store, key: str) -> GroupError | None:
         stored = b""
     if not stored:
         return None
-    rank, message = json.loads(stored)
-    return GroupError(message) if rank < 0 else PeerLostError(message, rank=rank)
+    found = read_record(key, stored, _Reason)
+    return GroupError(found.message) if found.rank < 0 else PeerLostError(found.message, rank=found.rank)
 
 
 def _receive_all(

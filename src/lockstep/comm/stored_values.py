@@ -1,0 +1,91 @@
+"""Reading what the store of a rendezvous holds: whoever can reach the store may have written it."""
+
+import json
+import typing
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from lockstep.errors import GroupError
+
+Record = TypeVar("Record")
+_SHOWN = 60
+
+
+def to_stored(record: Any) -> str:
+    """Return a dataclass of texts, numbers and truth values as text."""
+    return json.dumps(asdict(record))
+
+
+def read_record(key: str, raw: bytes | str, kind: type[Record]) -> Record:
+    """Return what `to_stored` was given.
+
+    Args:
+        key: Under which it was found.
+        raw: What was found.
+        kind: The dataclass; its fields have the types str, int, float or bool, or are enums of text.
+
+    Raises:
+        GroupError: It is something else.
+    """
+    found: Record = _read(key, raw, lambda text: _to_record(json.loads(text), kind))
+    return found
+
+
+def read_number(key: str, raw: bytes | str) -> int:
+    """Return a whole number that is not negative.
+
+    Raises:
+        GroupError: It is something else.
+    """
+    return int(_read(key, raw, _to_number))
+
+
+def read_texts(key: str, raw: bytes | str, count: int) -> list[str]:
+    """Return a list of so many texts.
+
+    Raises:
+        GroupError: It is something else.
+    """
+    found: list[str] = _read(key, raw, lambda text: _to_texts(json.loads(text), count))
+    return found
+
+
+def _read(key: str, raw: bytes | str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(raw.decode() if isinstance(raw, bytes) else raw)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        shown = bytes(raw[:_SHOWN]) if isinstance(raw, bytes) else raw[:_SHOWN]
+        raise GroupError(
+            f"The store of the rendezvous holds {shown!r} under the key {key!r}, which no worker of Lockstep writes. "
+            "Another program writes to this store, or workers have different versions of Lockstep. Give each training "
+            "a port of its own, which no one else can reach."
+        ) from error
+
+
+def _to_record(found: Any, kind: type[Any]) -> Any:
+    types = typing.get_type_hints(kind)
+    if not isinstance(found, dict) or set(found) != {each.name for each in fields(kind)}:
+        raise TypeError("It has other fields.")
+    return kind(**{name: _to_value(value, types[name]) for name, value in found.items()})
+
+
+def _to_value(value: Any, kind: type[Any]) -> Any:
+    if issubclass(kind, Enum) or (kind is float and type(value) is int):
+        return kind(value)
+    if type(value) is not kind:
+        raise TypeError(f"A field is {value!r}, expected {kind.__name__}.")
+    return value
+
+
+def _to_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("It is not a number.")
+    return int(text)
+
+
+def _to_texts(found: Any, count: int) -> list[str]:
+    if not isinstance(found, list) or len(found) != count or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"It is not a list of {count} texts.")
+    return found
