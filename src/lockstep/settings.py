@@ -6,7 +6,7 @@ test can pass a mapping instead of the environment.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,6 +46,16 @@ _RECORDED = frozenset(
 """Variables that are recorded with a run, besides those whose names begin with one of `_RECORDED_PREFIXES`."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
 """A variable whose name has one of these may hold a secret and is not recorded."""
+_SECRET_WORDS = frozenset(
+    {
+        *("apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "key", "passphrase"),
+        *("passwd", "password", "pat", "pwd", "secret", "secrets", "token"),
+    }
+)
+"""An option one of whose words is one of these may hold a secret: `--api-key`, `data_args.token`."""
+_OPTION = re.compile(r"(?P<name>-{0,2}[\w.-]*[\w])=(?P<value>.+)", re.DOTALL)
+_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HIDDEN = "***"
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _KERNEL_VARIABLES = {
@@ -284,7 +294,31 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     source = os.environ if environ is None else environ
     names = (name for name in sorted(source) if name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
-    return {name: source[name] for name in names if not _SECRET.search(name)}
+    found = {name: source[name] for name in names if not _SECRET.search(name)}
+    return {name: _URL_PASSWORD.sub(_HIDDEN, value) for name, value in found.items()}
+
+
+def hide_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command without what may be secret: values of such names, users in addresses.
+
+    Args:
+        arguments: A command, as `sys.argv` has it.
+    """
+    shown = []
+    is_value = False
+    for argument in arguments:
+        option = _OPTION.fullmatch(argument)
+        if option is not None and _is_secret_name(option["name"]):
+            shown.append(f"{option['name']}={_HIDDEN}")
+        else:
+            hides = is_value and not argument.startswith("-")
+            shown.append(_HIDDEN if hides else _URL_PASSWORD.sub(_HIDDEN, argument))
+        is_value = option is None and argument.startswith("-") and _is_secret_name(argument)
+    return shown
+
+
+def _is_secret_name(name: str) -> bool:
+    return any(word in _SECRET_WORDS for word in re.split(r"[^a-z]+", name.lower()))
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:

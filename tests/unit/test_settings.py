@@ -1,9 +1,11 @@
 """Variables, read from mappings."""
 
+import os
+
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.settings import read_check, read_job, worker_environment
+from lockstep.settings import channel_variable, hide_secrets, read_channel, read_check, read_job, worker_environment
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON", " on "])
@@ -54,3 +56,24 @@ def test_overrides_come_before_the_users_values_and_these_before_defaults() -> N
 )
 def test_a_job_is_what_its_restarts_have_in_common(variables: dict[str, str], job: str | None) -> None:
     assert read_job(variables) == job
+
+
+def test_secrets_of_a_command_are_not_recorded() -> None:
+    command = ["lockstep", "train", "a.yaml", "data_args.api_key=abc", "--token", "abc", "--password=a=bc", "-v"]
+    others = ["model_args.tokenizer=bert", "max_tokens=512", "data_args.url=https://me:abc@host/a", "--token"]
+    shown = hide_secrets([*command, *others])
+    assert "abc" not in " ".join(shown)
+    assert shown[:4] == ["lockstep", "train", "a.yaml", "data_args.api_key=***"]
+    assert shown[4:8] == ["--token", "***", "--password=***", "-v"]
+    assert shown[8:] == ["model_args.tokenizer=bert", "max_tokens=512", "data_args.url=https://***@host/a", "--token"]
+
+
+def test_a_channel_belongs_to_the_process_that_the_launcher_started() -> None:
+    # What a worker starts inherits the variable. It would read messages that are meant for the worker.
+    variable = channel_variable(7, 4321)["LOCKSTEP_CHANNEL"]
+    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) is None  # of a child of this process
+    variable = variable.replace(str(os.getpid()), str(os.getppid()))
+    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) == 7
+    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4322"}) is None  # another launcher's worker
+    assert read_channel({"LOCKSTEP_CHANNEL": "x,y,z", "MASTER_PORT": "4321"}) is None
+    assert read_channel({}) is None

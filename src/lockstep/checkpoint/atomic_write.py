@@ -58,6 +58,11 @@ def atomic_write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def is_temp_name(name: str) -> bool:
+    """Return whether a file of this name is one of ours that has not got its final name yet."""
+    return _TEMP_NAME.fullmatch(name) is not None
+
+
 def remove_stale_temp_files(directory: Path) -> None:
     """Remove the temporary files of killed writers from a directory. [Note: stale temporary files].
 
@@ -65,7 +70,7 @@ def remove_stale_temp_files(directory: Path) -> None:
         OSError: The directory cannot be read.
     """
     for path in directory.iterdir():
-        if _TEMP_NAME.fullmatch(path.name):
+        if is_temp_name(path.name):
             with suppress(OSError):  # its writer is alive, or it was removed, or the file system has no locks
                 _remove_if_unlocked(path)
 

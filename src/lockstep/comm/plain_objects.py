@@ -1,8 +1,8 @@
 """Objects as bytes that can be read from anybody: pickles in which only data is accepted.
 
 A pickle names functions, and reading it calls them, so one from a stranger runs what the stranger likes. Reading here
-accepts classes that hold data: Python's and NumPy's values, torch's types and tensors, our dataclasses, enums and
-exceptions. All else is refused before it is called.
+accepts classes that hold data: Python's and NumPy's values, torch's types and tensors, our dataclasses, configs,
+enums and exceptions. All else is refused before it is called.
 """
 
 import builtins
@@ -19,6 +19,8 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+
+from lockstep.errors import PeerFailedError
 
 _BUILTINS = frozenset({"bytearray", "complex", "frozenset", "range", "set", "slice"})
 _CLASSES = {
@@ -63,6 +65,15 @@ def pack_plain(value: Any) -> bytes:
     packed = stream.getvalue()
     unpack_plain(packed)
     return packed
+
+
+def to_plain_error(error: Exception, rank: int) -> Exception:
+    """Return an exception as other ranks can read it: itself, or one that has its class and message as text."""
+    try:
+        pack_plain(error)
+    except RefusedObjectError:
+        return PeerFailedError(f"Rank {rank} has failed: {type(error).__name__}: {error}")
+    return error
 
 
 def unpack_plain(packed: bytes) -> Any:
@@ -134,6 +145,7 @@ def _find(module: str, name: str) -> Any:
     if module.startswith("lockstep."):
         found = getattr(sys.modules.get(module), name, None)
         is_ours = isinstance(found, type) and found.__module__ == module
-        is_data = dataclasses.is_dataclass(found) or (is_ours and issubclass(found, Enum | Exception))
+        is_record = dataclasses.is_dataclass(found) or "__pydantic_fields__" in getattr(found, "__dict__", {})
+        is_data = is_record or (is_ours and issubclass(found, Enum | Exception))
         return found if is_ours and is_data else None
     return None

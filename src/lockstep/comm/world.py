@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from lockstep.comm.object_gather import gather_objects
+from lockstep.comm.plain_objects import to_plain_error
 from lockstep.torch_private import default_group, store_of
 
 Result = TypeVar("Result")
@@ -49,12 +50,16 @@ class World:
                 result = call()
             except Exception as error:  # noqa: BLE001 - it is raised on every rank
                 failure = error
-        result, failure = self.gather_objects((result, failure))[0]
+        sent = None if failure is None else to_plain_error(failure, self.rank)
+        result, received = self.gather_objects((result, sent))[0]
+        failure = received if failure is None else failure
         try:
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # its traceback has this frame: a cycle, which would keep what the frames hold
+            failure = received = sent = (
+                None  # its traceback has this frame: a cycle, which would keep what the frames hold
+            )
         return cast("Result", result)
 
 

@@ -16,6 +16,10 @@ from lockstep.errors import ConfigError, DeviceError, counted
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 Kwargs = dict[str, Any]
+_MAX_VALUES = 100_000
+"""How many values a config may hold, aliases written out."""
+_MAX_BYTES = 1 << 20
+"""How long its file may be."""
 
 
 class Config(BaseModel):
@@ -166,13 +170,16 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             all mistakes.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(
             f"There is no config file {path}. Check the path. For an example, see examples/digits.yaml."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, which no config is. Check the path.")
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {_kind(values)}, expected keys and values such as `batch_size: 128`.")
@@ -198,9 +205,45 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
         ) from error
 
 
+def _check_size(root: Any, source: str) -> None:
+    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes.
+
+    Args:
+        root: Its node; None for an empty document.
+        source: What it is, for the message.
+
+    Raises:
+        ConfigError: It is larger, or contains itself.
+    """
+    sizes: dict[int, int] = {}
+    under_way: set[int] = set()
+
+    def count(node: Any) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in under_way:
+            raise ConfigError(f"{source} has a value that contains itself: the alias of an anchor is inside of it.")
+        under_way.add(id(node))
+        value = node.value if isinstance(node.value, list) else []
+        inner = [each for entry in value for each in (entry if isinstance(entry, tuple) else (entry,))]
+        sizes[id(node)] = found = 1 + sum(map(count, inner))
+        under_way.discard(id(node))
+        return found
+
+    num_values = count(root) if root is not None else 0
+    if num_values > _MAX_VALUES:
+        raise ConfigError(
+            f"{source} stands for {num_values:,} values, and a config has at most {_MAX_VALUES:,}. Its aliases (*name) "
+            "repeat what their anchors (&name) hold: write out what is needed."
+        )
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
+        _check_size(YAML(typ="safe", pure=True).compose(text), source)
         return YAML(typ="safe", pure=True).load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply for a config.") from error
     except (YAMLError, ValueError) as error:  # ValueError: an invalid date
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lockstep.comm import World
 from lockstep.devices import count_cores, take_inventory
 from lockstep.errors import RunDirectoryError
-from lockstep.settings import read_settings
+from lockstep.settings import hide_secrets, read_settings
 
 ENVIRONMENT_NAME = "environment.json"
 _GIT_SECONDS = 20.0
@@ -87,7 +87,7 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
     earlier = _read(path)
     start = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(hide_secrets(sys.argv)),
         "directory": str(Path.cwd()),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": {"platform": platform.platform(), "cores": count_cores()},

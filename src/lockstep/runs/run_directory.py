@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import Checkpoint
-from lockstep.checkpoint.atomic_write import atomic_write_text
+from lockstep.checkpoint.atomic_write import atomic_write_text, is_temp_name
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.engine.state_file import Scheduler, pack_state
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import RunDirectoryError
 from lockstep.runs.config import Config
 from lockstep.runs.environment import ENVIRONMENT_NAME
-from lockstep.runs.run_lock import LOCK_NAME
+from lockstep.runs.run_lock import LOCK_NAME, explain_holder, find_holder
 
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
@@ -42,7 +42,8 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     """Create the directory of a new run.
 
     Args:
-        run_dir: Its path; None for the first free one of runs/NAME, runs/NAME-2, ...
+        run_dir: Its path; None for the first free one of runs/NAME, runs/NAME-2, ... A directory that a run has left
+            that was killed before its first step is used again: lock it before it is written.
         name: The NAME of numbered directories.
 
     Raises:
@@ -53,13 +54,16 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     try:
         Path(run_dir).mkdir(parents=True)
     except FileExistsError as error:
-        raise RunDirectoryError(_explain_existing(Path(run_dir))) from error
+        if not _is_left_over(Path(run_dir)):
+            raise RunDirectoryError(_explain_existing(Path(run_dir))) from error
     except OSError as error:
         raise RunDirectoryError(f"The run directory {run_dir} cannot be created: {error}.") from error
     return Path(run_dir)
 
 
 def _explain_existing(path: Path) -> str:
+    if (holder := find_holder(path)) is not None:
+        return explain_holder(path, holder)
     start = f"The run directory {path} exists already, and a run is never overwritten."
     if path.is_dir() and find_checkpoints(path):
         return f"{start} Continue the run with --resume, or choose another name: run_dir=NAME."
@@ -89,12 +93,24 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 def discard_unused(run_dir: Path) -> None:
     """Remove the directory of a run that failed before its first step, so that its name is free again."""
-    paths = list(run_dir.iterdir())
-    written = {CONFIG_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME}
-    if all(path.name in written or path.suffix == ".patch" for path in paths):
-        for path in paths:
-            path.unlink()
-        run_dir.rmdir()
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed under the run, whose error says so
+        paths = list(run_dir.iterdir())
+        if all(map(_is_made_before_training, paths)):
+            for path in paths:
+                path.unlink()
+            run_dir.rmdir()
+
+
+def _is_made_before_training(path: Path) -> bool:
+    is_written = path.name in {CONFIG_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME} or path.suffix == ".patch"
+    return is_written or is_temp_name(path.name)
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a run made this directory and was killed before its first step; another one may take it over."""
+    paths = list(path.iterdir()) if path.is_dir() else []
+    is_of_a_run = {LOCK_NAME, CONFIG_NAME} <= {each.name for each in paths}
+    return is_of_a_run and all(map(_is_made_before_training, paths)) and find_holder(path) is None
 
 
 def find_numbered(name: str) -> dict[int, Path]:

@@ -25,6 +25,10 @@ LOCK_NAME = ".lock"
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _HOLDER_BYTES = 200
 _POLL_SECONDS = 0.1
+_MAKING_SECONDS = 1.0
+"""How long a run may take from making its directory to locking it."""
+_LOOK_SECONDS = 0.02
+_NUM_ATTEMPTS = 10
 
 
 @contextmanager
@@ -59,18 +63,49 @@ def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
             return
 
 
+def find_holder(run_dir: Path) -> str | None:
+    """Return the process that has locked a run directory, in words; None if there is none (local).
+
+    A directory that is just being made is not locked yet for a moment. So where it is empty this waits a little.
+    """
+    deadline = time.monotonic() + _MAKING_SECONDS
+    while run_dir.is_dir() and not any(run_dir.iterdir()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(descriptor)
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def explain_holder(run_dir: Path, holder: str) -> str:
+    """Return the message that another training uses a run directory."""
+    return (
+        f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
+        "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME."
+    )
+
+
+def _read_holder(descriptor: int) -> str:
+    return os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
+
+
 def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
     """Lock the file; return False if another process has locked it, and there is time to try it again."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_now(descriptor)
     except BlockingIOError as error:
         if not must:
             return False
-        holder = os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
-        raise RunDirectoryError(
-            f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
-            "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME."
-        ) from error
+        raise RunDirectoryError(explain_holder(run_dir, _read_holder(descriptor))) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}.") from error
@@ -79,6 +114,16 @@ def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
             stacklevel=4,
         )
     return True
+
+
+def _lock_now(descriptor: int) -> None:
+    """Lock a file; not at the first attempt alone, because `find_holder` of another process locks it for a moment."""
+    for _ in range(_NUM_ATTEMPTS - 1):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_children(file: FileIO) -> None:

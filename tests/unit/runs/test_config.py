@@ -108,3 +108,16 @@ def test_a_run_does_not_start_with_fewer_workers_than_it_may_have_left(tmp_path:
     config.check_workers(2)
     with pytest.raises(ConfigError, match="min_workers is 2, but the run starts with 1 worker"):
         config.check_workers(1)
+
+
+def test_aliases_that_stand_for_gigabytes_are_refused_by_their_size(tmp_path: Path) -> None:
+    # Ten lines filled the memory.
+    levels = [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)]
+    bomb = MINIMAL + "model_args:\n  a0: &a0 [lol]\n" + "".join(levels)
+    assert "run.yaml stands for 2" in message(tmp_path, bomb)
+    assert "a config has at most 100,000" in message(tmp_path, bomb)
+    assert "contains itself" in message(tmp_path, MINIMAL + "model_args: {a: &a [*a]}\n")
+    assert "nested too deeply" in message(tmp_path, MINIMAL + f"model_args: {{a: {'[' * 5000}{']' * 5000}}}\n")
+    assert "longer than 1 MiB" in message(tmp_path, MINIMAL + "#" * (1 << 20))
+    repeated = read_config(write(tmp_path, MINIMAL + "model_args: {a: &a [1, 2], b: *a}\n"))
+    assert repeated.model_args == {"a": [1, 2], "b": [1, 2]}

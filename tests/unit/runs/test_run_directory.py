@@ -6,6 +6,7 @@ import pytest
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.errors import RunDirectoryError
 from lockstep.runs.run_directory import discard_unused, find_run_directory, make_run_directory
+from lockstep.runs.run_lock import lock_run
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,28 @@ def test_a_named_run_is_never_written_over() -> None:
     (make_run_directory("runs/mine", "digits") / "step-1.ckpt").touch()
     with pytest.raises(RunDirectoryError, match=r"exists already.*--resume.*run_dir=NAME"):
         make_run_directory("runs/mine", "digits")
+
+
+def test_a_run_that_loses_the_race_for_a_directory_is_told_who_has_it() -> None:
+    # The loser was told to delete the directory, under the run that trains there.
+    won = make_run_directory("mine", "a")
+    with lock_run(won), pytest.raises(RunDirectoryError, match=r"Another training uses.*process \d+ on host"):
+        make_run_directory("mine", "a")
+
+
+def test_a_directory_that_a_killed_run_has_left_before_its_first_step_is_used_again() -> None:
+    # SIGHUP while the workers started left a directory that blocked its own name.
+    left = make_run_directory("mine", "a")
+    for name in ("config.yaml", ".lock", "environment.json", "uncommitted-1.patch", f".config.yaml.{'a' * 32}.tmp"):
+        (left / name).touch()
+    assert make_run_directory("mine", "a") == left
+    (left / "metrics.jsonl").touch()
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        make_run_directory("mine", "a")
+
+
+def test_a_directory_that_is_gone_hides_no_other_error() -> None:
+    discard_unused(Path("gone"))
 
 
 def test_a_directory_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
