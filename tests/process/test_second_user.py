@@ -69,8 +69,8 @@ def test_another_user_cannot_join_a_launch(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WAITING)
     for way in ("torch", "lockstep"):
         command = [*COMMAND, "--workers", "2", "script.py", way]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as launcher:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe, stdin=pipe) as launcher:
             try:
                 wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="both workers")
                 ports = listening(psutil.Process(launcher.pid))

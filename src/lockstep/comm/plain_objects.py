@@ -144,8 +144,8 @@ def _find(module: str, name: str) -> Any:
         return found if name in _BUILTINS or is_error else None
     if module.startswith("lockstep."):
         found = getattr(sys.modules.get(module), name, None)
-        is_ours = isinstance(found, type) and found.__module__ == module
-        is_record = dataclasses.is_dataclass(found) or "__pydantic_fields__" in getattr(found, "__dict__", {})
-        is_data = is_record or (is_ours and issubclass(found, Enum | Exception))
-        return found if is_ours and is_data else None
+        if not isinstance(found, type) or found.__module__ != module:
+            return None
+        is_record = dataclasses.is_dataclass(found) or "__pydantic_fields__" in vars(found)
+        return found if is_record or issubclass(found, Enum | Exception) else None
     return None

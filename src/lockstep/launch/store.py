@@ -139,11 +139,11 @@ class GuardedStore:
             with socket.socket() as listener:
                 listener.bind((LOOPBACK, 0))
                 listener.listen(_BACKLOG)
-                address = listener.getsockname()
+                address: tuple[str, int] = listener.getsockname()
                 guard = PortGuard(listener)
-                self._store = TCPStore(
-                    *address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-                )
+                host, port = address
+                descriptor = listener.detach()
+                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
             if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
                 return guard
             guard.close()
