@@ -63,6 +63,19 @@ def listening(process: psutil.Process) -> list[int]:
 
 @needs_root
 @pytest.mark.root
+def test_a_network_namespace_without_loopback_is_told_at_once(tmp_path: Path) -> None:
+    # Torch's workers tried to connect for 30 minutes, and nothing said why.
+    (tmp_path / "script.py").write_text("print('done')")
+    in_namespace = ["unshare", "-n", *COMMAND, "--workers", "2", "script.py"]
+    found = subprocess.run(in_namespace, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    if "unshare failed" in found.stderr or "Operation not permitted" in found.stderr:
+        pytest.skip(found.stderr)
+    assert "The loopback interface of this network namespace is down" in found.stderr
+    assert found.stdout.count("done") == 2
+
+
+@needs_root
+@pytest.mark.root
 def test_another_user_cannot_join_a_launch(tmp_path: Path) -> None:
     # Any user finds the port of the rendezvous in /proc/net/tcp. He could set and read keys: choose the text of an
     # error, end the run in a raw ValueError, let it fall back from shared memory to Gloo.

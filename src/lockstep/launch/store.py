@@ -13,6 +13,7 @@ from lockstep.launch.forwarding import Forwarding
 from lockstep.launch.output import print_message
 from lockstep.launch.port_guard import PortGuard
 from lockstep.launch.tcp_owner import kernel_address, read_sockets
+from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -60,6 +61,8 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
     A single worker serves its store itself. If its script starts processes of its own (`torch.multiprocessing.spawn`),
     it makes a rendezvous for them, and with TORCHELASTIC_USE_AGENT_STORE they would expect that a launcher serves it.
     """
+    if not has_loopback():
+        print_message(f"lockstep: warning: {NO_LOOPBACK} Groups of shared memory work without it.")
     if num_workers == 1:
         with reserved_port() as port:
             yield Rendezvous(port, is_served=False)

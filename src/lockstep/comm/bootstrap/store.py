@@ -24,6 +24,7 @@ from torch.distributed import Store, rendezvous
 from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
 from lockstep.comm.bootstrap.listener import listen_for_store
 from lockstep.errors import GroupError
+from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
 from lockstep.settings import WorldVariables
 
 ANSWER_SECONDS = 60.0
@@ -179,6 +180,8 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
     start = time.monotonic()
     end = start + timeout.total_seconds()
     serves = rank == 0 and location.is_hosted
+    if location.host in _LOOPBACK_NAMES and not has_loopback():
+        raise GroupError(f"Rank {rank} cannot reach {location.address}. {NO_LOOPBACK}")
     while True:
         refusal = _await_name(location, end) if serves else _await_listener(location, end)
         cause: dist.DistError | None = None

@@ -1,0 +1,19 @@
+"""Whether this host can reach itself: in a new network namespace its loopback interface is down."""
+
+import socket
+
+NO_LOOPBACK = (
+    "The loopback interface of this network namespace is down, so processes here cannot connect to 127.0.0.1. Run "
+    "`ip link set lo up` in it, or start the container with a network."
+)
+"""What to say where it cannot."""
+
+
+def has_loopback() -> bool:
+    """Return whether there is a route to 127.0.0.1 (local; nothing is sent)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))
+        except OSError:
+            return False
+    return True
