@@ -21,11 +21,11 @@ _MOST_UNSENT_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _End:
-    """One end of a connection that is passed on."""
+class _Side:
+    """One side of a connection that is passed on."""
 
     socket: socket.socket
-    other: "_End | None" = None
+    other: "_Side | None" = None
     unsent: bytearray = field(default_factory=bytearray)
     has_closed: bool = False
 
@@ -70,7 +70,7 @@ class Forwarding:
                     if key.fileobj is self._listener:
                         self._accept()
                         continue
-                    end: _End = key.data
+                    end: _Side = key.data
                     if events & selectors.EVENT_READ:
                         self._receive(end)
                     if events & selectors.EVENT_WRITE:
@@ -92,7 +92,7 @@ class Forwarding:
                 self._on_stranger(_name_of(user))
             return
         try:
-            here, there = _End(connection), _End(self._connect())
+            here, there = _Side(connection), _Side(self._connect())
         except OSError:
             connection.close()
             return
@@ -102,7 +102,7 @@ class Forwarding:
             end.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(end.socket, selectors.EVENT_READ, end)
 
-    def _receive(self, end: _End) -> None:
+    def _receive(self, end: _Side) -> None:
         other = end.other
         if other is None:  # closed a moment ago
             return
@@ -117,7 +117,7 @@ class Forwarding:
         other.unsent += piece
         self._flush(other)
 
-    def _flush(self, end: _End) -> None:
+    def _flush(self, end: _Side) -> None:
         """Send what this end takes now, and close both once the other end has closed and all is sent."""
         other = end.other
         if other is None:
@@ -136,7 +136,7 @@ class Forwarding:
         self._watch(end)
         self._watch(other)
 
-    def _watch(self, end: _End) -> None:
+    def _watch(self, end: _Side) -> None:
         """Wait for what concerns this end: there is room for what it sends, and there are bytes to send to it."""
         assert end.other is not None
         can_read = not end.has_closed and len(end.other.unsent) < _MOST_UNSENT_BYTES
@@ -150,7 +150,7 @@ class Forwarding:
         else:
             self._selector.register(end.socket, events, end)
 
-    def _close(self, end: _End) -> None:
+    def _close(self, end: _Side) -> None:
         for each in (end, end.other):
             if each is not None:
                 if each.socket in self._selector.get_map():
@@ -160,7 +160,7 @@ class Forwarding:
 
     def _close_all(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _End):
+            if isinstance(key.data, _Side):
                 self._close(key.data)
 
 
