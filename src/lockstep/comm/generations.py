@@ -9,20 +9,26 @@ generation: their ranks, and who was lost. They leave the group of the last gene
     a worker ends
     who is left, in `launch/membership.py` ->   generation
                                                 leave the old group, make the new one
+                                           <-   joined     it has the state of the run in the new generation
                                            <-   lost       a call has failed because a rank was lost
     nobody was lost                        ->   unchanged  the error stands
+    workers arrive or leave                ->   generation, planned: the same between two steps
+
+[Note: the boundary] All present workers leave their group after the same step. A worker that was told of the planned
+generation says so in the step table, so all learn of it in the same step. Then they count themselves in the launcher's
+store: when the count is complete, all have finished that step, and none needs the old group or one that leaves.
 """
 
-import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 from torch.distributed import PrefixStore
 
-from lockstep.channel.client import Channel
+from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import Message
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group
@@ -46,17 +52,33 @@ class LostWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedWorker:
+    """A worker that arrives or leaves, as all were asked to expect."""
+
+    rank: int
+    """Its rank: in the new generation if it arrives, in the one before if it leaves."""
+    pid: int
+    """Its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NextGeneration:
     """What the launcher has decided."""
 
     number: int
     """Number of the generation."""
-    rank: int
-    """The rank of this worker."""
+    rank: int | None
+    """The rank of this worker; None for one that leaves."""
     world_size: int
     """How many workers there are."""
-    lost: tuple[LostWorker, ...]
+    lost: tuple[LostWorker, ...] = ()
     """Who has ended since the generation before."""
+    is_planned: bool = False
+    """Whether the present workers make it between two steps; else at once, because one of them has ended."""
+    arrived: tuple[ChangedWorker, ...] = ()
+    """Who is new, and gets the state of the run from the others."""
+    leaving: tuple[ChangedWorker, ...] = ()
+    """Who leaves."""
 
 
 @final
@@ -69,55 +91,93 @@ class Generations:
 
     Attributes:
         number: The present generation.
+        is_joiner: Whether this worker is new in a run, and has not joined the others yet.
+        has_left: Whether this worker has left the others, and is to end.
         help_others: Called when there is a new generation, but this worker makes no calls any more; None where
             nothing can be done for the others.
         on_joined: Called when this worker has joined a generation.
+        member: What `lockstep.engine.member` keeps for this worker.
     """
 
     def __init__(self, descriptor: int, backend: str) -> None:
         self.number = 0
+        self.is_joiner = False
+        self.has_left = False
         self.help_others: Callable[[], None] | None = None
         self.on_joined: Callable[[NextGeneration], None] = _ignore
+        self.member: object = None
         self._backend = backend
         self._changed = threading.Condition()
         self._next: NextGeneration | None = None
+        self._planned: NextGeneration | None = None
+        self._lost: list[LostWorker] = []
         self._unchanged = False
         self._stop_reason = ""
-        self._store: ChannelStore | None = None
         self._channel = Channel(descriptor, self.handle)
+        self._store = ChannelStore(self._channel)
 
-    def make_first(self, rank: int, world_size: int) -> None:
+    def make_first(self, rank: int, world_size: int, prefix: str = "") -> None:
         """Make the group of the first generation (collective).
+
+        Args:
+            rank: The rank of this worker.
+            world_size: How many workers there are.
+            prefix: Of the keys in the launcher's store; for a new worker, whose first group is its own.
 
         Raises:
             GroupError: It cannot be made.
         """
-        init_process_group(self._backend, store=ChannelStore(self._channel), rank=rank, world_size=world_size)
+        store = PrefixStore(prefix, self._store) if prefix else self._store
+        init_process_group(self._backend, store=store, rank=rank, world_size=world_size)
 
     def handle(self, message: Message) -> None:
         """Take in an event of the launcher; called in the thread that reads the channel."""
         with self._changed:
             if message["event"] == "generation":
-                lost = tuple(LostWorker(**each) for each in message["lost"])
-                earlier = self._next.lost if self._next is not None else ()
-                fields = {name: message[name] for name in ("number", "rank", "world_size")}
-                self._next = NextGeneration(lost=(*earlier, *lost), **fields)
-                if self._store is not None:
-                    self._store.abandon()
+                self._note(_read(message))
             elif message["event"] == "unchanged":
                 self._unchanged = True
             elif message["event"] == "stop":
-                self._stop_reason = message["reason"]
+                self._stop_reason = message["reason"] or "The run ends."
             self._changed.notify_all()
+
+    def _note(self, decided: NextGeneration) -> None:
+        if decided.is_planned and not self.is_joiner:
+            self._planned = decided
+            return
+        self._next = decided
+        self._planned = None
+        self._lost += decided.lost
+        self._store.abandon()  # a group that is being made lacks a worker
+
+    def report(self, what: str, **fields: Any) -> None:
+        """Report something to the launcher (local).
+
+        Raises:
+            ChannelClosedError: The launcher has ended.
+        """
+        self._channel.report(what, **fields)
 
     def report_ready(self, *, max_workers: int, min_workers: int = 1) -> None:
         """Report to the launcher that this worker can continue without others, or with more (local)."""
-        self._channel.report("ready", max_workers=max_workers, min_workers=min_workers)
+        self.report("ready", max_workers=max_workers, min_workers=min_workers)
 
     @property
     def has_next(self) -> bool:
-        """Whether there is a generation that this worker has not joined."""
+        """Whether there is a generation that this worker has not joined, because one was lost."""
         return self._next is not None
+
+    @property
+    def planned_number(self) -> int:
+        """The number of the generation that is planned after the step under way; 0 for none."""
+        planned = self._planned
+        return 0 if planned is None else planned.number
+
+    def take_losses(self) -> tuple[LostWorker, ...]:
+        """Return who has ended since this was called last (local)."""
+        with self._changed:
+            lost, self._lost = tuple(self._lost), []
+            return lost
 
     def wait_for_next(self, error: BaseException) -> None:
         """Wait for the generation after one in which a call has failed.
@@ -132,12 +192,53 @@ class Generations:
         with self._changed:
             self._unchanged = False
             if self._next is None:
-                self._channel.report("lost", generation=self.number)
+                try:
+                    self.report("lost", generation=self.number)
+                except ChannelClosedError:
+                    raise error from None
             while self._next is None:
                 if self._stop_reason:
                     raise GroupError(f"{error} {self._stop_reason}") from error
                 if self._unchanged or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise error
+
+    def wait_to_join(self) -> bool:
+        """Let a new worker wait for its generation; return False if it is not needed (local)."""
+        with self._changed:
+            self.report("waiting_to_join")
+            while self._next is None and not self._stop_reason:
+                self._changed.wait()
+            return self._next is not None
+
+    def meet_at_boundary(self, number: int, world_size: int) -> bool:
+        """Wait until all present workers have finished the step after which a change is planned (collective).
+
+        Args:
+            number: The planned generation.
+            world_size: How many workers there are now.
+
+        Returns:
+            Whether this worker stays. One that leaves can end now: no other needs it.
+
+        Raises:
+            GroupError: A worker was lost before that; the plan is given up.
+        """
+        deadline = time.monotonic() + _DECISION_SECONDS
+        with self._changed:
+            while self.planned_number < number and self._next is None:  # the others may have been told first
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise GroupError(f"The launcher has not sent generation {number}, of which other workers know.")
+            planned = self._planned
+        if planned is None:
+            raise GroupError(f"Generation {number} was given up: a worker was lost.")
+        key = f"boundary/{number}"
+        try:
+            if self._store.add(key, 1) == world_size:
+                self._store.set(f"{key}/complete", "")
+            self._store.wait([f"{key}/complete"])
+        except RuntimeError as error:
+            raise GroupError(f"Generation {number} was given up: {error}") from error
+        return planned.rank is not None
 
     def join_next(self) -> tuple[World, NextGeneration]:
         """Leave the group of the present generation and make that of the next one (collective for its workers).
@@ -145,40 +246,45 @@ class Generations:
         Raises:
             GroupError: The group cannot be made: another worker was lost meanwhile, as a rule.
         """
-        joined, store = self._take_next()
+        joined = self._take_next()
         self.number = joined.number
+        assert joined.rank is not None
         try:
             destroy_process_group()
             init_process_group(
                 self._backend,
-                store=PrefixStore(f"generation/{joined.number}", store),
+                store=PrefixStore(f"generation/{joined.number}", self._store),
                 rank=joined.rank,
                 world_size=joined.world_size,
             )
         except RuntimeError as error:
-            if not self._keep_losses(joined) or isinstance(error, GroupError):
+            if not self.has_next or isinstance(error, GroupError):
                 raise
             raise GroupError(f"The group of generation {joined.number} was given up: {error}") from error
-        finally:
-            with self._changed:
-                self._store = None
         self.on_joined(joined)
         return current_world(), joined
 
-    def _take_next(self) -> tuple[NextGeneration, ChannelStore]:
-        """Return the next generation, which is the present one from now on, and its store."""
+    def _take_next(self) -> NextGeneration:
+        """Return the next generation, which is the present one from now on."""
         with self._changed:
-            taken, self._next = self._next, None
-            assert taken is not None
-            store = self._store = ChannelStore(self._channel)
-            return taken, store
+            taken = self._planned if self._next is None else self._next
+            self._next = self._planned = None
+            if taken is None:
+                raise GroupError("There is no next generation of workers.")
+            self._store.renew()
+            return taken
 
-    def _keep_losses(self, given_up: NextGeneration) -> bool:
-        """Keep who was lost before a generation that was given up, for the report on the one after it, if any."""
-        with self._changed:
-            if self._next is not None:
-                self._next = dataclasses.replace(self._next, lost=(*given_up.lost, *self._next.lost))
-            return self._next is not None
+
+def _read(message: Message) -> NextGeneration:
+    return NextGeneration(
+        number=message["number"],
+        rank=message["rank"],
+        world_size=message["world_size"],
+        lost=tuple(LostWorker(**each) for each in message["lost"]),
+        is_planned=message.get("planned", False),
+        arrived=tuple(ChangedWorker(**each) for each in message.get("arrived", ())),
+        leaving=tuple(ChangedWorker(**each) for each in message.get("leaving", ())),
+    )
 
 
 def _ignore(_joined: NextGeneration) -> None:
@@ -187,6 +293,7 @@ def _ignore(_joined: NextGeneration) -> None:
 
 class _Present:
     generations: Generations | None = None
+    pid = 0
 
 
 _PRESENT: Final = _Present()
@@ -194,9 +301,12 @@ _PRESENT: Final = _Present()
 
 def follow_generations(generations: Generations) -> None:
     """Let this process follow the generations of a run (local)."""
-    _PRESENT.generations = generations
+    _PRESENT.generations, _PRESENT.pid = generations, os.getpid()
 
 
 def current_generations() -> Generations | None:
-    """Return the generations that this process follows; None if its launcher does not replace groups (local)."""
-    return _PRESENT.generations
+    """Return the generations that this process follows (local).
+
+    None if its launcher does not replace groups, and in a child that a worker has forked, which has no channel.
+    """
+    return _PRESENT.generations if _PRESENT.pid == os.getpid() else None

@@ -160,9 +160,9 @@ class ShardZeroBuffers:
         gather_results(self._world, allocate, _PURPOSE)
         if unique := unique_buffers(found):
             broadcast_tensors(list(map(without_repeats, unique)), self._world.group)
+        self._new = found  # this rank may have to finish the step when the next call has failed on it alone
         with calls_for(_PURPOSE):
             self._world.gather_objects(None)  # a rank that returns from this knows that all ranks have received them
-        self._new = found
 
     def can_be_left_out(self) -> bool:
         """Whether `commit` can leave the buffers as they were, by a truth value on the device (local)."""

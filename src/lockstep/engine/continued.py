@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.comm.generations import LostWorker
+from lockstep.comm.generations import ChangedWorker, LostWorker
 from lockstep.data import Cursor
 from lockstep.errors import counted
 
@@ -16,6 +16,10 @@ class Continued:
     """Number of the present generation of workers; the first is 0."""
     lost: tuple[LostWorker, ...]
     """Who has ended."""
+    arrived: tuple[ChangedWorker, ...] = ()
+    """Who is new."""
+    left: tuple[ChangedWorker, ...] = ()
+    """Who has left, as it was asked to."""
     world_size: int
     """How many workers there are now."""
     shards: tuple[range, ...]
@@ -29,7 +33,10 @@ class Continued:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        lost = "; ".join(f"rank {each.rank} (pid {each.pid}) {each.reason}" for each in self.lost)
+        changes = [f"rank {each.rank} (pid {each.pid}) {each.reason}" for each in self.lost]
+        changes += [f"rank {each.rank} (pid {each.pid}) left" for each in self.left]
+        changes += [f"rank {each.rank} (pid {each.pid}) joined" for each in self.arrived]
+        lost = "; ".join(changes) or "The workers are others"
         count = f"{counted(self.world_size, 'worker')} continue{'s' if self.world_size == 1 else ''}"
         place = f"epoch {self.cursor.epoch + 1}, step {self.cursor.step + 1}"
         how = f"with {place}, which is repeated" if self.repeats_step else f"before {place}"

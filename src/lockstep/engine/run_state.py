@@ -274,6 +274,33 @@ class RunState:
         self.data.restore(state.get("loader"))
         self._unusable_because = self._failed_step = ""
 
+    def for_new_worker(self) -> dict[str, Any]:
+        """Return all that a new worker of the run needs: plain values, and the live tensors (local)."""
+        return {
+            "state": self._collect(),
+            "buffers": dict(self.model.named_buffers()),
+            "unusable": self._unusable_because,
+            "failed_step": self._failed_step,
+        }
+
+    @torch.no_grad()
+    def take_from_worker(self, found: Mapping[str, Any]) -> None:
+        """Take what `for_new_worker` has returned on another worker (local).
+
+        Raises:
+            CheckpointError: This worker has another model or optimizer. Nothing was changed but the shapes of buffers.
+        """
+        buffers: Mapping[str, Tensor] = found["buffers"]
+        for name, mine in self.model.named_buffers():
+            new = buffers.get(name)
+            if new is not None and new.shape != mine.shape:  # they grow in some models
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), attribute, torch.empty_like(new))
+        with self.restored_from(found["state"]):
+            for name, mine in self.model.named_buffers():
+                mine.copy_(buffers[name])  # also those that are not part of the model's state
+        self._unusable_because, self._failed_step = found["unusable"], found["failed_step"]
+
     def _collect(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),

@@ -72,13 +72,18 @@ class StepEngine:
         state: The state of the run, kept when this engine is closed; written in the commit phase alone.
         arguments: How steps are taken.
         world: The workers.
-        descriptions: What each worker's trainer was given, in rank order; compared.
+        descriptions: What each worker's trainer was given, in rank order; compared. None for workers that continue
+            without others: then constructing is local, nothing is compared or broadcast, and the next step compares.
 
     Attributes:
         world: The workers.
         phase: What the engine is doing.
         stopwatch: Measures how long a shard takes.
         stop_requested: Whether this worker was asked to stop.
+        planned: The generation of workers that this one knows to be planned; 0 for none.
+        sums: The table of the last step.
+        ask_others: Called when the exchange of tables has failed here. Returns the table if another worker has it: then
+            every worker can finish the step. Else raises the error.
 
     Raises:
         ParameterMismatchError: Workers have different models.
@@ -86,18 +91,22 @@ class StepEngine:
     """
 
     def __init__(
-        self, state: RunState, arguments: TrainerArguments, world: World, descriptions: Sequence[Description]
+        self, state: RunState, arguments: TrainerArguments, world: World, descriptions: Sequence[Description] | None
     ) -> None:
         model, optimizer = state.model, state.optimizer
         trained = TrainedModel(model)
-        check_same_model(trained, world)
-        check_same_arguments(descriptions)
-        check_fingerprints(state.fingerprint(), world)
-        if world.group is not None:
-            broadcast_tensors(list(map(without_repeats, trained.tensors())), world.group)
+        if descriptions is not None:
+            check_same_model(trained, world)
+            check_same_arguments(descriptions)
+            check_fingerprints(state.fingerprint(), world)
+            if world.group is not None:
+                broadcast_tensors(list(map(without_repeats, trained.tensors())), world.group)
         self.world = world
         self.phase = StepPhase.IDLE
         self.stop_requested = False
+        self.planned = 0
+        self.sums: StepSums | None = None
+        self.ask_others: Callable[[GroupError], StepSums] = _raise
         self._state = state
         # The scaler, or the norm, shows where a gradient is not finite.
         self._looks_at_gradients = state.scaler is None and arguments.max_grad_norm is None
@@ -262,7 +271,11 @@ class StepEngine:
         with batch.assignment.held():
             table.fill_in(batch, self._take_status(batch), self._take_numbers())
             self._enter(StepPhase.AGREE)
-            sums = table.exchange()
+            try:
+                sums = table.exchange()
+            except GroupError as error:
+                sums = self.ask_others(error)
+            self.sums = sums
             check_progress(sums, self.world, self._state.failed_step)
             lost = self._failed_step.put_back_parameters(sums)
             raise_failure(sums, self.world, None)
@@ -273,7 +286,10 @@ class StepEngine:
                 )
                 self._balancer.note(batch, seconds, max(last_requested))
         if sums.statuses[0].has_new_layout:
-            self._buffers.exchange_new_layout()
+            try:
+                self._buffers.exchange_new_layout()
+            except GroupError as error:
+                self.ask_others(error)
         check_written(sums, self._written_parameters.names, lost, batch)
         self._nested_backwards.check(sums, batch, update.name)
         self._comparison.check_options(sums.options, name_step(batch.cursor))
@@ -343,6 +359,7 @@ class StepEngine:
             has_new_layout=self.world.rank == 0 and self._buffers.has_new_layout(),
             stop_requested=self.stop_requested,
             has_hooks=self._hooks.are_there,
+            planned=self.planned,
         )
 
     def _take_numbers(self) -> WorkerNumbers:
@@ -359,3 +376,8 @@ class StepEngine:
 def _hash_bits(tensor: Tensor) -> str:
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     return hashlib.sha256(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _raise(error: GroupError) -> StepSums:
+    """Raise the error: there is no way to continue without a lost worker."""
+    raise error

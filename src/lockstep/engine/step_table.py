@@ -69,9 +69,11 @@ class WorkerStatus:
     """Whether a stop was requested on it."""
     has_hooks: bool = False
     """Whether its parameters have hooks of the user's."""
+    planned: int = 0
+    """The generation of workers that it knows to be planned after this step; 0 for none."""
 
 
-_STATUS_COLUMNS: Final = 10
+_STATUS_COLUMNS: Final = 11
 _NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
 ON_DEVICE: Final = -1.0
 """Stands for a weight that is on the device; a weight is not negative."""
@@ -240,12 +242,13 @@ class StepTable:
 def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
     last_requested = status.last_requested
     flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested, status.has_hooks
-    return float(status.failure), status.num_steps, status.seconds, last_requested.epoch, last_requested.step, *flags
+    place = last_requested.epoch, last_requested.step
+    return float(status.failure), status.num_steps, status.seconds, *place, *flags, status.planned
 
 
 def _to_status(numbers: Sequence[float]) -> WorkerStatus:
     failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, *flags = numbers
-    stop_requested, has_hooks = flags
+    stop_requested, has_hooks, planned = flags
     return WorkerStatus(
         failure=Failure(int(failure)),
         num_steps=int(num_steps),
@@ -256,6 +259,7 @@ def _to_status(numbers: Sequence[float]) -> WorkerStatus:
         has_new_layout=bool(has_new_layout),
         stop_requested=bool(stop_requested),
         has_hooks=bool(has_hooks),
+        planned=int(planned),
     )
 
 

@@ -1,6 +1,6 @@
 """`Trainer`: what a training loop calls. The state of the run is in `RunState`, and `StepEngine` takes its steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +25,11 @@ from lockstep.engine.saving import load_state, save_state
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState, Scheduler
 from lockstep.engine.step_engine import StepEngine
+from lockstep.engine.step_phase import StepPhase
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.verification import verify
 from lockstep.reduce import BucketLimits
+from lockstep.reduce.optimizer_options import Description
 
 Result = TypeVar("Result")
 
@@ -157,8 +159,9 @@ class Trainer:
                 'step. Use on_worker_loss="stop", and resume from a checkpoint.'
             )
         continues = on_worker_loss == "continue" and world == current_world()
-        self._recovery = Recovery(self._state, self.move_to, continues=continues, min_workers=min_workers)
-        self._state.may_be_unread = self._recovery.generations is None
+        self._recovery = Recovery(self._state, self._continue_with, continues=continues, min_workers=min_workers)
+        self._state.may_be_unread = self._recovery.member is None
+        self.engine.ask_others = self._recovery.ask_others
 
     @property
     def world(self) -> World:
@@ -206,11 +209,12 @@ class Trainer:
                 other workers', or is not the next one of a restored run; the model was changed between steps; the
                 optimizer's options are not the other workers'; or the trainer was closed.
         """
-        return self._recovery.step(partial(self._step, batch))
+        return self._recovery.step(partial(self._step, batch), lambda: self.engine)
 
     def _step(self, batch: ShardedBatch) -> StepResult:
         if self._recovery.has_moved and batch.world != self.world:
             batch = batch.for_present_workers()
+        self.engine.planned = self._recovery.planned_number
         return self.engine.step(batch)
 
     def request_stop(self) -> None:
@@ -249,7 +253,7 @@ class Trainer:
             ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
         self._state.check_last_step()
-        return self._recovery.repeatable(lambda: evaluate(self._state, self.world, loader, metric))
+        return self._recovery.repeatable(lambda: evaluate(self._state, self.world, loader, metric), self._world)
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
         """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
@@ -258,10 +262,9 @@ class Trainer:
 
         Args:
             call: Called with the present workers; and again, with others, if one is lost meanwhile. It changes nothing
-                that lasts, or nothing that a second call does not do alike. What it returns may be sent to a worker
-                that was behind.
+                that lasts, or nothing that a second call does not do alike.
         """
-        return self._recovery.repeatable(lambda: call(self.world))
+        return self._recovery.repeatable(lambda: call(self.world), self._world)
 
     def on_continued(self, listener: Callable[[Continued, World], None]) -> None:
         """Call `listener` on every worker that continues without others, instead of logging who was lost (local).
@@ -287,6 +290,37 @@ class Trainer:
         """
         self._state.check_last_step()
         verify(self._state, self.engine, loader, steps, self.engine.step)
+
+    def on_new_world(self, callback: Callable[[World], object]) -> None:
+        """Call `callback(world)` now, and again whenever the workers are others (collective).
+
+        For groups of your own: those of workers of which one is lost cannot be used any more.
+
+            def make_groups(world):
+                groups["data"] = dist.new_group(range(world.world_size))
+
+            trainer.on_new_world(make_groups)
+
+        The callback may make collective calls.
+        """
+        self._recovery.on_new_world(callback, self._world)
+
+    def join(self) -> bool:
+        """Join the others, if this worker was started when they were training already (collective for new workers).
+
+        Call it when model, optimizer, loader and trainer are made, in the place where you would load a checkpoint. It
+        waits for the end of a step of the others, and takes the state of the run from the memory of one of them: model,
+        optimizer, scheduler, scaler, place in the data, generators. Then begin at the trainer's cursor. On any other
+        worker it does nothing.
+
+        Returns:
+            Whether this worker is new.
+
+        Raises:
+            CheckpointError: This worker has another model or optimizer than the others.
+            SystemExit: It is not needed: the run has ended.
+        """
+        return self._recovery.join()
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
@@ -345,7 +379,9 @@ class Trainer:
             ValueError: The trainer steps a scheduler by itself already.
         """
         self._state.check_last_step()
-        return self._recovery.repeatable(lambda: save_state(self._state, self.world, Path(path), scheduler, metrics))
+        return self._recovery.repeatable(
+            lambda: save_state(self._state, self.world, Path(path), scheduler, metrics), self._world
+        )
 
     def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
         """Resume from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
@@ -369,7 +405,9 @@ class Trainer:
                 to another model, optimizer or run. Nothing was changed.
             ValueError: The trainer steps a scheduler by itself already.
         """
-        return self._recovery.repeatable(lambda: load_state(self._state, self.world, Path(path), scheduler))
+        return self._recovery.repeatable(
+            lambda: load_state(self._state, self.world, Path(path), scheduler), self._world
+        )
 
     def move_to(self, world: World) -> None:
         """Continue with other workers (collective for these): close the present engine and make a new one.
@@ -388,10 +426,25 @@ class Trainer:
         self._state.check_last_step()
         self.engine.close()
         progress = {"place in the data": str(self.cursor), "steps taken": str(self.global_step)}
-        descriptions = check_arguments(self._arguments, world, progress)
-        stop_requested = self.engine.stop_requested
+        self._replace_engine(world, check_arguments(self._arguments, world, progress))
+        self._recovery.leave_run(is_in_run=world == current_world())
+
+    def _world(self) -> World:
+        return self.world
+
+    def _continue_with(self, world: World) -> None:
+        """Continue with other workers, which are where this one is (local)."""
+        if self.engine.phase is StepPhase.CLOSED:
+            self.engine.world = world  # for what still works
+        else:
+            self._replace_engine(world, None)
+
+    def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
+        before = self.engine
+        before.close()
         self.engine = StepEngine(self._state, self._arguments, world, descriptions)
-        self.engine.stop_requested = stop_requested
+        self.engine.stop_requested, self.engine.sums = before.stop_requested, before.sums
+        self.engine.ask_others = self._recovery.ask_others
 
     def close(self) -> None:
         """Release hooks, threads and buckets, and restore torch's deterministic switches (local).

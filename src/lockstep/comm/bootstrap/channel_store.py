@@ -10,6 +10,10 @@ from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import to_bytes, to_text
 
 
+class _User:
+    """Stands for a group whose operations are given up together."""
+
+
 @final
 class ChannelStore(Store):
     """The keys and values that the launcher holds, over the channel that this worker inherited.
@@ -27,6 +31,7 @@ class ChannelStore(Store):
         # C++ holds the C++ half of a store alone: without this its Python half would be freed under a PrefixStore.
         channel.keep_alive(self)
         self._channel = channel
+        self._user = _User()
         self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -85,7 +90,11 @@ class ChannelStore(Store):
 
     def abandon(self) -> None:
         """Let all operations fail, those that wait now too: the group that they are for will not be made."""
-        self._channel.abandon(self)
+        self._channel.abandon(self._user)
+
+    def renew(self) -> None:
+        """Let operations succeed again, for another group."""
+        self._user = _User()
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - under these names torch's C++ code calls them
 
@@ -97,7 +106,7 @@ class ChannelStore(Store):
     def _request(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
         try:
             seconds = None if timeout is None else timeout.total_seconds()
-            return self._channel.request(self, operation, seconds, **fields)
+            return self._channel.request(self._user, operation, seconds, **fields)
         except TimeoutError as error:
             keys = fields.get("keys") or [fields["key"]]
             raise DistStoreError(f"No value for {', '.join(map(repr, keys[:3]))} within {timeout}.") from error

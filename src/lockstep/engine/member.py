@@ -1,0 +1,341 @@
+"""One worker's part in a run whose workers change: how many collective calls it has completed, and how it goes on.
+
+    call fails            put back what it has changed (`StepEngine`), or keep it where another worker may have finished
+    wait                  for the launcher's decision: who is left
+    meet                  leave the old group, make the new one
+    compare               how many calls each worker has completed
+    finish                a worker behind learns how the call ended on one ahead, and ends it alike, from what it has
+    adopt                 new engines of all trainers, with the shards of lost workers divided among the others
+    repeat                the call, where no worker has completed it
+
+[Note: one call apart] Every call here ends with an exchange without which no worker completes it: the step table, or
+else an exchange of nothing. A worker takes part in it when it has all that it needs to end the call by itself. So two
+workers are at most one call apart, whatever the trainers, and one that is behind lacks nothing but the knowledge that
+the call is complete; after a step, the table. Neither state nor results are sent: the worker ahead may have run code of
+the user's since, which has changed them.
+"""
+
+import dataclasses
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+from lockstep import errors
+from lockstep.channel.client import ChannelClosedError
+from lockstep.comm import World, calls_for
+from lockstep.comm.generations import Generations, NextGeneration
+from lockstep.engine.state_transfer import receive_state, send_state
+from lockstep.engine.step_table import StepSums
+from lockstep.errors import GroupError, LockstepError, PeerFailedError, PeerLostError
+
+Result = TypeVar("Result")
+_PURPOSE: Final = "comparing which calls the workers have completed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call has ended."""
+
+    sums: StepSums | None = None
+    """The table of a step."""
+    error: tuple[str, str] | None = None
+    """Class and text of the error that it has raised; None for none."""
+
+    def raise_error(self) -> None:
+        """Raise the error, if there was one.
+
+        Raises:
+            LockstepError: Of the same class, where it is one of ours.
+            PeerFailedError: Another error.
+        """
+        if self.error is None:
+            return
+        name, text = self.error
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, LockstepError) and not issubclass(kind, PeerLostError):
+            raise kind(text)
+        raise PeerFailedError(f"The call has failed on another rank, and was not completed here: {name}: {text}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """How far a worker is."""
+
+    calls: int
+    has_state: bool
+    is_between: bool
+    """Whether it is in no call."""
+
+
+@final
+class Member:
+    """This worker, in a run that continues with other workers.
+
+    Args:
+        generations: The generations of the run.
+    """
+
+    def __init__(self, generations: Generations) -> None:
+        self.generations = generations
+        self._trainers: dict[int, weakref.ref[Any]] = {}
+        self._num_trainers = 0
+        self._num_calls = 0
+        self._last = Outcome()
+        self._is_in_call = False
+        self._is_between = False
+        self._has_met = False
+        self._to_adopt: tuple[World, NextGeneration] | None = None
+        self._failed_at = 0.0
+        self._callbacks: list[Callable[[World], object]] = []
+        self._caller: weakref.ref[Any] = weakref.ref(self)
+
+    # -- Trainers ------------------------------------------------------------------------------------------------------
+
+    def add(self, trainer: Any) -> None:
+        """Note a trainer, which is held weakly (local; in the same order on every worker)."""
+        self._trainers[self._num_trainers] = weakref.ref(trainer)
+        self._num_trainers += 1
+
+    def living(self) -> dict[int, Any]:
+        """Return the trainers that are still there, by number."""
+        found = {number: reference() for number, reference in self._trainers.items()}
+        for number in [number for number, trainer in found.items() if trainer is None]:
+            del self._trainers[number], found[number]
+        return found
+
+    # -- Calls ---------------------------------------------------------------------------------------------------------
+
+    def call(self, trainer: Any, body: Callable[[], Result], finish: Callable[[], StepSums | None]) -> Result:
+        """Make a call of a trainer (collective); however often a worker is lost meanwhile, it is completed once.
+
+        Args:
+            trainer: Whose call it is.
+            body: The call. It can be repeated as long as no worker has completed it.
+            finish: Called when the call is complete, before others are; returns its step table, if it has one.
+        """
+        if self._is_in_call:
+            return body()  # a part of the call that it is made in
+        self._is_in_call, self._caller = True, weakref.ref(trainer)
+        try:
+            return self._complete(body, finish)
+        finally:
+            self._is_in_call = False
+
+    def confirmed(self, body: Callable[[], Result], world: Callable[[], World]) -> Result:
+        """Let no worker complete a call before all can (collective). [Note: one call apart].
+
+        Args:
+            body: The call.
+            world: Returns the present workers.
+        """
+        result = body()
+        if self._is_in_call:
+            try:
+                world().gather_objects(None)
+            except GroupError as error:
+                self.ask_others(error)
+        return result
+
+    def ask_others(self, error: GroupError) -> Outcome:
+        """Return how the call ended elsewhere, when its last exchange has failed here (collective).
+
+        Raises:
+            GroupError: The present one, where no worker has completed the call.
+        """
+        if not self._is_in_call or not self._is_loss(error):
+            raise error
+        outcome = self._meet_others(error)
+        if outcome is None:
+            self._has_met = True
+            raise error
+        outcome.raise_error()
+        return outcome
+
+    def _complete(self, body: Callable[[], Result], finish: Callable[[], StepSums | None]) -> Result:
+        while True:
+            try:
+                try:
+                    result = body()
+                except GroupError as error:
+                    if not self._has_met:
+                        if not self._is_loss(error):
+                            raise
+                        outcome = self._meet_others(error)
+                        if outcome is not None:  # an error: a worker that lacks more than the last exchange has one too
+                            outcome.raise_error()
+                            raise
+                    _release(error)
+                    self._has_met = False
+                    self._adopt(is_repeated=True)
+                    continue
+            except BaseException as error:
+                self._end(Outcome(error=(type(error).__name__, str(error))))
+                raise
+            self._end(Outcome(sums=finish()))
+            return result
+
+    def _end(self, outcome: Outcome) -> None:
+        self._num_calls += 1
+        self._last = outcome
+        self._is_between, self._has_met = True, False
+        try:
+            self._adopt(is_repeated=False)
+        finally:
+            self._is_between = False
+
+    def _is_loss(self, error: GroupError) -> bool:
+        return isinstance(error, PeerLostError) or self.generations.has_next
+
+    # -- Other workers -------------------------------------------------------------------------------------------------
+
+    def change(self, number: int, world: World) -> None:
+        """Continue with the workers of a planned generation, after a step (collective).
+
+        Args:
+            number: The generation.
+            world: The present workers.
+
+        Raises:
+            SystemExit: This worker leaves.
+        """
+        if number <= self.generations.number:
+            return  # a worker was lost, so it was given up
+        self._is_between, self._failed_at = True, time.monotonic()
+        try:
+            try:
+                if not self.generations.meet_at_boundary(number, world.world_size):
+                    self.generations.has_left = True
+                    raise SystemExit(0)
+                self._meet()
+            except GroupError as error:
+                self._meet_others(error)
+            self._adopt(is_repeated=False)
+        finally:
+            self._is_between = False
+
+    def join(self) -> None:
+        """Join the others, as a new worker (collective).
+
+        Raises:
+            SystemExit: The run has ended, or needs no more workers.
+        """
+        self._failed_at = time.monotonic()
+        self._is_between = True
+        while self.generations.is_joiner:
+            if not self.generations.wait_to_join():
+                self.generations.has_left = True
+                raise SystemExit(0)
+            try:
+                self._meet()
+            except GroupError:  # a worker was lost meanwhile: the launcher sends the next generation
+                continue
+            self.generations.is_joiner = False
+        self._is_between = False
+        self._adopt(is_repeated=False)
+
+    def help_others(self) -> None:
+        """Join the next generation for the sake of the others: this worker makes no calls any more (collective)."""
+        if not self.generations.has_next:
+            return
+        self._is_between = True
+        with suppress(GroupError):  # one more is lost, and there will be another generation
+            self._meet()
+            self._adopt(is_repeated=False)
+
+    def on_new_world(self, callback: Callable[[World], object]) -> None:
+        """Call `callback` whenever there are other workers, in the order in which callbacks were added (local)."""
+        self._callbacks.append(callback)
+
+    def _meet_others(self, error: GroupError) -> Outcome | None:
+        """Meet the workers that are left, however many times one more is lost (collective); see `_meet`.
+
+        Raises:
+            GroupError: The run cannot continue.
+        """
+        self._failed_at = self._failed_at or time.monotonic()
+        cause: GroupError = error
+        while True:
+            self.generations.wait_for_next(cause)
+            try:
+                return self._meet()
+            except GroupError as again:  # a worker was lost meanwhile
+                cause = again
+
+    def _meet(self) -> Outcome | None:
+        """Meet the workers of the next generation (collective); return how the present call ended, if it has elsewhere.
+
+        Raises:
+            GroupError: A worker was lost meanwhile, or none that is left has the state of the run.
+        """
+        world, joined = self.generations.join_next()
+        self._to_adopt = world, joined
+        mine = _Standing(calls=self._num_calls, has_state=not self.generations.is_joiner, is_between=self._is_between)
+        with calls_for(_PURPOSE):
+            found: list[_Standing] = world.gather_objects(mine)
+            old = [rank for rank, each in enumerate(found) if each.has_state]
+            if not old:
+                raise GroupError("No worker is left that has the state of the run. Resume it from a checkpoint.")
+            most = max(found[rank].calls for rank in old)
+            if any(found[rank].calls < most - 1 for rank in old):
+                raise GroupError(
+                    f"The workers have completed different numbers of a trainer's calls: "
+                    f"{', '.join(str(found[rank].calls) for rank in old)}. Make the same calls on every rank."
+                )
+            ahead = [rank for rank in old if found[rank].calls == most]
+            outcome: Outcome | None = None
+            if len(ahead) < len(old):
+                sent = world.gather_objects(self._last if world.rank == ahead[0] else None)[ahead[0]]
+                outcome = sent if world.rank in old and world.rank not in ahead else None
+        if len(old) < world.world_size:
+            self._hand_over(world, old, min(ahead, key=lambda rank: (not found[rank].is_between, rank)))
+            self._num_calls = most if world.rank not in old else self._num_calls
+        return outcome
+
+    def _hand_over(self, world: World, old: list[int], source: int) -> None:
+        """Give new workers the state of the run (collective for them and the source)."""
+        trainers = self.living()
+        if world.rank == source:
+            states = {number: each.state_for_new_worker() for number, each in trainers.items()}
+            send_state(world, states, [rank for rank in range(world.world_size) if rank not in old])
+        elif world.rank not in old:
+            states = receive_state(world, source)
+            for number, each in trainers.items():
+                if number not in states:
+                    raise GroupError("A new worker has made a trainer that the others do not have, or not any more.")
+                each.take_state(states[number])
+
+    def _adopt(self, *, is_repeated: bool) -> None:
+        """Continue with the workers that were met, if there are others than before (local, but for callbacks)."""
+        while self._to_adopt is not None:
+            (world, joined), self._to_adopt = self._to_adopt, None
+            trainers = self.living()
+            for trainer in trainers.values():
+                trainer.adopt(world, is_repeated=is_repeated)
+            try:
+                for callback in self._callbacks:
+                    callback(world)
+            except GroupError as error:
+                if not self._is_loss(error):
+                    raise
+                self._meet_others(error)
+                continue
+            with suppress(ChannelClosedError):  # the launcher has ended, so this worker will too
+                self.generations.report("joined", generation=joined.number)
+            lost, seconds = self.generations.take_losses(), time.monotonic() - self._failed_at
+            self._failed_at = 0.0
+            caller = self._caller() if self._is_in_call else next(iter(trainers.values()), None)
+            if caller is not None:
+                caller.report_change(dataclasses.replace(joined, lost=lost), world, seconds, is_repeated=is_repeated)
+
+
+def _release(error: BaseException) -> None:
+    """Let go of what the frames of an error hold: an engine and a group that are not used any more."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
