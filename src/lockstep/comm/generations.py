@@ -205,7 +205,8 @@ class Generations:
     def wait_to_join(self) -> bool:
         """Let a new worker wait for its generation; return False if it is not needed (local)."""
         with self._changed:
-            self.report("waiting_to_join")
+            if self._next is None:
+                self.report("waiting_to_join")
             while self._next is None and not self._stop_reason:
                 self._changed.wait()
             return self._next is not None

@@ -37,7 +37,7 @@ _PURPOSE: Final = "comparing which calls the workers have completed"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """How a call has ended."""
 
     sums: StepSums | None = None
@@ -84,7 +84,7 @@ class Member:
         self._trainers: dict[int, weakref.ref[Any]] = {}
         self._num_trainers = 0
         self._num_calls = 0
-        self._last = Outcome()
+        self._last = CallOutcome()
         self._is_in_call = False
         self._is_between = False
         self._has_met = False
@@ -140,7 +140,7 @@ class Member:
                 self.ask_others(error)
         return result
 
-    def ask_others(self, error: GroupError) -> Outcome:
+    def ask_others(self, error: GroupError) -> CallOutcome:
         """Return how the call ended elsewhere, when its last exchange has failed here (collective).
 
         Raises:
@@ -173,12 +173,12 @@ class Member:
                     self._adopt(is_repeated=True)
                     continue
             except BaseException as error:
-                self._end(Outcome(error=(type(error).__name__, str(error))))
+                self._end(CallOutcome(error=(type(error).__name__, str(error))))
                 raise
-            self._end(Outcome(sums=finish()))
+            self._end(CallOutcome(sums=finish()))
             return result
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: CallOutcome) -> None:
         self._num_calls += 1
         self._last = outcome
         self._is_between, self._has_met = True, False
@@ -250,7 +250,7 @@ class Member:
         """Call `callback` whenever there are other workers, in the order in which callbacks were added (local)."""
         self._callbacks.append(callback)
 
-    def _meet_others(self, error: GroupError) -> Outcome | None:
+    def _meet_others(self, error: GroupError) -> CallOutcome | None:
         """Meet the workers that are left, however many times one more is lost (collective); see `_meet`.
 
         Raises:
@@ -265,7 +265,7 @@ class Member:
             except GroupError as again:  # a worker was lost meanwhile
                 cause = again
 
-    def _meet(self) -> Outcome | None:
+    def _meet(self) -> CallOutcome | None:
         """Meet the workers of the next generation (collective); return how the present call ended, if it has elsewhere.
 
         Raises:
@@ -286,7 +286,7 @@ class Member:
                     f"{', '.join(str(found[rank].calls) for rank in old)}. Make the same calls on every rank."
                 )
             ahead = [rank for rank in old if found[rank].calls == most]
-            outcome: Outcome | None = None
+            outcome: CallOutcome | None = None
             if len(ahead) < len(old):
                 sent = world.gather_objects(self._last if world.rank == ahead[0] else None)[ahead[0]]
                 outcome = sent if world.rank in old and world.rank not in ahead else None

@@ -26,7 +26,7 @@ def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
         GroupError: One of them is lost.
     """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _StatePickler(stream)
     pickler.dump(state)
     packed = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
     for target in targets:
@@ -49,7 +49,7 @@ def receive_state(world: World, source: int) -> Any:
     with calls_for(_PURPOSE):
         size = int(receive(torch.zeros(1, dtype=torch.int64)))
         packed = receive(torch.empty(size, dtype=torch.uint8))
-        unpickler = _Unpickler(io.BytesIO(packed.numpy().tobytes()))
+        unpickler = _StateUnpickler(io.BytesIO(packed.numpy().tobytes()))
         state = unpickler.load()
         for tensor in unpickler.tensors:
             receive(tensor)
@@ -57,7 +57,7 @@ def receive_state(world: World, source: int) -> Any:
 
 
 @final
-class _Pickler(pickle.Pickler):
+class _StatePickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
@@ -70,7 +70,7 @@ class _Pickler(pickle.Pickler):
 
 
 @final
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
         self.tensors: list[Tensor] = []
