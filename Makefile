@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints clean
+.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -40,6 +40,9 @@ bench-ddp: $(STAMP)
 
 bench-bits: $(STAMP)
 	$(VENV)/bin/python benchmarks/bits.py
+
+bench-elastic: $(STAMP)
+	$(VENV)/bin/python benchmarks/elastic.py
 
 bench-checkpoints: $(STAMP)
 	$(VENV)/bin/python benchmarks/checkpoints.py

@@ -1,6 +1,6 @@
 """A worker is lost at an exchange that one of the others completes and another does not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Scripted(Run):
 
 
 @pytest.fixture
-def script(completes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedLosses]:
+def script(completes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> ScriptedLosses:
     losses = ScriptedLosses(LOST, completes)
     monkeypatch.setattr(StepTable, "exchange", losses.scripted("table", StepTable.exchange))
     monkeypatch.setattr(World, "gather_objects", losses.scripted("gather", World.gather_objects))
@@ -98,8 +98,8 @@ def rank_of_thread() -> int:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module], list[Any]]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    (found,) = run_ranks(1, lambda _: {model: Scripted(None, model).train(folder) for model in (Running, Growing)})
-    return found
+    models: list[type[nn.Module]] = [Running, Growing]
+    return run_ranks(1, lambda _: {model: Scripted(None, model).train(folder) for model in models})[0]
 
 
 @WHO_COMPLETES
