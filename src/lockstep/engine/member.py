@@ -29,7 +29,7 @@ from lockstep.channel.client import ChannelClosedError
 from lockstep.comm import World, calls_for
 from lockstep.comm.generations import Generations, NextGeneration
 from lockstep.engine.state_transfer import receive_state, send_state
-from lockstep.engine.step_table import StepSums
+from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError, LockstepError, PeerFailedError, PeerLostError
 
 Result = TypeVar("Result")
@@ -40,8 +40,8 @@ _PURPOSE: Final = "comparing which calls the workers have completed"
 class CallOutcome:
     """How a call has ended."""
 
-    sums: StepSums | None = None
-    """The table of a step."""
+    agreement: StepAgreement | None = None
+    """What was exchanged, in a step."""
     error: tuple[str, str] | None = None
     """Class and text of the error that it has raised; None for none."""
 
@@ -109,13 +109,13 @@ class Member:
 
     # -- Calls ---------------------------------------------------------------------------------------------------------
 
-    def call(self, trainer: Any, body: Callable[[], Result], finish: Callable[[], StepSums | None]) -> Result:
+    def call(self, trainer: Any, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         """Make a call of a trainer (collective); however often a worker is lost meanwhile, it is completed once.
 
         Args:
             trainer: Whose call it is.
             body: The call. It can be repeated as long as no worker has completed it.
-            finish: Called when the call is complete, before others are; returns its step table, if it has one.
+            finish: Called when the call is complete, before others are; returns what was exchanged in a step.
         """
         if self._is_in_call:
             return body()  # a part of the call that it is made in
@@ -155,7 +155,7 @@ class Member:
         outcome.raise_error()
         return outcome
 
-    def _complete(self, body: Callable[[], Result], finish: Callable[[], StepSums | None]) -> Result:
+    def _complete(self, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         while True:
             try:
                 try:
@@ -175,7 +175,7 @@ class Member:
             except BaseException as error:
                 self._end(CallOutcome(error=(type(error).__name__, str(error))))
                 raise
-            self._end(CallOutcome(sums=finish()))
+            self._end(CallOutcome(agreement=finish()))
             return result
 
     def _end(self, outcome: CallOutcome) -> None:

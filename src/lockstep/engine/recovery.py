@@ -14,7 +14,7 @@ from lockstep.comm.generations import Generations, NextGeneration, current_gener
 from lockstep.engine.continued import Continued
 from lockstep.engine.member import Member
 from lockstep.engine.run_state import RunState
-from lockstep.engine.step_table import StepSums
+from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError
 from lockstep.shards import even_ranges
 
@@ -75,11 +75,11 @@ class Recovery:
             return call()
         self._is_in_step = True
         try:
-            result = member.call(self, call, lambda: engine().sums)
+            result = member.call(self, call, lambda: engine().agreement)
         finally:
             self._is_in_step = False
-        sums = engine().sums
-        planned = 0 if sums is None else max(status.planned for status in sums.statuses)
+        agreement = engine().agreement
+        planned = 0 if agreement is None else max(status.planned for status in agreement.sums.statuses)
         if planned:
             member.change(planned, engine().world)
         return result
@@ -94,10 +94,10 @@ class Recovery:
         member = self.member
         if member is None:
             return call()
-        return member.call(self, lambda: member.confirmed(call, world), _no_sums)
+        return member.call(self, lambda: member.confirmed(call, world), _no_agreement)
 
-    def ask_others(self, error: GroupError) -> StepSums:
-        """Return the table of a step whose exchange has failed here, if another worker has it (collective).
+    def ask_others(self, error: GroupError) -> StepAgreement:
+        """Return what was exchanged in a step where that has failed here, if another worker has it (collective).
 
         Raises:
             GroupError: The present one, if none has.
@@ -105,10 +105,10 @@ class Recovery:
         """
         if self.member is None:
             raise error
-        sums = self.member.ask_others(error).sums
-        if sums is None:
+        agreement = self.member.ask_others(error).agreement
+        if agreement is None:
             raise error
-        return sums
+        return agreement
 
     def leave_run(self, *, is_in_run: bool) -> None:
         """Note whether the trainer has the workers of the run, or was given others: then a loss is an error (local)."""
@@ -189,7 +189,7 @@ def _member_of(generations: Generations) -> Member:
     return generations.member
 
 
-def _no_sums() -> None:
+def _no_agreement() -> None:
     """Return nothing: the call is no step."""
 
 

@@ -52,7 +52,7 @@ from lockstep.engine.step_checks import (
 )
 from lockstep.engine.step_phase import ALLOWED_TRANSITIONS, StepPhase
 from lockstep.engine.step_result import StepOutcome, StepResult, merge_updates, with_values
-from lockstep.engine.step_table import StepSums, StepTable, WorkerNumbers, WorkerStatus
+from lockstep.engine.step_table import StepAgreement, StepSums, StepTable, WorkerNumbers, WorkerStatus
 from lockstep.engine.step_values import StepValues
 from lockstep.engine.update import Update
 from lockstep.engine.written_parameters import WrittenParameterCheck
@@ -81,9 +81,9 @@ class StepEngine:
         stopwatch: Measures how long a shard takes.
         stop_requested: Whether this worker was asked to stop.
         planned: The generation of workers that this one knows to be planned; 0 for none.
-        sums: The table of the last step.
-        ask_others: Called when the exchange of tables has failed here. Returns the table if another worker has it: then
-            every worker can finish the step. Else raises the error.
+        agreement: What was exchanged in the last step.
+        ask_others: Called when an exchange in the phase AGREE has failed here. Returns what was exchanged if another
+            worker has all of it: then every worker can finish the step. Else raises the error.
 
     Raises:
         ParameterMismatchError: Workers have different models.
@@ -105,8 +105,8 @@ class StepEngine:
         self.phase = StepPhase.IDLE
         self.stop_requested = False
         self.planned = 0
-        self.sums: StepSums | None = None
-        self.ask_others: Callable[[GroupError], StepSums] = _raise
+        self.agreement: StepAgreement | None = None
+        self.ask_others: Callable[[GroupError], StepAgreement] = _raise
         self._state = state
         # The scaler, or the norm, shows where a gradient is not finite.
         self._looks_at_gradients = state.scaler is None and arguments.max_grad_norm is None
@@ -165,7 +165,11 @@ class StepEngine:
             tasks = self._prepare(batch)
             self._run_shards(batch, tasks, table, update)
             sums = self._agree(batch, table, update)
-            read_values = self._values.exchange(sums.values, sums.weights)
+            try:
+                read_values = self._values.exchange(sums.values, sums.weights)
+            except GroupError as error:
+                read_values = self.ask_others(error).means
+            self.agreement = StepAgreement(sums, read_values)
             decision = self._judge.decide(batch, sums)
             self._enter(StepPhase.COMMIT)
             self._commit(batch, decision, update, is_last=is_last)
@@ -274,8 +278,7 @@ class StepEngine:
             try:
                 sums = table.exchange()
             except GroupError as error:
-                sums = self.ask_others(error)
-            self.sums = sums
+                sums = self.ask_others(error).sums
             check_progress(sums, self.world, self._state.failed_step)
             lost = self._failed_step.put_back_parameters(sums)
             raise_failure(sums, self.world, None)
@@ -378,6 +381,6 @@ def _hash_bits(tensor: Tensor) -> str:
     return hashlib.sha256(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _raise(error: GroupError) -> StepSums:
+def _raise(error: GroupError) -> StepAgreement:
     """Raise the error: there is no way to continue without a lost worker."""
     raise error

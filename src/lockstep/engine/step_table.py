@@ -16,7 +16,7 @@ worker that has failed sends the table too, and says so in its status: no worker
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, final
@@ -138,6 +138,16 @@ class StepSums:
         """The weighted mean of the losses; NaN where nothing has a weight."""
         weight = self.weight
         return self.loss / weight if weight else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class StepAgreement:
+    """What the workers have exchanged in a step besides gradients and buffers; the same on all."""
+
+    sums: StepSums
+    """The table."""
+    means: Callable[[], dict[str, float]] | None
+    """Reads the means of further numbers that the loss function returned; None for none."""
 
 
 @final

@@ -443,7 +443,7 @@ class Trainer:
         before = self.engine
         before.close()
         self.engine = StepEngine(self._state, self._arguments, world, descriptions)
-        self.engine.stop_requested, self.engine.sums = before.stop_requested, before.sums
+        self.engine.stop_requested, self.engine.agreement = before.stop_requested, before.agreement
         self.engine.ask_others = self._recovery.ask_others
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.engine import recovery
 from lockstep.engine.step_table import StepTable
+from lockstep.engine.step_values import StepValues
 from lockstep.errors import LossError, PeerFailedError
 
 LOST = 2
@@ -28,6 +29,11 @@ class Scripted(Run):
         super().__init__(world, model, on_worker_loss="continue")
         self.events: list[Any] = []
 
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss, and another number."""
+        loss = super().loss(model, batch)
+        return {"loss": loss, "double": (2 * loss.detach(), len(batch[1]))}
+
     def metric(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         """Return the mean error of a slice and its weight."""
         return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
@@ -38,9 +44,10 @@ class Scripted(Run):
         for epoch in range(2):
             for batch in self.loader.epoch(epoch):
                 arm("step")
-                self.events.append(self.trainer.step(batch).loss)
+                result = self.trainer.step(batch)
+                self.events += [result.loss, result.values]
                 for group in self.optimizer.param_groups:  # a scheduler of the caller's own
-                    group["weight_decay"] = 0.01 * (1 + len(self.events))
+                    group["weight_decay"] = 0.01 * (1 + self.trainer.global_step)
                 for name, value in self.model.named_parameters():
                     average[name] = value.detach() * 0.5 + average.get(name, value.detach()) * 0.5
                 self.events.append(float(torch.rand(())))
@@ -69,6 +76,7 @@ class Scripted(Run):
 def script(completes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> ScriptedLosses:
     losses = ScriptedLosses(LOST, completes)
     monkeypatch.setattr(StepTable, "exchange", losses.scripted("table", StepTable.exchange))
+    monkeypatch.setattr(StepValues, "exchange", losses.scripted("values", StepValues.exchange))
     monkeypatch.setattr(World, "gather_objects", losses.scripted("gather", World.gather_objects))
     return losses
 
@@ -109,6 +117,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module
         pytest.param("step", 2, "table", 1, Running, id="the table"),
         pytest.param("step", 1, "table", 1, Running, id="the first table"),
         pytest.param("step", 10, "table", 1, Running, id="the last table"),
+        pytest.param("step", 2, "values", 1, Running, id="further numbers of the loss"),
         pytest.param("step", 3, "gather", 3, Growing, id="buffers of another layout"),
         pytest.param("evaluate", 1, "gather", 2, Running, id="the end of an evaluation"),
         pytest.param("save", 2, "gather", 3, Running, id="the end of a save"),
