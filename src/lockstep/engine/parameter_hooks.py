@@ -6,7 +6,7 @@ each parameter that has a gradient: first those of `register_hook`, which may re
 `register_post_accumulate_grad_hook`. Gradients are clipped after that.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.comm import World
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.errors import GroupError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private import post_accumulate_grad_hooks, tensor_hooks
@@ -31,12 +32,16 @@ class ParameterHooks:
     Args:
         trained: The parameters that are trained.
         world: The workers.
+
+    Attributes:
+        ask_others: See `StepEngine`.
     """
 
     def __init__(self, trained: Sequence[TrainedParameter], world: World) -> None:
         self._parameters = [each.parameter for each in trained]
         self._names = {each.parameter: each.spec.name for each in trained}
         self._world = world
+        self.ask_others: Callable[[GroupError], object] = _raise
         self._num_own = -1
         self._taken: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
 
@@ -61,7 +66,11 @@ class ParameterHooks:
             PeerFailedError: A hook on another worker has raised an error.
             ValueError: They give other gradients on another worker.
         """
-        found = gather_results(self._world, self._call, "calling the hooks on parameters")
+        try:
+            found = gather_results(self._world, self._call, "calling the hooks on parameters")
+        except GroupError as error:
+            self.ask_others(error)  # a worker that has finished the step has compared them
+            return
         for rank, numbers in enumerate(found):
             if numbers != found[0]:
                 names = [name for name in {**found[0], **numbers} if found[0].get(name) != numbers.get(name)]
@@ -127,3 +136,8 @@ def _put(registry: MutableMapping[int, Any] | None, hooks: dict[int, Any]) -> No
 
 def _is_own(hook: Any) -> bool:
     return isinstance(hook, partial) and str(getattr(hook.func, "__module__", "")).startswith(_OWN)
+
+
+def _raise(error: GroupError) -> None:
+    """Raise the error: there is no way to continue without a lost worker."""
+    raise error

@@ -13,6 +13,9 @@
 Before COMMIT nothing that lasts is written, but for what is recorded and put back: generators and buffers. A worker
 that fails before AGREE takes part in the reduction with nothing, and in the exchange of tables with its failure, so
 that the step fails on all workers ([Note: the commit point] in `lockstep.engine.step_table`).
+
+Where workers continue without one that is lost, each exchange after the table calls `ask_others` if it fails: the last
+one may have failed here alone, and the worker then has all to finish the step but what that exchange returns.
 """
 
 import hashlib
@@ -170,6 +173,7 @@ class StepEngine:
             except GroupError as error:
                 read_values = self.ask_others(error).means
             self.agreement = StepAgreement(sums, read_values)
+            self._hooks.ask_others = self.ask_others
             decision = self._judge.decide(batch, sums)
             self._enter(StepPhase.COMMIT)
             self._commit(batch, decision, update, is_last=is_last)

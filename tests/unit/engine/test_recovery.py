@@ -22,6 +22,14 @@ LOST = 2
 WHO_COMPLETES = pytest.mark.parametrize("completes", [(), (0,), (1,)], ids=["none", "rank 0", "rank 1"])
 
 
+class Hooked(Running):
+    """Has a hook on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
 class Scripted(Run):
     """A run whose caller changes state between the calls: a scheduler of its own, weights swapped in for evaluation."""
 
@@ -106,7 +114,7 @@ def rank_of_thread() -> int:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module], list[Any]]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    models: list[type[nn.Module]] = [Running, Growing]
+    models: list[type[nn.Module]] = [Running, Growing, Hooked]
     return run_ranks(1, lambda _: {model: Scripted(None, model).train(folder) for model in models})[0]
 
 
@@ -118,6 +126,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module
         pytest.param("step", 1, "table", 1, Running, id="the first table"),
         pytest.param("step", 10, "table", 1, Running, id="the last table"),
         pytest.param("step", 2, "values", 1, Running, id="further numbers of the loss"),
+        pytest.param("step", 2, "gather", 1, Hooked, id="hooks on parameters"),
         pytest.param("step", 3, "gather", 3, Growing, id="buffers of another layout"),
         pytest.param("evaluate", 1, "gather", 2, Running, id="the end of an evaluation"),
         pytest.param("save", 2, "gather", 3, Running, id="the end of a save"),
