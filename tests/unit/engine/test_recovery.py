@@ -121,6 +121,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[nn.Module
     return run_ranks(1, lambda _: {model: Scripted(None, model).train(folder) for model in models})[0]
 
 
+@pytest.fixture(scope="module")
+def finished() -> str:
+    return run_ranks(1, lambda _: Scripted(None).finish())[0]
+
+
 @WHO_COMPLETES
 @pytest.mark.parametrize(
     ("call", "number", "exchange", "count", "model"),
@@ -218,7 +223,7 @@ def test_an_evaluation_that_fails_on_the_worker_ahead_fails_on_the_one_behind(
 
 @pytest.mark.parametrize("completes", [(), (1,)])
 def test_two_trainers_and_groups_of_the_callers_own_continue(
-    completes: tuple[int, ...], script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+    completes: tuple[int, ...], finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del completes
 
@@ -243,5 +248,5 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
     (first, second, seen), other = run_with_a_loss(script, monkeypatch, program)
     assert (first, second, seen) == other
     assert seen == [3, 2]
-    assert second == run_ranks(1, lambda _: Scripted(None).finish())[0]
+    assert second == finished
     assert NUM_SHARDS > LOST
