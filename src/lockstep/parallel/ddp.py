@@ -356,8 +356,8 @@ class DistributedDataParallel(TorchNames):
     def _use_hook(self) -> None:
         if self.reducer is not None and self._hook is not None:
             self.reducer.use_reduction(HookReduction(self._hook.comm_hook(), self._workers), only_gradients=True)
-            if self._averaging.comparison is not None:
-                self._averaging.comparison.compares_replicas &= leaves_ranks_equal(self._hook.function)
+            if self._averaging.comparison is not None and not leaves_ranks_equal(self._hook.function):
+                self._averaging.comparison.let_ranks_differ()
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._register_hook(built_in_hook(comm_hook_type, self.process_group))

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Final
 
+from torch import nn
+
 from lockstep.reduce.slot import Slot
 
 _PLACES: Final[dict[int, "weakref.WeakSet[Slot]"]] = {}
@@ -31,6 +33,11 @@ def claim(slots: Iterable[Slot]) -> None:
         if len(places) > 1:
             for place in places:
                 place.share()
+
+
+def has_place(parameter: nn.Parameter) -> bool:
+    """Return whether a gradient of this parameter is reduced by some reducer of this process (local)."""
+    return any(place.parameter is parameter for place in _PLACES.get(id(parameter), ()))
 
 
 def give_up(slots: Iterable[Slot]) -> None:

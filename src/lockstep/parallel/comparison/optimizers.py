@@ -3,6 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
@@ -50,6 +51,16 @@ class _StepHook:
             method(optimizer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameters:
+    """The parameters of an optimizer."""
+
+    known: Sequence[nn.Parameter]
+    """Those of the wrapped model."""
+    others: Sequence[nn.Parameter]
+    """The others."""
+
+
 @final
 class OptimizerSteps:
     """The steps of one rank's optimizers over some parameters, since the last reduction.
@@ -65,20 +76,25 @@ class OptimizerSteps:
         self._running: list[int] = []
         self._stepped: list[weakref.ref[Optimizer]] = []
         self._options: weakref.WeakKeyDictionary[Optimizer, tuple[list[object], int]] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, HeldParameters]] = weakref.WeakKeyDictionary()
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def stepped(self) -> list[Optimizer]:
         """Those that have stepped, in the order of their first steps."""
         return [each for each in (reference() for reference in self._stepped) if each is not None]
 
-    def parameters_of(self, optimizer: Optimizer, known: Collection[int]) -> Sequence[nn.Parameter]:
-        """Return the parameters of an optimizer whose ids are `known` (local)."""
+    def parameters_of(self, optimizer: Optimizer, known: Collection[int]) -> "HeldParameters":
+        """Return the parameters of an optimizer: those whose ids are `known`, and the others (local)."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         before = self._held.get(optimizer)
         if before is None or before[0] != size:
-            held = [each for group in optimizer.param_groups for each in group["params"] if id(each) in known]
-            before = self._held[optimizer] = (size, held)
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            parts = HeldParameters(
+                known=[each for each in held if id(each) in known],
+                # Not those whose parts lie on several ranks, which a DTensor is.
+                others=[each for each in held if id(each) not in known and type(each.detach()) is Tensor],
+            )
+            before = self._held[optimizer] = (size, parts)
         return before[1]
 
     def forget_parameters(self) -> None:
@@ -107,17 +123,15 @@ class OptimizerSteps:
 
     def number(self) -> int:
         """Return a number for the options of the optimizers that have stepped (local)."""
-        return hash(tuple(map(self._number_of_options, self.optimizers)))
+        return hash(tuple(map(self._number_of_options, self.stepped)))
 
     def describe(self, names: Mapping[int, str]) -> tuple[Description, ...]:
         """Return these options in words, and which parameters they are for; `names` by identity (local)."""
-        return tuple(
-            {**describe_options(each), **_describe_groups(each.param_groups, names)} for each in self.optimizers
-        )
+        return tuple({**describe_options(each), **_describe_groups(each.param_groups, names)} for each in self.stepped)
 
     def describe_states(self) -> tuple[Mapping[str, int], ...]:
         """Return a number for each kind of entry of their states, as `exp_avg` is one (local)."""
-        return tuple(map(_sum_up_state, self.optimizers))
+        return tuple(map(_sum_up_state, self.stepped))
 
     def _number_of_options(self, optimizer: Optimizer) -> int:
         now = [_key(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lockstep.parallel.comparison.outside import OutsideValue
 from lockstep.reduce.optimizer_options import Description, describe_differences
 
 
@@ -42,6 +43,8 @@ class RankRecord:
     """The sum of each parameter's bits, which decides, and that of its numbers, which is shown."""
     states: tuple[Mapping[str, int], ...]
     """A number for each entry of the state of these optimizers, summed up over parameters."""
+    outside: tuple[OutsideValue, ...]
+    """The parameters that are trained and are outside of every wrapper."""
     samplers: tuple[Description, ...]
     """What the shuffling samplers of this process were made with, and the epochs that they are in."""
     forward_line: str

@@ -10,13 +10,12 @@ To read all parameters takes as long as a part of an update. So it is done only 
 The part is for what no counter shows: `parameter.data.copy_(...)`, and an optimizer whose state differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.reduce import TrainedModel
 from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
 from lockstep.torch_private import version_of
 
@@ -28,22 +27,22 @@ _WINDOW_ELEMENTS = 1 << 15
 
 @final
 class ReplicaValues:
-    """Numbers for the parameters of one rank.
+    """Numbers for some parameters of one rank.
 
     Args:
-        model: The model.
+        list_parameters: Returns them with their names.
         may_read: Whether parameters may be read in every backward: not on an asynchronous device, where it would wait.
     """
 
-    def __init__(self, model: TrainedModel, *, may_read: bool) -> None:
-        self._model = model
+    def __init__(self, list_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], *, may_read: bool) -> None:
+        self._list_parameters = list_parameters
         self._may_read = may_read
         self._num_asked = 0
         self.look()
 
     def look(self) -> None:
         """See which parameters there are (local)."""
-        self._named = [(name, each) for name, each in self._model.parameters() if type(each.detach()) is Tensor]
+        self._named = [(name, each) for name, each in self._list_parameters() if type(each.detach()) is Tensor]
         self._parameters = [each for _, each in self._named]
         self._num_writes = self._count_writes()
         self._is_due = True

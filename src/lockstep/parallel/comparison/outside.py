@@ -1,0 +1,210 @@
+"""Parameters that are outside of every wrapper, and are trained beside a wrapped model.
+
+    backbone = ls.DistributedDataParallel(Backbone())
+    head = nn.Linear(8, 3)                                              # its gradients are those of this rank alone
+    optimizer = SGD([*backbone.parameters(), *head.parameters()], 0.1)
+
+A gradient of such a parameter is not averaged, so after the first step it is another one on each rank. That is seen in
+the next backward: their values are compared like those of the wrapped model. It is a warning and not an error, for in
+model parallelism ranks have parameters of their own on purpose.
+
+The other mistake of this kind is an optimizer that holds the parameters of a copy of the model: nobody's gradient
+arrives there, and the parameters that get one are in no optimizer.
+"""
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ReductionError
+from lockstep.parallel.comparison.values import ReplicaValues
+from lockstep.parallel.user_code import stacklevel_of_user, user_line
+from lockstep.reduce.shared_parameters import has_place
+from lockstep.torch_private import parameter_registry
+
+_NUM_IDLE = 3
+"""After so many reductions an optimizer whose parameters never have gradients is an error."""
+_NUM_READ_ON_DEVICE = 4
+"""So often such parameters are read on an asynchronous device, where reading them waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideValue:
+    """A parameter that is outside of every wrapper, as ranks compare it."""
+
+    name: str
+    """What messages call it."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    bits: int
+    """The sum of its bits."""
+    total: float
+    """The sum of its numbers."""
+
+
+@final
+class OutsideParameters:
+    """The parameters outside of every wrapper that this rank's optimizers step with gradients.
+
+    Args:
+        may_read: Whether reading a parameter does not wait for a device.
+    """
+
+    def __init__(self, *, may_read: bool) -> None:
+        self._may_read = may_read
+        self._places: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._values = ReplicaValues(self._list_parameters, may_read=True)
+        self._num_read = 0
+        self._is_compared = True
+
+    def note_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that an optimizer has stepped these (local)."""
+        if not self._is_compared:
+            return
+        known = {id(reference()) for reference in self._places.values()}
+        new = [each for each in parameters if each.grad is not None and id(each) not in known and not has_place(each)]
+        if new:
+            places = _find_places(optimizer, new)
+            first = len(self._places)
+            for number, each in enumerate(new, start=first):
+                self._places[f"{number}: {places[id(each)]}"] = weakref.ref(each)
+            self._values.look()
+        self._values.note_update()
+
+    def number(self) -> int:
+        """Return a number for their values, as far as they are looked at this time (local)."""
+        if not self._places or not self._is_compared:
+            return 0
+        self._num_read += 1
+        return self._values.number() if self._may_read or self._num_read <= _NUM_READ_ON_DEVICE else 0
+
+    def describe(self) -> tuple[OutsideValue, ...]:
+        """Return what ranks compare (local)."""
+        if not self._places or not self._is_compared:
+            return ()
+        numbers = self._values.describe()
+        alive = self._list_parameters()
+        return tuple(
+            OutsideValue(_describe(place, each), tuple(each.shape), *numbers[place])
+            for place, each in alive
+            if place in numbers
+        )
+
+    def compare(self, found: Sequence[tuple[OutsideValue, ...]]) -> None:
+        """Look at what `describe` has returned on each rank, in rank order, and warn once (the same on every rank)."""
+        if not self._is_compared or len(set(found)) == 1:
+            return
+        self._is_compared = False  # that they differ was said, or they are different things
+        text = find_outside_difference(found)
+        if text:
+            warnings.warn(text, stacklevel=stacklevel_of_user())
+
+    def _list_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        alive = [(place, reference()) for place, reference in self._places.items()]
+        return [(place, each) for place, each in alive if each is not None and not has_place(each)]
+
+
+def find_outside_difference(found: Sequence[tuple[OutsideValue, ...]]) -> str:
+    """Return what to warn of, in words; empty where the ranks have different things (pure)."""
+    first, *others = found
+    for rank, values in enumerate(others, start=1):
+        if [each.shape for each in values] != [each.shape for each in first]:
+            continue
+        odd = [(here, there) for here, there in zip(values, first, strict=True) if here.bits != there.bits]
+        if not odd:
+            continue
+        (here, there), *more = odd
+        more_text = f", and so do {len(more)} more" if more else ""
+        return (
+            f"A parameter that is trained and is outside of every DistributedDataParallel differs: {there.name} adds "
+            f"up to {here.total!r} on rank {rank} and to {there.total!r} on rank 0{more_text}. Its gradients are not "
+            "averaged over the ranks. Put the layers and losses that have such parameters into one module with the "
+            "model, and wrap that; or wrap them too. If each rank is to have its own, as in model parallelism, ignore "
+            'this: warnings.filterwarnings("ignore", message="A parameter that is trained"). It is given once.'
+        )
+    return ""
+
+
+@final
+class IdleOptimizers:
+    """Looks for optimizers that hold a copy of the model: their parameters never have gradients."""
+
+    def __init__(self) -> None:
+        self._owned: set[int] = set()
+        self._num_reductions = 0
+        self._num_idle = 0
+
+    def note_owned(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that an optimizer steps these, which are the model's (local)."""
+        self._owned.update(map(id, parameters))
+
+    def look_at(
+        self,
+        optimizer: Optimizer,
+        others: Sequence[nn.Parameter],
+        trained: Mapping[str, nn.Parameter],
+        num_reductions: int,
+    ) -> None:
+        """Look at a step with parameters that are not the model's (local).
+
+        Args:
+            optimizer: Whose step.
+            others: Its parameters that are not the model's.
+            trained: Those of the model, by name.
+            num_reductions: How many reductions there were.
+
+        Raises:
+            ReductionError: They have the shapes of the model's, and no gradients, for the third time.
+        """
+        idle = [each for each in others if each.grad is None and each.requires_grad and not has_place(each)]
+        if not idle or num_reductions == self._num_reductions:
+            return
+        self._num_reductions = num_reductions
+        unowned = {
+            name: each for name, each in trained.items() if each.grad is not None and id(each) not in self._owned
+        }
+        common = Counter(each.shape for each in idle) & Counter(each.shape for each in unowned.values())
+        self._num_idle = self._num_idle + 1 if common else 0
+        if self._num_idle < _NUM_IDLE:
+            return
+        name = next(name for name, each in unowned.items() if each.shape in common)
+        raise ReductionError(
+            f"The {type(optimizer).__name__} that steps at {user_line()} holds parameters that get no gradients, and "
+            f"the wrapped model's parameter {name} and others of the same shapes get them and are in no optimizer that "
+            f"steps: after {num_reductions} backwards they were not changed. The optimizer was made with the "
+            "parameters of a copy of the model, or before layers were replaced. Make it after wrapping: "
+            "torch.optim.SGD(model.parameters(), ...) with the wrapped model."
+        )
+
+
+def _find_places(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+    """Return where each parameter is among those of an optimizer."""
+    wanted = set(map(id, parameters))
+    return {
+        id(each): f"parameter {index} of group {number} of {type(optimizer).__name__}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, each in enumerate(group["params"])
+        if id(each) in wanted
+    }
+
+
+def _describe(place: str, parameter: nn.Parameter) -> str:
+    """Return how messages call a parameter: by the module that has it, and by its place in the optimizer."""
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    text = f"{place.partition(': ')[2]} ({shape})"
+    # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for others.
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    for owner in objects:
+        if type(owner) in kinds:
+            for name, each in parameter_registry(owner).items():
+                if each is parameter:
+                    return f"{name} of a {type(owner).__name__}, {text}"
+    return text

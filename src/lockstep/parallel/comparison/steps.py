@@ -1,0 +1,161 @@
+"""What the optimizers of one rank do with the wrapped parameters: looked at before and after each step."""
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm import World
+from lockstep.errors import ReductionError
+from lockstep.parallel.comparison.finite import FiniteGradients
+from lockstep.parallel.comparison.gradients import StepGradients, has_unsynchronized
+from lockstep.parallel.comparison.optimizers import OptimizerSteps
+from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideParameters
+from lockstep.parallel.comparison.values import ReplicaValues
+from lockstep.parallel.user_code import stacklevel_of_user, user_line
+from lockstep.reduce import Reducer
+from lockstep.reduce.backward_watch import Phase
+from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id
+
+_LOCAL_GRADIENTS = (
+    "torch.autograd.grad or torch.func gave gradients of this rank alone for parameters of a model that is trained on "
+    "several, and parameters were updated without a backward() since: these gradients are not averaged. Call "
+    "backward() for averaged ones, or average these with torch.distributed.all_reduce. This warning is given once."
+)
+
+
+@final
+class WatchedSteps:
+    """The steps of one rank's optimizers with what they are given; a `StepListener`.
+
+    Args:
+        world: The ranks.
+        reducer: Reduces the gradients.
+        values: The values of the wrapped parameters.
+        nonfinite: What becomes of steps with gradients that are not finite.
+        may_read: Whether tensors may be read in every step: not on an asynchronous device, where it would wait.
+
+    Attributes:
+        optimizers: Which optimizers have stepped, and how.
+        gradients: What becomes of reduced gradients.
+        finite: Which gradients are not finite.
+        outside: The parameters outside of every wrapper that are stepped too.
+        compares_replicas: Whether parameters, optimizers and their steps must be the same on all ranks.
+        is_joining: Whether ranks may have run out of inputs.
+        gradient_number: A number for the gradients of the steps since the last reduction; 0 if they were not changed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        reducer: "weakref.ref[Reducer]",
+        values: ReplicaValues,
+        nonfinite: Literal["stop", "skip"],
+        *,
+        may_read: bool,
+    ) -> None:
+        self.optimizers = OptimizerSteps()
+        self.gradients = StepGradients(reducer, may_read=may_read)
+        self.finite = FiniteGradients(nonfinite, may_read=may_read)
+        self.outside = OutsideParameters(may_read=may_read)
+        self.compares_replicas = True
+        self.is_joining = False
+        self.gradient_number = 0
+        self.names: Mapping[int, str] = {}
+        self._world = world
+        self._reducer = reducer
+        self._values = values
+        self._idle = IdleOptimizers()
+        self._trained: Mapping[str, nn.Parameter] = {}
+        self._ignored: set[int] = set()
+        self._num_reduced = 0
+        self._has_warned = False
+
+    def know(self, named: Sequence[tuple[str, nn.Parameter]], ignored: Sequence[nn.Parameter]) -> None:
+        """Say which parameters the model has, and which of its are not its wrapper's business (local)."""
+        self.optimizers.forget_parameters()
+        self.names = {id(parameter): name for name, parameter in named}
+        self._ignored = set(map(id, ignored))
+        self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.finite.know([name for name, _ in named])
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at what the optimizer is given (local).
+
+        Raises:
+            ReductionError: Its gradients are those of this rank alone, or it holds the parameters of a copy.
+            LossError: They are not finite, on every rank alike.
+        """
+        reducer, held = self._reducer(), self.optimizers.parameters_of(optimizer, self.names)
+        if reducer is None or not self._world.has_group:
+            return
+        compares = self.compares_replicas and not self.is_joining
+        if compares and reducer.num_reductions > 0:
+            self._look_at_others(optimizer, held.known, held.others, reducer)
+        if not held.known:
+            return
+        if compares:
+            self._check_reduced(reducer, held.known)
+        if reducer.num_reductions > self._num_reduced:
+            reducer.watch.has_local_gradients = False  # taken beside those of a reduction: for a log, say
+        self.warn_of_local_gradients(reducer)
+        self.finite.before_step(optimizer, held.known)
+        self.optimizers.begin(optimizer)
+        if self.compares_replicas:
+            self.gradient_number = hash((self.gradient_number, self.gradients.number()))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look at what the optimizer has left (local)."""
+        held = self.optimizers.parameters_of(optimizer, self.names)
+        reducer = self._reducer()
+        if held.others and reducer is not None and reducer.num_reductions > 0 and not self.is_joining:
+            self.outside.note_step(optimizer, self._not_ignored(held.others))
+        if held.known:
+            self.optimizers.end(optimizer)
+            self.finite.after_step()
+            self.gradients.note_step()
+            self._values.note_update()
+            self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
+
+    def begin_anew(self) -> None:
+        """Forget the steps: there was a reduction (local)."""
+        self.optimizers.begin_anew()
+        self.gradient_number = 0
+
+    def warn_of_local_gradients(self, reducer: Reducer) -> None:
+        """Warn, once, if `torch.autograd.grad` has given gradients of this rank alone since the last reduction."""
+        if not reducer.watch.has_local_gradients:
+            return
+        reducer.watch.has_local_gradients = False
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_LOCAL_GRADIENTS, stacklevel=stacklevel_of_user())
+
+    def _look_at_others(
+        self, optimizer: Optimizer, known: Sequence[nn.Parameter], others: Sequence[nn.Parameter], reducer: Reducer
+    ) -> None:
+        self._idle.note_owned(known)
+        if others:
+            self._idle.look_at(optimizer, self._not_ignored(others), self._trained, reducer.num_reductions)
+
+    def _not_ignored(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return [each for each in parameters if id(each) not in self._ignored]
+
+    def _check_reduced(self, reducer: Reducer, parameters: Sequence[nn.Parameter]) -> None:
+        is_inside = reducer.watch.phase is not Phase.IDLE and current_graph_task_id() != NO_GRAPH_TASK
+        if is_inside:
+            raise ReductionError(
+                f"An optimizer stepped inside a backward, at {user_line()}, with gradients of this rank alone: they "
+                "are averaged over the ranks at the end of the backward. Call step() after backward()."
+            )
+        name = has_unsynchronized(reducer, parameters) if reducer.watch.num_local_backwards else ""
+        if name:
+            raise ReductionError(
+                f"The optimizer steps at {user_line()} with gradients of this rank alone: that of {name}, for one, was "
+                "accumulated under no_sync() and not averaged since, so each rank would get other parameters. Run the "
+                "last forward and backward before a step outside no_sync(). If you average them yourself, or train "
+                "each rank on its own for a while, wrap the module with compare=False."
+            )
