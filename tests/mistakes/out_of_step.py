@@ -241,6 +241,21 @@ def models_are_wrapped_in_the_order_of_a_set(rank: int, wrap: Wrap):
     return both
 
 
+@mistake(TURN + r"|parameter")
+def models_of_equal_values_are_wrapped_in_the_order_of_a_set(rank: int, wrap: Wrap):
+    names = ["encoder", "decoder"] if rank == 0 else ["decoder", "encoder"]  # as a set of str may have it
+    models = {name: wrap(net()) for name in names}
+    optimizers = [sgd(models[name]) for name in sorted(models)]
+    signs = {"encoder": 1.0, "decoder": -0.1}
+    for data in batches(rank):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(signs[name] * loss_of(models[name], data) for name in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return nn.ModuleList([models["encoder"], models["decoder"]])
+
+
 @mistake(r"eval|train\(\)|mode|buffer|" + BEHIND)
 def train_mode_is_forgotten_on_rank_0_after_validation(rank: int, wrap: Wrap):
     model = wrap(net(norm=True))

@@ -6,7 +6,7 @@ It is made anew when the wrapper is connected to another group, and is not copie
 from dataclasses import dataclass
 from typing import Literal, final
 
-from lockstep.comm import World, group_store
+from lockstep.comm import World
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
 from lockstep.reduce import KeepLocalGradients, MeanReduction, Reducer, ReducerOptions, TrainedModel
 
@@ -79,10 +79,3 @@ def check_options(nonfinite: str, on_skip: str) -> None:
     for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("error", "zeros"))):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
-
-
-def number_model(world: World) -> int:
-    """Return which of the models that this rank wraps over its group is the next one, from 1 on (local)."""
-    assert world.group is not None
-    store = group_store(world.group)
-    return 0 if store is None else int(store.add(f"lockstep/wrapped models/{world.rank}", 1))

@@ -7,6 +7,7 @@ to do with gradients: the list of buffers, the checks of a hook's signature, `sc
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, cast
 
@@ -19,7 +20,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep.comm import current_world
 from lockstep.devices.transfer import to_device
 from lockstep.errors import GroupError
-from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options, number_model
+from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
+from lockstep.parallel.comparison.wrap_order import WrapOrder, number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import JoinCalls, WrapperJoinHook
 from lockstep.parallel.module_arguments import (
@@ -197,6 +199,8 @@ class DistributedDataParallel(TorchNames):
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
             check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
+            if compare:
+                WrapOrder(self._workers, self._options.model_number).compare_values(model)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
@@ -221,6 +225,8 @@ class DistributedDataParallel(TorchNames):
         averaging = self._averaging = Averaging(model, self._workers, options, self._options)
         self.reducer: Any = averaging.reducer  # torch's attribute is of another type
         sync = self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
+        if averaging.comparison is not None:
+            averaging.comparison.order.wrapper = weakref.ref(self)
         if self.reducer is not None:
             self.reducer.schedule.send_besides = partial(
                 start_buffers, weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
@@ -409,6 +415,7 @@ class DistributedDataParallel(TorchNames):
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
         self._workers = current_world(new_process_group)
+        self._options = replace(self._options, model_number=number_model(self._workers))
         if self._delayed is not None:
             self._delayed.move_to(self._workers)
         self._reconnect()
@@ -437,6 +444,7 @@ class DistributedDataParallel(TorchNames):
             return
         self._workers = find_world(None, None)
         self.process_group = require_group(self._workers)
+        self._options = replace(self._options, model_number=number_model(self._workers))
         self._hook = None
         if self._delayed is not None:
             names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there

@@ -26,6 +26,8 @@ from torch.distributed import Store
 
 _LOGGER = logging.getLogger("lockstep")
 _MOST_SECONDS_BETWEEN_LOOKS = 5.0
+_MOST_SECONDS_BETWEEN_QUESTIONS = 1.0
+"""So often is asked how long this rank has waited; in the store is looked less often."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -84,11 +86,15 @@ class StallWatch:
     def _watch(self) -> None:
         end = f"ended/{self._rank}"
         self._store.set(end, "")  # an earlier watch may have been of a model like this
-        while not self._ended.wait(self._pause):
+        pause = min(self._pause, _MOST_SECONDS_BETWEEN_QUESTIONS)
+        num_asked, num_between = 0, round(self._pause / pause)
+        while not self._ended.wait(pause):
             waited = self._waited()
             if waited is None:
                 break
-            self._look(waited)
+            num_asked += 1
+            if num_asked % num_between == 0:
+                self._look(waited)
         self._store.set(end, "has ended its training")
 
     def _look(self, waited: float) -> None:

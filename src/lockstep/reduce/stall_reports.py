@@ -14,6 +14,8 @@ from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.stall import StallWatch, where
 from lockstep.settings import read_stall_seconds
 
+_LONG_SECONDS = 1.0
+
 
 def watch_for_stalls(reducer: BackwardReducer, model: TrainedModel, world: World) -> Callable[[], object]:
     """Begin to watch the waits of a reducer; return what ends the watch (local)."""
@@ -32,7 +34,12 @@ def watch_for_stalls(reducer: BackwardReducer, model: TrainedModel, world: World
 
 def _seconds_waited(reducer: "weakref.ref[BackwardReducer]") -> float | None:
     alive = reducer()
-    return None if alive is None else alive.schedule.waits.seconds()
+    if alive is None:
+        return None
+    seconds = alive.schedule.waits.seconds()
+    if seconds > _LONG_SECONDS:
+        alive.schedule.waits.on_long()
+    return seconds
 
 
 def _describe_progress(reducer: "weakref.ref[BackwardReducer]", thread_id: int) -> str:

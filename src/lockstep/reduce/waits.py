@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -14,9 +14,14 @@ _NUM_NAMES = 3
 
 @final
 class Waits:
-    """The wait of one rank that is under way, if any."""
+    """The wait of one rank that is under way, if any.
+
+    Attributes:
+        on_long: Called by the thread that watches, again and again while a wait takes longer than a second.
+    """
 
     def __init__(self) -> None:
+        self.on_long: Callable[[], None] = _do_nothing
         self._since = math.inf
         self._what: int | str = 0
 
@@ -56,3 +61,7 @@ class Waits:
         names = [slot.name for slot in buckets[self._what].slots]
         more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
         return f"waits for bucket {self._what + 1} of {len(buckets)} ({', '.join(names[:_NUM_NAMES])}{more})"
+
+
+def _do_nothing() -> None:
+    """Do nothing: nobody wants to know of long waits."""

@@ -44,10 +44,10 @@ class UnevenBatchWarning:
         if self._is_done or self.is_expected or status.empty:
             return
         backwards = status.nums_backwards
-        if len(set(backwards)) > 1 and not status.uneven_batch_sizes:
+        if len(set(backwards)) > 1 and _are_as_large_each(status):
             is_first, self._last_backwards = self._last_backwards != backwards, backwards
             if not is_first:  # a second time, so that a last, shorter accumulation is not warned of alone
-                self._warn(_describe_accumulation(backwards))
+                self._warn(_describe_sizes(status) if status.uneven_batch_sizes else _describe_accumulation(backwards))
             return
         sizes = status.uneven_batch_sizes
         before, self._last = self._last, status.batch_sizes
@@ -115,6 +115,12 @@ class SameDataWarning:
             "another seed for random data. This warning is given once.",
             stacklevel=stacklevel_of_user(),
         )
+
+
+def _are_as_large_each(status: GroupStatus) -> bool:
+    """Return whether the batch of each backward has the same size on all ranks, as far as it is known."""
+    pairs = zip(status.batch_sizes, status.nums_backwards, strict=True)
+    return len({size / number for size, number in pairs if size > 0}) <= 1
 
 
 def _shorten(number: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm import World, calls_for
 from lockstep.errors import ParameterMismatchError, ReductionError
 from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
+from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.record import Kind, RankRecord, find_difference
@@ -18,6 +19,7 @@ from lockstep.parallel.comparison.samplers import ShufflingSamplers
 from lockstep.parallel.comparison.skipping import SkippedBatches
 from lockstep.parallel.comparison.steps import WatchedSteps
 from lockstep.parallel.comparison.values import ReplicaValues
+from lockstep.parallel.comparison.wrap_order import WrapOrder
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
@@ -58,8 +60,8 @@ class RankComparison:
         options: How.
 
     Attributes:
+        order: In which order models were wrapped.
         forwards: The training forwards of this rank.
-        close: Listens to optimizers no more.
     """
 
     def __init__(self, model: TrainedModel, world: World, reducer: Reducer, options: ComparisonOptions) -> None:
@@ -79,11 +81,21 @@ class RankComparison:
         self._steps = WatchedSteps(world, self._reducer, self._values, options.nonfinite, may_read=may_read)
         self._steps.compares_replicas = options.compares_replicas
         self._skipped = SkippedBatches(self._reducer)
+        self.order = WrapOrder(world, options.model_number)
         self._is_fresh = self._was_fresh = True
         self._keeps_gradients = False
         self._num_forwards = 0
         self._know_parameters()
-        self.close: Callable[[], None] = listen_to_steps(self._steps)
+        self._ending = EndOfScript(
+            world, self._name, options.model_number, self.forwards, self._steps.optimizers, self._reducer
+        )
+        reducer.schedule.waits.on_long = self._ending.post_wait
+        self._stop_listening = listen_to_steps(self._steps)
+
+    def close(self) -> None:
+        """Look at nothing any more (local)."""
+        self._stop_listening()
+        self._ending.close()
 
     # -- Around forwards -----------------------------------------------------------------------------------------------
 
@@ -156,6 +168,7 @@ class RankComparison:
         steps = self._steps
         if steps.is_joining:
             return status
+        self._ending.note_begun()
         self._num_forwards = self.forwards.end_backward()
         numbers: tuple[int, ...] = (
             self._name_number,
@@ -167,7 +180,7 @@ class RankComparison:
         if steps.compares_replicas:
             done = steps.optimizers
             numbers = (*numbers, done.num_steps, done.number(), steps.gradient_number, self._values.number())
-            numbers = (*numbers, steps.outside.number())
+            numbers = (*numbers, steps.outside.number(), self._number_names())
         return replace(
             self._same_data.fill_in(status),
             is_empty=self._skipped.is_empty,
@@ -210,6 +223,10 @@ class RankComparison:
             kind = ParameterMismatchError if finding.kind is Kind.REPLICAS else ReductionError
             raise kind(finding.text)
 
+    def _number_names(self) -> int:
+        reducer = self._reducer()
+        return 0 if reducer is None else self.order.number_names(self._model.module, reducer.num_reductions)
+
     def _record(self) -> RankRecord:
         steps, compares = self._steps, self._steps.compares_replicas
         done = steps.optimizers
@@ -224,6 +241,7 @@ class RankComparison:
             values=self._values.describe() if compares else {},
             states=done.describe_states() if compares else (),
             outside=steps.outside.describe() if compares else (),
+            names=self.order.describe(),
             samplers=self._samplers.describe(),
             forward_line=str(self.forwards.line),
             step_line=str(done.line),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lockstep.parallel.comparison.outside import OutsideValue
+from lockstep.parallel.comparison.wrap_order import NamesByModel, find_other_order
 from lockstep.reduce.optimizer_options import Description, describe_differences
 
 
@@ -45,6 +46,8 @@ class RankRecord:
     """A number for each entry of the state of these optimizers, summed up over parameters."""
     outside: tuple[OutsideValue, ...]
     """The parameters that are trained and are outside of every wrapper."""
+    names: NamesByModel
+    """Under which names it holds the models that it has wrapped."""
     samplers: tuple[Description, ...]
     """What the shuffling samplers of this process were made with, and the epochs that they are in."""
     forward_line: str
@@ -65,6 +68,9 @@ class Finding:
 
 def find_difference(records: Sequence[RankRecord]) -> Finding | None:
     """Return the first difference of another rank from rank 0 that matters; None where none does."""
+    other_order = find_other_order([each.names for each in records])
+    if other_order:
+        return Finding(Kind.CALLS, f"{other_order} The last forward was at {records[0].forward_line} on rank 0.")
     first = records[0]
     for look in _LOOKS:
         for rank, record in enumerate(records[1:], start=1):

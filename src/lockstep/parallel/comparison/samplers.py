@@ -9,7 +9,7 @@ import warnings
 import weakref
 from typing import Any, final
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from lockstep.comm import World
 from lockstep.parallel.user_code import stacklevel_of_user
@@ -42,8 +42,11 @@ class ShufflingSamplers:
         objects = gc.get_objects()
         kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedSampler)}
         found = [each for each in objects if type(each) in kinds] if kinds else []
-        loaders = [each for each in objects if type(each) is DataLoader] if found else []
-        self._batch_size = max((each.batch_size or 0 for each in loaders if each.sampler in found), default=0)
+        # Not the DataLoader, which may be gone: its iterator holds this and not the loader.
+        cut = [each for each in objects if type(each) is BatchSampler] if found else []
+        self._batch_size = max(
+            (each.batch_size for each in cut if any(each.sampler is one for one in found)), default=0
+        )
         self._found = [weakref.ref(each) for each in found if each.shuffle]
         for sampler in found:
             if sampler.shuffle and sampler.num_replicas != self._world.world_size and not self._has_warned:

@@ -1,0 +1,141 @@
+"""The end of the script: has every rank run as many backwards as the others?
+
+A rank that has skipped a batch before its forward, or had fewer batches in an epoch, makes the same calls as the others
+in the same order, with other batches, until its script ends. Then the others wait for a backward that never comes:
+
+    rank 0                                     the group's store                rank 1
+    ------                                     -----------------                ------
+    1 waits in backward 8 for a second   ->    "8, waits, line"
+                                               "7, ended, line"           <-    2 its script ends (`atexit`)
+                                                                          ->    3 reads that; logs both numbers; exits
+    4 gets the error of a rank that is gone
+
+A rank whose script ends waits for at most `_WAIT_SECONDS` until the others have ended too or one waits for it.
+"""
+
+import atexit
+import logging
+import sys
+import time
+import weakref
+from typing import Final, final
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from lockstep.comm import World, group_store
+from lockstep.parallel.comparison.forwards import TrainingForwards
+from lockstep.parallel.comparison.optimizers import OptimizerSteps
+from lockstep.reduce import Reducer
+
+_LOGGER = logging.getLogger("lockstep")
+_WAIT_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.05
+
+
+@final
+class EndOfScript:
+    """Compares how far the ranks have come when the script of one ends; lives until then, without the model.
+
+    Args:
+        world: The ranks of a wrapper.
+        name: What messages call the wrapped model.
+        number: Which of the models that were wrapped over the group it is.
+        forwards: The training forwards of this rank.
+        optimizers: The steps of its optimizers.
+        reducer: Reduces its gradients.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        number: int,
+        forwards: TrainingForwards,
+        optimizers: OptimizerSteps,
+        reducer: "weakref.ref[Reducer]",
+    ) -> None:
+        store = None if world.group is None else group_store(world.group)
+        self._store: Store | None = None if store is None else dist.PrefixStore(f"lockstep/end/{number}", store)
+        self._rank, self._world_size = world.rank, world.world_size
+        self._name = name
+        self._forwards = forwards
+        self._optimizers = optimizers
+        self._reducer = reducer
+        self._num_begun = 0
+        self._post(0, "runs")
+        atexit.register(self._tell)
+
+    def note_begun(self) -> None:
+        """Note that a reduction has begun (local)."""
+        self._num_begun += 1
+
+    def post_wait(self) -> None:
+        """Let the others know that this rank waits, and in which backward; another thread calls this (local)."""
+        reducer = self._reducer()
+        if reducer is not None:
+            # Where it waits in a forward, or for a bucket before the last one, this backward was not counted yet.
+            self._post(max(self._num_begun, reducer.num_reductions + 1), "waits")
+
+    def close(self) -> None:
+        """Compare nothing (local)."""
+        atexit.unregister(self._tell)
+
+    def _post(self, num_begun: int, state: str) -> None:
+        if self._store is not None:
+            text = f"{num_begun} {self._optimizers.num_steps} {state} {self._forwards.line}"
+            self._store.set(f"{self._rank}", text)
+
+    def _tell(self) -> None:
+        """Say that this rank's script ends, and log what the others wait for."""
+        if self._num_begun == 0 or self._store is None:
+            return
+        # A script that has failed has its message already.
+        seconds = 0.0 if getattr(sys, "last_value", None) is not None else _WAIT_SECONDS
+        try:
+            self._post(self._num_begun, "ended")
+            text = self._wait_for_others(time.monotonic() + seconds)
+        except dist.DistError:
+            return  # the store has ended with the rank that holds it
+        if text:
+            _LOGGER.warning("%s", text)
+
+    def _wait_for_others(self, deadline: float) -> str:
+        assert self._store is not None
+        waited_for = set(range(self._world_size)) - {self._rank}
+        is_first = self._store.add(f"exits of {self._rank}", 1) == 1
+        while waited_for and is_first:
+            for rank in sorted(waited_for):
+                num_begun, num_steps, state, line = self._store.get(f"{rank}").decode().split(" ", 3)
+                if int(num_begun) > self._num_begun and state != "runs":
+                    return self._describe_missing((self._rank, self._num_begun), (rank, int(num_begun)), line)
+                if state == "ended":
+                    waited_for.discard(rank)
+                    if int(num_begun) < self._num_begun:
+                        return self._describe_missing((rank, int(num_begun)), (self._rank, self._num_begun), line)
+                    if int(num_steps) < self._optimizers.num_steps:
+                        return self._describe_steps(rank, int(num_steps))
+            if waited_for and time.monotonic() > deadline:
+                return ""
+            time.sleep(_PAUSE_SECONDS if waited_for else 0)
+        return ""
+
+    def _describe_missing(self, behind: tuple[int, int], ahead: tuple[int, int], line: str) -> str:
+        """Return what has happened, in words; `line` is where the other rank's last forward was."""
+        (rank, num_begun), (other, num_expected) = behind, ahead
+        here, there = (self._forwards.line, line) if rank == self._rank else (line, self._forwards.line)
+        return (
+            f"The script of rank {rank} has ended after {num_begun} backwards of {self._name}, and rank {other} has "
+            f"begun backward {num_expected}, in which it needs rank {rank}. The last forwards were at {here} on rank "
+            f"{rank} and at {there} on rank {other}. Rank {rank} has skipped a batch before its forward, or had fewer "
+            "batches in an epoch, or ran its last backward under no_sync(); since then it was behind the others. Call "
+            "model.skip_backward() where a batch is left out, give every rank as many batches "
+            "(ls.DistributedSampler), or train within model.join()."
+        )
+
+    def _describe_steps(self, rank: int, num_steps: int) -> str:
+        return (
+            f"After the last of {self._num_begun} backwards of {self._name}, rank {self._rank} has taken "
+            f"{self._optimizers.num_steps} optimizer steps and rank {rank} {num_steps}, so their parameters differ. "
+            f"The last step was at {self._optimizers.line}. Step the optimizer on every rank or on none."
+        )

@@ -1,0 +1,146 @@
+"""Do the ranks wrap their models in the same order?
+
+    for name in {"encoder", "decoder"}:        # a set of strings has another order in each process
+        models[name] = ls.DistributedDataParallel(nets[name])
+
+The first model on rank 0 is paired with the first one on rank 1. If both have the same shapes, they would get each
+other's parameters and gradients. Two things show it:
+
+- *values*, when a model is wrapped: the ranks have wrapped models with the same values by now, in another order.
+- *names*, in the first backwards: a model is an attribute or has a key in a dictionary, and its name on one rank is
+  that of another model on rank 0, and the other way round. For models of equal values, or of others on each rank.
+"""
+
+import gc
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm import World, group_store
+from lockstep.errors import ParameterMismatchError
+from lockstep.reduce import TrainedModel
+from lockstep.reduce.tensor_bits import glance_at_bits
+
+NamesByModel = Mapping[int, frozenset[str]]
+"""Under which names a rank holds each model that it has wrapped, by number."""
+_REMEDY = (
+    "Wrap models in the same order on every rank: keep them in a list or a dictionary that is filled in a fixed order, "
+    "and do not loop over a set."
+)
+_FIRST_REDUCTION: Final = 1
+_LAST_REDUCTION: Final = 5
+"""Names are compared in the reductions after the first and before the last of these."""
+
+
+@final
+class WrapOrder:
+    """Compares in which order one rank has wrapped its models over a group.
+
+    Args:
+        world: The ranks.
+        number: Which model it is, from 1 on.
+
+    Attributes:
+        wrapper: The wrapper, as long as it is there.
+    """
+
+    def __init__(self, world: World, number: int) -> None:
+        store = None if world.group is None else group_store(world.group)
+        self._store = None if store is None else dist.PrefixStore(f"lockstep/wrapped/{world.rank}", store)
+        self._world = world
+        self._number = number
+        self.wrapper: Callable[[], nn.Module | None] = _no_wrapper
+        self._names: frozenset[str] = frozenset()
+
+    def compare_values(self, model: TrainedModel) -> None:
+        """Compare the models that were wrapped so far, before this one gets rank 0's values (collective).
+
+        Raises:
+            ParameterMismatchError: Their order differs; on every rank alike.
+        """
+        if self._store is None:
+            return
+        plain = [each for _, each in model.parameters() if type(each.detach()) is Tensor]
+        self._store.set(f"values/{self._number}", f"{hash(tuple(map(glance_at_bits, plain)))}")
+        if self._number == 1:
+            return
+        own = [int(self._store.get(f"values/{number}")) for number in range(1, self._number + 1)]
+        first, *others = self._world.gather_objects(own)
+        for rank, found in enumerate(others, start=1):
+            if found != first and sorted(found) == sorted(first):
+                pairs = enumerate(zip(found, first, strict=True), start=1)
+                number = next(number for number, (here, there) in pairs if here != there)
+                raise ParameterMismatchError(
+                    f"Wrapped model {number} on rank {rank} is wrapped model {1 + first.index(found[number - 1])} on "
+                    f"rank 0: the {len(first)} models that were wrapped so far have the same parameters on both, in "
+                    f"another order, and would get each other's gradients. {_REMEDY}"
+                )
+
+    def number_names(self, module: nn.Module | None, num_reductions: int) -> int:
+        """Return a number for the names under which this rank holds the model; 0 if not now (local)."""
+        if not _FIRST_REDUCTION <= num_reductions < _LAST_REDUCTION or self._store is None or module is None:
+            return 0
+        if num_reductions == _FIRST_REDUCTION and self._count_models() > 1:  # it takes some milliseconds
+            wrapper = self.wrapper()
+            self._names = frozenset(_names_of([module] if wrapper is None else [module, wrapper]))
+            self._store.set(f"names/{self._number}", json.dumps(sorted(self._names)))
+        return zlib.crc32(repr(sorted(self._names)).encode())
+
+    def describe(self) -> NamesByModel:
+        """Return the names of all models that this rank has wrapped and looked at (local)."""
+        if self._store is None:
+            return {}
+        keys = {number: f"names/{number}" for number in range(1, self._count_models() + 1)}
+        known = {number: key for number, key in keys.items() if self._store.check([key])}
+        return {number: frozenset(json.loads(self._store.get(key))) for number, key in known.items()}
+
+    def _count_models(self) -> int:
+        assert self._store is not None
+        return int(self._store.add("count", 0))
+
+
+def number_model(world: World) -> int:
+    """Return which of the models that this rank wraps over its group is the next one, from 1 on (local)."""
+    assert world.group is not None
+    store = group_store(world.group)
+    return 0 if store is None else int(store.add(f"lockstep/wrapped/{world.rank}/count", 1))
+
+
+def find_other_order(ranks: Sequence[NamesByModel]) -> str:
+    """Return in words how the names show that models were wrapped in another order; empty if they do not (pure)."""
+    first, *others = map(_without_common, ranks)
+    for rank, found in enumerate(others, start=1):
+        both = sorted(found.keys() & first.keys())
+        moved = [number for number in both if found[number] and not found[number] & first[number]]
+        for number in moved:
+            for other in moved:
+                names = found[number] & first[other]
+                if other != number and names and found[other] & first[number]:
+                    return (
+                        f"Wrapped model {number} on rank {rank} is called {min(names)!r}, which is wrapped model "
+                        f"{other} on rank 0: they would get each other's gradients. {_REMEDY}"
+                    )
+    return ""
+
+
+def _without_common(names: NamesByModel) -> NamesByModel:
+    """Return the names without those that several models have, as the `module` of every wrapper."""
+    counts = Counter(name for held in names.values() for name in held)
+    return {number: frozenset(name for name in held if counts[name] == 1) for number, held in names.items()}
+
+
+def _names_of(held: Sequence[object]) -> Iterator[str]:
+    """Yield the attributes and keys under which any of these is held."""
+    for holder in gc.get_referrers(*held):  # one look at all objects of the process
+        items: dict[Any, Any] = holder if type(holder) is dict else getattr(holder, "__dict__", {})
+        if "__builtins__" not in items:
+            yield from (key for key, value in items.items() if type(key) is str and any(value is one for one in held))
+
+
+def _no_wrapper() -> None:
+    """Return no wrapper: none is known."""
