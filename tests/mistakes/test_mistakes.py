@@ -23,6 +23,11 @@ def outcome_of(name: str, backend: str) -> Outcome:
         ("one_rank_unfreezes_the_backbone_earlier", "gloo"),
         ("a_layer_is_made_in_the_first_forward", "shm"),
         ("gradients_are_compressed_on_one_rank", "shm"),
+        ("the_head_is_outside_of_the_wrapper", "gloo"),
+        ("models_are_wrapped_in_the_order_of_a_set", "gloo"),
+        ("models_of_equal_values_are_wrapped_in_the_order_of_a_set", "shm"),
+        ("a_batch_without_memory_is_skipped", "gloo"),
+        ("set_epoch_gets_the_same_number_again", "shm"),
     ],
 )
 def test_every_rank_is_told_of_a_mistake(name: str, backend: str) -> None:

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.comm import ordered_hook, ring_hook
 from lockstep.reduce import CommHook
 from lockstep.torch_private import check_comm_hook
 
@@ -39,8 +40,10 @@ def built_in_hook(kind: dist.BuiltinCommHookType, group: ProcessGroup) -> Regist
 
 
 def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
-    """Return whether a hook leaves the same gradients on all ranks: torch's do, but for its hook for local SGD."""
+    """Return whether a hook leaves the same gradients on all ranks: ours do, and torch's but that for local SGD."""
     function = getattr(function, "func", function)  # of a partial
+    if function in (ring_hook, ordered_hook):
+        return True
     module = getattr(function, "__module__", "") or ""
     return module.startswith("torch.distributed.algorithms.ddp_comm_hooks.") and "post_localSGD" not in module
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.comm import World, calls_for
@@ -243,6 +244,7 @@ class RankComparison:
             outside=steps.outside.describe() if compares else (),
             names=self.order.describe(),
             samplers=self._samplers.describe(),
+            instructions=torch.backends.cpu.get_cpu_capability(),
             forward_line=str(self.forwards.line),
             step_line=str(done.line),
         )

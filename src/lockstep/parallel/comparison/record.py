@@ -50,6 +50,8 @@ class RankRecord:
     """Under which names it holds the models that it has wrapped."""
     samplers: tuple[Description, ...]
     """What the shuffling samplers of this process were made with, and the epochs that they are in."""
+    instructions: str
+    """Which instructions of the processor torch uses."""
     forward_line: str
     """Where in the user's code the last training forward was."""
     step_line: str
@@ -159,11 +161,18 @@ def _compare_values(rank: int, record: RankRecord, first: RankRecord) -> Finding
         for name in {**expected, **found}
         if found.get(name) != expected.get(name)
     ]
-    if states and len(record.states) == len(first.states):
+    if states and len(record.states) == len(first.states) and record.instructions == first.instructions:
         cause = (
             f"The state of their optimizers differs too ({', '.join(states[:3])}): a state that was loaded on one rank "
             f"only gives other steps there. The last step was at {first.step_line}. Load the optimizer's state on "
             "every rank."
+        )
+    elif record.instructions != first.instructions:
+        cause = (
+            f"torch computes with other instructions of the processor on rank {rank} ({record.instructions}) than on "
+            f"rank 0 ({first.instructions}), so an optimizer's step rounds otherwise. Set ATEN_CPU_CAPABILITY to what "
+            "all processors have, as ATEN_CPU_CAPABILITY=avx2, on every rank; or wrap with compare=False, and the "
+            "replicas drift apart slowly, as they do with torch's wrapper."
         )
     else:
         cause = (

@@ -1,0 +1,190 @@
+"""What the ranks of a wrapper find when they differ; ranks are threads, and a script is a few lines."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.threaded_ranks import run_ranks
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep.comm import World
+from lockstep.errors import LockstepError
+
+NUM_STEPS = 5
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Loop:
+    """A training loop on one rank."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        self.rank = rank
+        self.module = net()
+        self.model: Any = ls.DistributedDataParallel(self.module, **options)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = 0
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(rows(self.rank, self.step)).square().mean().backward()
+
+    def train(self, change: Callable[[], object] = int) -> None:
+        for self.step in range(NUM_STEPS):
+            self.backward()
+            self.optimizer.step()
+            change()
+
+
+def run(script: Callable[[Loop], object], **options: Any) -> list[str]:
+    """Run a script on two ranks; return the error of each, or what it was warned of."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+
+        def on_rank(world: World) -> str:
+            loop = Loop(world.rank, **options)
+            try:
+                script(loop)
+            except LockstepError as error:
+                return f"{type(error).__name__}: {error}"
+            finally:
+                loop.model._sync.close()
+            return ""
+
+        errors = run_ranks(2, on_rank, has_default_group=True)
+    return errors if any(errors) else [str(each.message) for each in warned]
+
+
+def writes_on_one_rank(loop: Loop) -> None:
+    def write() -> None:
+        if loop.rank == 1 and loop.step == 2:
+            with torch.no_grad():
+                loop.module[0].weight.mul_(0.5)
+
+    loop.train(write)
+
+
+def has_another_rate(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] = 0.1 * (1 + loop.rank)
+    loop.train()
+
+
+def steps_twice_on_one_rank(loop: Loop) -> None:
+    loop.train(lambda: loop.optimizer.step() if loop.rank == 1 and loop.step == 2 else None)
+
+
+def evaluates_on_one_rank(loop: Loop) -> None:
+    loop.model.train(loop.rank == 0)
+    loop.train()
+
+
+def skips_a_backward(loop: Loop) -> None:
+    for loop.step in range(NUM_STEPS):
+        loss = loop.model(rows(loop.rank, loop.step)).square().mean()
+        if loop.rank == 1 and loop.step == 1:
+            continue
+        loss.backward()
+
+
+def steps_on_local_gradients(loop: Loop) -> None:
+    with loop.model.no_sync():
+        loop.backward()
+    loop.optimizer.step()
+
+
+def holds_a_copy(loop: Loop) -> None:
+    loop.optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    for loop.step in range(NUM_STEPS):
+        loop.model(rows(loop.rank, loop.step)).square().mean().backward()
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("script", "parts"),
+    [
+        (writes_on_one_rank, ["0.weight has other values on rank 1", "written on one rank"]),
+        (has_another_rate, ["lr is 0.2 and 0.1"]),
+        (steps_twice_on_one_rank, ["rank 1 has taken 2 optimizer steps and rank 0 1"]),
+        (evaluates_on_one_rank, ["Rank 1 runs forward and backward in evaluation mode"]),
+        (skips_a_backward, ["Rank 1 has run 1 training forward without a backward", "skip_backward()"]),
+        (steps_on_local_gradients, ["with gradients of this rank alone"]),
+        (holds_a_copy, ["The SGD that steps at", "parameters of a copy of the model", "after 3 backwards"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_difference_is_one_error_on_all_ranks(script: Callable[[Loop], object], parts: list[str]) -> None:
+    first, second = run(script)
+    assert first == second
+    for part in parts:
+        assert part in first
+
+
+def trains_plainly(loop: Loop) -> None:
+    loop.train()
+
+
+def averages_weights_on_all_ranks(loop: Loop) -> None:
+    def average() -> None:
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.mul_(0.9)
+
+    loop.train(average)
+
+
+def trains_two_models_with_one_optimizer(loop: Loop) -> None:
+    other: Any = ls.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam([*loop.model.parameters(), *other.parameters()])
+    for loop.step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        other(loop.model(rows(loop.rank, loop.step))).square().mean().backward()
+        optimizer.step()
+    other._sync.close()
+
+
+def replaces_its_optimizer(loop: Loop) -> None:
+    for _ in range(2):
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.01)
+        loop.train()
+
+
+def averages_with_our_ring(loop: Loop) -> None:
+    loop.model.register_comm_hook(None, ls.ring_hook)
+    loop.train()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        trains_plainly,
+        averages_weights_on_all_ranks,
+        trains_two_models_with_one_optimizer,
+        replaces_its_optimizer,
+        averages_with_our_ring,
+    ],
+)
+def test_a_correct_script_gets_no_message(script: Callable[[Loop], object]) -> None:
+    assert not any(run(script))
+
+
+def writes_under_our_ring(loop: Loop) -> None:
+    loop.model.register_comm_hook(None, ls.ring_hook)
+    writes_on_one_rank(loop)
+
+
+def test_our_hooks_leave_the_comparison_on() -> None:
+    assert all("0.weight has other values" in text for text in run(writes_under_our_ring))
+
+
+def test_ranks_may_be_let_differ() -> None:
+    assert not any(run(writes_on_one_rank, compare=False))
