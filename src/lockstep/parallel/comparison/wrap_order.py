@@ -36,6 +36,9 @@ _FIRST_REDUCTION: Final = 1
 _LAST_REDUCTION: Final = 5
 """Names are compared in the reductions after the first and before the last of these."""
 
+_NUM_LAST: Final = 8
+"""So many models that were wrapped last are looked at: a process may wrap thousands, one after the other."""
+
 
 @final
 class WrapOrder:
@@ -69,16 +72,18 @@ class WrapOrder:
         self._store.set(f"values/{self._number}", f"{hash(tuple(map(glance_at_bits, plain)))}")
         if self._number == 1:
             return
-        own = [int(self._store.get(f"values/{number}")) for number in range(1, self._number + 1)]
+        # A model that was wrapped with init_sync=False or compare=False has left none.
+        own = [int(self._read(f"values/{number}") or 0) for number in self._last_numbers(self._number)]
         first, *others = self._world.gather_objects(own)
         for rank, found in enumerate(others, start=1):
             if found != first and sorted(found) == sorted(first):
-                pairs = enumerate(zip(found, first, strict=True), start=1)
-                number = next(number for number, (here, there) in pairs if here != there)
+                pairs = enumerate(zip(found, first, strict=True))
+                index = next(index for index, (here, there) in pairs if here != there)
+                numbers = self._last_numbers(self._number)
                 raise ParameterMismatchError(
-                    f"Wrapped model {number} on rank {rank} is wrapped model {1 + first.index(found[number - 1])} on "
-                    f"rank 0: the {len(first)} models that were wrapped so far have the same parameters on both, in "
-                    f"another order, and would get each other's gradients. {_REMEDY}"
+                    f"Wrapped model {numbers[index]} on rank {rank} is wrapped model "
+                    f"{numbers[first.index(found[index])]} on rank 0: the models that were wrapped have the same "
+                    f"parameters on both, in another order, and would get each other's gradients. {_REMEDY}"
                 )
 
     def number_names(self, module: nn.Module | None, num_reductions: int) -> int:
@@ -95,13 +100,20 @@ class WrapOrder:
         """Return the names of all models that this rank has wrapped and looked at (local)."""
         if self._store is None:
             return {}
-        keys = {number: f"names/{number}" for number in range(1, self._count_models() + 1)}
-        known = {number: key for number, key in keys.items() if self._store.check([key])}
-        return {number: frozenset(json.loads(self._store.get(key))) for number, key in known.items()}
+        held = {number: self._read(f"names/{number}") for number in self._last_numbers(self._count_models())}
+        return {number: frozenset(json.loads(text)) for number, text in held.items() if text}
+
+    def _read(self, key: str) -> str:
+        assert self._store is not None
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _count_models(self) -> int:
         assert self._store is not None
         return int(self._store.add("count", 0))
+
+    @staticmethod
+    def _last_numbers(number: int) -> range:
+        return range(max(1, number - _NUM_LAST + 1), number + 1)
 
 
 def number_model(world: World) -> int:

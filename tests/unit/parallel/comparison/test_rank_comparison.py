@@ -188,3 +188,8 @@ def test_our_hooks_leave_the_comparison_on() -> None:
 
 def test_ranks_may_be_let_differ() -> None:
     assert not any(run(writes_on_one_rank, compare=False))
+
+
+def test_a_model_may_be_wrapped_after_one_that_was_not_compared() -> None:
+    # The second wrapper once waited for what the first, which compares no values, had never written to the store.
+    assert not any(run(trains_two_models_with_one_optimizer, init_sync=False))
