@@ -35,6 +35,7 @@ from lockstep.errors import (
     UsageError,
     WorkerFailedError,
 )
+from lockstep.launch.elastic import Elastic
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
 from lockstep.parallel import (
@@ -59,6 +60,7 @@ __all__ = [
     "DeviceError",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Elastic",
     "GroupError",
     "LockstepError",
     "LossError",

@@ -9,6 +9,7 @@ from lockstep.cli.checkpoint import checkpoint_app
 from lockstep.cli.devices import devices
 from lockstep.cli.resume_option import ResumingCommand
 from lockstep.cli.run import CONTEXT, run
+from lockstep.cli.scale import scale
 from lockstep.cli.train import train
 from lockstep.cli.verify import verify
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app)
 app.command(name="devices")(devices)
 app.command(name="run", context_settings=CONTEXT)(run)
+app.command(name="scale")(scale)
 app.command(name="train", cls=ResumingCommand)(train)
 app.command(name="verify")(verify)
 

@@ -95,6 +95,8 @@ class Generations:
         has_left: Whether this worker has left the others, and is to end.
         help_others: Called when there is a new generation, but this worker makes no calls any more; None where
             nothing can be done for the others.
+        on_ready: Called when this worker reports that it can continue with others.
+        on_stay: Called in the thread that reads the channel, when the launcher does not let this worker leave.
         on_joined: Called when this worker has joined a generation.
         member: What `lockstep.engine.member` keeps for this worker.
     """
@@ -105,6 +107,8 @@ class Generations:
         self.has_left = False
         self.help_others: Callable[[], None] | None = None
         self.on_joined: Callable[[NextGeneration], None] = _ignore
+        self.on_ready: Callable[[], None] = _do_nothing
+        self.on_stay: Callable[[], None] = _do_nothing
         self.member: object = None
         self._backend = backend
         self._changed = threading.Condition()
@@ -137,6 +141,10 @@ class Generations:
                 self._note(_read(message))
             elif message["event"] == "unchanged":
                 self._unchanged = True
+            elif message["event"] == "stay":
+                self.on_stay()
+            elif message["event"] == "ping":
+                self.report("alive", number=message["number"], waits=None)
             elif message["event"] == "stop":
                 self._stop_reason = message["reason"] or "The run ends."
             self._changed.notify_all()
@@ -160,6 +168,7 @@ class Generations:
 
     def report_ready(self, *, max_workers: int, min_workers: int = 1) -> None:
         """Report to the launcher that this worker can continue without others, or with more (local)."""
+        self.on_ready()
         self.report("ready", max_workers=max_workers, min_workers=min_workers)
 
     @property
@@ -286,6 +295,10 @@ def _read(message: Message) -> NextGeneration:
         arrived=tuple(ChangedWorker(**each) for each in message.get("arrived", ())),
         leaving=tuple(ChangedWorker(**each) for each in message.get("leaving", ())),
     )
+
+
+def _do_nothing() -> None:
+    """Do nothing: nobody needs to know."""
 
 
 def _ignore(_joined: NextGeneration) -> None:

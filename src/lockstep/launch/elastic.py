@@ -1,6 +1,7 @@
 """The options with which a launch replaces workers, or ends silent ones. Pure."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.launch.membership import RespawnLimit
 
@@ -21,8 +22,11 @@ class Elastic:
     spares: int = 0
     """How many more workers wait, with everything imported and built, to replace a lost one."""
     evict_after: float | None = None
-    """Kill a worker for which the others have waited for so many seconds while it did not answer, or computed; None to
-    wait on. It must be longer than the longest step, evaluation or save of one worker."""
+    """Kill a worker that has not answered its launcher for so many seconds, because its process is stopped, or hangs in
+    the kernel or in native code that holds Python's lock; the others continue without it. None to wait on. A worker
+    that computes or waits answers."""
+    folder: str | Path | None = None
+    """A folder of this user in which `lockstep scale FOLDER` finds the launch; None for none."""
 
     def __post_init__(self) -> None:
         """Check the values.

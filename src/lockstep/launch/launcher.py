@@ -10,6 +10,7 @@ launcher                                            worker r
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,11 +23,14 @@ from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.devices.placement import CPU
 from lockstep.launch.continuation import Continuation
+from lockstep.launch.control import NOBODY, Control, ControlSocket
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.external import find_launcher, run_here
+from lockstep.launch.fencing import Fencing
 from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.notebook import is_in_ipython
+from lockstep.launch.requests import ScaleRequests
 from lockstep.launch.restarts import call_with_restarts, check_restarts
 from lockstep.launch.results import load_result
 from lockstep.launch.scaling import Scaling
@@ -50,6 +54,7 @@ def launch(
     threads_per_worker: int = 1,
     seed: int = 0,
     max_restarts: int = 0,
+    elastic: Elastic | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(run, *args, **kwargs)` in each of several new processes; return what each returned.
@@ -79,6 +84,8 @@ def launch(
         seed: Seed of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
         max_restarts: After a worker has failed and the others could not continue: how often all are started again, at
             most. Each restart is reported with its reason. A function that loads its newest checkpoint continues there.
+        elastic: How lost workers are replaced, where trainers have `on_worker_loss="continue"` and the function calls
+            `Trainer.join()`; None not to replace any.
         kwargs: Keyword arguments of the function.
 
     Returns:
@@ -100,6 +107,7 @@ def launch(
         threads_per_worker=threads_per_worker,
         seed=seed,
         max_restarts=max_restarts,
+        elastic=FIXED if elastic is None else elastic,
     )
     check_restarts(max_restarts)
     launcher_variables = find_launcher()
@@ -131,8 +139,6 @@ class LaunchSettings:
     """Seed of the global generators."""
     max_restarts: int = 0
     """How often all workers are started again after a failure."""
-    control_folder: Path | None = None
-    """The run's directory, where `lockstep scale` finds the launcher; None where it cannot be asked."""
     elastic: Elastic = FIXED
     """How lost workers are replaced, and silent ones ended."""
     stop: StopRequest | None = None
@@ -205,9 +211,20 @@ def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, setti
         pool.send_task_later(worker)
         return worker
 
-    def find_device() -> Device:
-        on_cpu = all(device.name == CPU.name for device in pool.devices.values())
-        return CPU if on_cpu else place_workers("auto:1", force=settings.force).devices[0]
+    def find_devices(number: int) -> list[Device]:
+        if all(device.name == CPU.name for device in pool.devices.values()):
+            return [CPU] * number
+        return list(place_workers(f"auto:{number}", force=settings.force).devices)
 
-    scaling = Scaling(pool, continuation, settings.elastic, start, find_device)
-    return Supervision(pool, continuation, scaling).wait()
+    scaling = Scaling(pool, continuation, settings.elastic, start, find_devices)
+    with ExitStack() as stack:
+        control: Control = NOBODY
+        if settings.elastic.folder is not None:
+            try:
+                requests = ScaleRequests(pool, continuation, scaling, find_devices)
+                control = ControlSocket(Path(settings.elastic.folder), pool, requests)
+            except OSError as error:
+                _LOGGER.warning("`lockstep scale` cannot change this run: %s.", error)
+        stack.callback(control.close)
+        fencing = Fencing(pool, server, continuation, settings.elastic.evict_after or math.inf)
+        return Supervision(pool, continuation, scaling, control, fencing).wait()

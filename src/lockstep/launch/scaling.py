@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import final
 
 from lockstep.devices import Device
+from lockstep.errors import DeviceError
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.membership import Wishes, may_respawn
@@ -37,7 +38,7 @@ class Scaling:
         continuation: Decides who is in.
         elastic: The options.
         start: Starts a new worker on a device.
-        find_device: Returns a device for one more worker.
+        find_devices: Returns devices for so many more workers; raises `DeviceError` where there are none.
         clock: Returns the time, in seconds.
 
     Attributes:
@@ -51,7 +52,7 @@ class Scaling:
         continuation: Continuation,
         elastic: Elastic,
         start: Callable[[Device], StartedWorker],
-        find_device: Callable[[], Device],
+        find_devices: Callable[[int], list[Device]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_wanted = len(continuation.generation.workers)
@@ -61,7 +62,7 @@ class Scaling:
         self._limit = elastic.limit
         self._num_spares = elastic.spares
         self._start = start
-        self._find_device = find_device
+        self._find_devices = find_devices
         self._clock = clock
         self._new: dict[int, StartedWorker] = {}
         self._leaving: set[int] = set()
@@ -164,7 +165,12 @@ class Scaling:
     def _start_missing(self) -> None:
         members = [worker for worker in self._continuation.generation.workers if worker not in self._leaving]
         for _ in range(self.num_wanted + self._num_spares - len(members) - len(self._new)):
-            device = self._vacant.pop(0) if self._vacant else self._find_device()
+            try:
+                device = self._vacant.pop(0) if self._vacant else self._find_devices(1)[0]
+            except DeviceError as error:  # for a spare: a lost worker leaves its device
+                _LOGGER.warning("No spare worker is started. %s", error)
+                self._num_spares = 0
+                return
             worker = self._start(device)
             self._new[worker.number] = worker
 

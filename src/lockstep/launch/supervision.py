@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import final
 
 from lockstep.launch.continuation import Continuation, EndedWorker
+from lockstep.launch.control import Control
+from lockstep.launch.fencing import Fencing
 from lockstep.launch.messages import Report
 from lockstep.launch.results import failed_error
 from lockstep.launch.scaling import Scaling
@@ -35,12 +37,18 @@ class Supervision:
         pool: The processes.
         continuation: Decides who is in.
         scaling: Starts new workers, and asks members to leave.
+        control: Is told of each change.
+        fencing: Ends members that do not answer.
     """
 
-    def __init__(self, pool: WorkerPool, continuation: Continuation, scaling: Scaling) -> None:
+    def __init__(
+        self, pool: WorkerPool, continuation: Continuation, scaling: Scaling, control: Control, fencing: Fencing
+    ) -> None:
         self._pool = pool
         self._continuation = continuation
         self._scaling = scaling
+        self._control = control
+        self._fencing = fencing
         self._gone: set[int] = set()
         self._deadline = math.inf
 
@@ -53,12 +61,16 @@ class Supervision:
         while not self._is_complete():
             self._pool.handle_events(min(self._deadline, *self._timers()))
             self._continuation.receive_reports()
+            self._continuation.reports.over.update(each.number for each in self._members() if each.has_returned)
+            self._fencing.advance()
             self._take_ends()
             if time.monotonic() >= self._deadline or (self._failed() and not self._running()):
                 raise self._error()
             if self._deadline == math.inf:
                 self._scaling.advance()
+            self._control.tell()
         self._continuation.refuse()
+        self._control.close()
         self._scaling.finish()
         self._pool.let_exit()
         self._tell_of_missing_results()
@@ -67,6 +79,7 @@ class Supervision:
     def _timers(self) -> Iterable[float]:
         yield self._continuation.next_answer
         yield self._scaling.next_look
+        yield self._fencing.next_look
         for worker in self._pool.workers.values():
             yield worker.closed_until
 

@@ -16,6 +16,7 @@ from lockstep.comm import destroy_process_group, report_failure, send_exit_notic
 from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
 from lockstep.errors import GroupError
+from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
 from lockstep.launch.notebook import add_ipython_functions
 from lockstep.launch.pickling import pack
@@ -113,10 +114,26 @@ def _run(task: WorkerTask, channel_descriptor: int) -> Report:
         packed = pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         failed_at = time.monotonic()  # before anything else: the earliest failure is reported as the cause
+        if _has_left():
+            return _left(task)
         report = _failure(task.worker, error, failed_at)
         report_failure(error)
         return report
+    if _has_left():
+        return _left(task)
     return Report(rank=task.worker, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
+
+
+def _has_left() -> bool:
+    generations = current_generations()
+    return generations is not None and generations.has_left
+
+
+def _left(task: WorkerTask) -> Report:
+    """Return the report of a worker that has left the others, however its function has ended then."""
+    return Report(
+        rank=task.worker, time=time.monotonic(), result=None, reason="", traceback="", error=None, has_left=True
+    )
 
 
 def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
@@ -127,12 +144,16 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
     else:
         torch.accelerator.set_device_index(device)
     generations = Generations(channel_descriptor, choose_backend(device))
-    generations.make_first(task.rank, task.world_size)
+    generations.is_joiner = task.is_joiner
+    generations.make_first(task.rank, task.world_size, f"joiner/{task.worker}" if task.is_joiner else "")
     follow_generations(generations)
+    request = LeaveRequest(generations)
+    generations.on_ready = lambda: leave_on_sigterm(request)
     seed_generators(task.seed)
     run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.worker, device=device)
 
     def follow(joined: NextGeneration) -> None:
+        assert joined.rank is not None, "a worker that leaves joins no generation"
         run.rank, run.world_size = joined.rank, joined.world_size
         write_place(joined.rank, joined.world_size)
 

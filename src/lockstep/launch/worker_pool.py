@@ -148,6 +148,8 @@ class WorkerPool:
     def terminate(self) -> None:
         """Send SIGTERM to every worker."""
         self.is_stopping = self.is_terminating = True
+        for number in list(self.workers):
+            self._server.send(number, {"event": "stay"})  # it is not asked to leave the others
         self._signal(signal.SIGTERM)
 
     def was_terminated(self) -> bool:

@@ -1,0 +1,66 @@
+"""`lockstep scale FOLDER`: let a run that trains have more workers, or fewer, or give a GPU back."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.channel.lines import Message
+from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.errors import UsageError
+from lockstep.launch.control import ask, connect
+
+
+def scale(
+    run_dir: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that the launch was given.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="How many workers the run is to have.")] = None,
+    release: Annotated[
+        str | None, typer.Option(metavar="GPU", help="A GPU that the run is to give back: GPU2, 2, or its UUID.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+) -> None:
+    """Change the number of workers of a run that trains, between two of its steps. No bit of the result changes.
+
+    Returns when the change is done; Ctrl-C ends the waiting, not the change. Without options it shows the workers.
+    """
+    with failures_shown(debug=debug):
+        if workers is not None and release is not None:
+            raise UsageError("--workers and --release contradict each other. Give one of them.")
+        if workers is not None:
+            change(run_dir, {"op": "resize", "workers": workers})
+        elif release is not None:
+            change(run_dir, {"op": "release", "device": release})
+        else:
+            change(run_dir, {"op": "describe"})
+
+
+def change(run_dir: Path, request: Message) -> None:
+    """Send a request to the launcher of a run, and print its answers.
+
+    Raises:
+        UsageError: There is no such run, or it has ended.
+        Exit: The request was refused, or has failed.
+    """
+    try:
+        client = connect(run_dir)
+    except PermissionError as error:
+        raise UsageError(f"The run in {run_dir} belongs to another user, who alone can change it: {error}.") from error
+    except OSError as error:
+        raise UsageError(_explain(run_dir)) from error
+    with client:
+        for answer in ask(client, request):
+            if "error" in answer:
+                typer.echo(f"error: {answer['error']}", err=True)
+                raise typer.Exit(FAILURE_EXIT)
+            typer.echo(answer.get("done") or answer.get("text"))
+            if "done" in answer or request["op"] == "describe":
+                return
+    raise UsageError(f"The run in {run_dir} has ended meanwhile.")
+
+
+def _explain(run_dir: Path) -> str:
+    if not run_dir.is_dir():
+        return f"There is no folder {run_dir}. Name the one that the launch was given: ls.Elastic(folder=...)."
+    return (
+        f"No launch on this host listens in {run_dir}: it has ended, or it was started without ls.Elastic(folder=...)."
+    )
