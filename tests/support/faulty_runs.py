@@ -4,6 +4,7 @@ A run has all that a step may write to: parameters, buffers, an optimizer with s
 loss draws from. A *fault* is armed for one step: that step fails, is taken again, and the run goes on to its end.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,13 @@ class FaultyScheduler(torch.optim.lr_scheduler.StepLR):
         return super().get_lr()
 
 
+@dataclasses.dataclass
+class LossCount:
+    """How many losses were computed. A plain number of a run would be reported as state that a shard changes."""
+
+    made: int = 0
+
+
 class Run:
     """One worker's part of a run.
 
@@ -96,7 +104,7 @@ class Run:
         self.optimizer = FaultyOptimizer(self.model.parameters(), lr=0.01)
         self.scheduler = FaultyScheduler(self.optimizer, 2)
         self.spoil: Callable[[Tensor], Tensor] = lambda loss: loss
-        self.num_losses = 0
+        self.losses = LossCount()
         self.trainer = ls.Trainer(
             self.model,
             self.optimizer,
@@ -116,7 +124,7 @@ class Run:
         """Return a loss that depends on every generator."""
         noise = torch.rand(()) + random.random() + float(np.random.rand())  # noqa: NPY002 - what user code does
         loss = nn.functional.mse_loss(model(batch[0]), batch[1]) * noise
-        self.num_losses += 1
+        self.losses.made += 1
         return self.spoil(loss)
 
     def everything(self) -> dict[str, Any]:
@@ -185,10 +193,10 @@ def in_the_loss(number: int) -> Fault:
     """Return a fault of the loss function, in the `number`-th shard that the worker runs in this step."""
 
     def arm(run: Run) -> Callable[[], object]:
-        failing = run.num_losses + number
+        failing = run.losses.made + number
 
         def spoil(loss: Tensor) -> Tensor:
-            if run.num_losses == failing:
+            if run.losses.made == failing:
                 raise InjectedError("the loss function has failed")
             return loss
 

@@ -107,7 +107,7 @@ def warn_of_state(changes: StateChanges) -> None:
             else "If what the model computes depends on it, its weights will depend on the number of workers. "
         )
         warnings.warn(
-            f"The forward of a shard has changed {names[0]}{more} of the model, and each worker runs other shards. "
+            f"The forward of a shard has changed {names[0]}{more}, and each worker runs other shards. "
             f"{matters}Keep such state in a buffer (register_buffer), of which every shard of a step sees the same; a "
             "loss function that counts steps gets them as place: loss(model, batch, place).",
             stacklevel=6,

@@ -10,6 +10,7 @@ same bits on any number of workers.
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -104,22 +105,25 @@ class StepValues:
 
 
 @final
+@dataclass(slots=True)
 class _Means:
-    """Computes means when they are asked for, once."""
+    """Computes means when they are asked for, once; a dataclass, so that it may be sent to another worker."""
 
-    def __init__(self, names: Sequence[str], sums: Tensor) -> None:
-        self._names = names
-        self._sums: Tensor | None = sums
-        self._means: dict[str, float] = {}
+    names: Sequence[str]
+    """Of the values."""
+    sums: Tensor | None
+    """Of each shard and value, value * weight and weight; None when the means are computed."""
+    means: dict[str, float] = field(default_factory=dict)
+    """By name."""
 
     def __call__(self) -> dict[str, float]:
-        if self._sums is not None:
-            rows: list[list[list[float]]] = self._sums.tolist()
-            self._sums = None
-            for place, name in enumerate(self._names):
+        if self.sums is not None:
+            rows: list[list[list[float]]] = self.sums.tolist()
+            self.sums = None
+            for place, name in enumerate(self.names):
                 total, weight = (_add([row[place][column] for row in rows]) for column in (0, 1))
-                self._means[name] = total / weight if weight else math.nan
-        return self._means
+                self.means[name] = total / weight if weight else math.nan
+        return self.means
 
 
 def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValues:

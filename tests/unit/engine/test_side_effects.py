@@ -80,7 +80,7 @@ def take_step(layer: nn.Module | None, loss: Any = mean_loss, num_shards: int = 
     ],
 )
 def test_state_in_attributes_is_warned_of_by_name(layer: Callable[[], Layer], name: str) -> None:
-    with pytest.warns(UserWarning, match=f"has changed {name} "):
+    with pytest.warns(UserWarning, match=f"has changed {name}, and"):
         take_step(layer())
 
 
@@ -103,7 +103,7 @@ def test_a_counter_in_the_closure_of_a_loss_is_warned_of_by_name() -> None:
         count += 1
         return mean_loss(model, batch) * count
 
-    with pytest.warns(UserWarning, match=r"has changed loss: count .* gets them as place"):
+    with pytest.warns(UserWarning, match=r"has changed loss: count, and .* gets them as place"):
         take_step(None, loss)
 
 
@@ -117,5 +117,5 @@ def test_a_loss_object_that_remembers_is_warned_of_by_name() -> None:
             previous, self.previous = self.previous, loss.detach()
             return loss if previous is None else loss + previous * loss
 
-    with pytest.warns(UserWarning, match=r"has changed Loss\.previous "):
+    with pytest.warns(UserWarning, match=r"has changed Loss\.previous, and"):
         take_step(None, Loss())

@@ -535,7 +535,7 @@ class Counting(nn.Module):
 def test_state_in_a_plain_attribute_is_warned_of_once() -> None:
     training = trainer(nn.Sequential(Counting()))
     first, second, _ = loader().epoch(0)
-    with pytest.warns(UserWarning, match=r"has changed 0\.count of the model"):
+    with pytest.warns(UserWarning, match=r"has changed 0\.count"):
         training.step(first)
     training.step(second)
 
