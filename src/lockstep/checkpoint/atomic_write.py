@@ -1,5 +1,6 @@
 """Atomic file writes: a file under its final name is complete, even if the writing process is killed.
 
+    0  remove each TEMP of NAME that has no writer       see below
     1  create TEMP = .NAME.<random>.tmp, flock(TEMP)     killed from here on: TEMP stays behind, NAME is unchanged
     2  write the data, fsync(TEMP)
     3  rename TEMP -> NAME                               NAME is the new file, complete
@@ -34,6 +35,7 @@ def atomic_write(path: Path) -> Iterator[int]:
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it exists and is not a regular file", str(path))
+    _remove_stale_temp_files(path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp"))
     temp, descriptor = _create_locked_temp(path)
     try:
         yield descriptor
@@ -71,8 +73,15 @@ def remove_stale_temp_files(directory: Path) -> None:
     """
     for path in directory.iterdir():
         if is_temp_name(path.name):
-            with suppress(OSError):  # its writer is alive, or it was removed, or the file system has no locks
-                _remove_if_unlocked(path)
+            _remove_if_stale(path)
+
+
+def _remove_stale_temp_files(directory: Path, name: re.Pattern[str]) -> None:
+    found: list[Path] = []
+    with suppress(OSError):  # a directory in which files can be made, but that cannot be read
+        found = [path for path in directory.iterdir() if name.fullmatch(path.name)]
+    for path in found:
+        _remove_if_stale(path)
 
 
 def _create_locked_temp(path: Path) -> tuple[Path, int]:
@@ -86,13 +95,14 @@ def _create_locked_temp(path: Path) -> tuple[Path, int]:
         os.close(descriptor)  # another process removed it as stale before it was locked here
 
 
-def _remove_if_unlocked(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    finally:
-        os.close(descriptor)
+def _remove_if_stale(path: Path) -> None:
+    with suppress(OSError):  # its writer is alive, or it was removed, or the file system has no locks
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def fsync_path(path: Path) -> None:
