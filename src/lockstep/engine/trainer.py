@@ -83,7 +83,7 @@ class Trainer:
         on_worker_loss: What `step`, `evaluate`, `save` and `load` do when a worker of `ls.launch` is killed, for a
             model on the CPU and the default group. "stop": the call raises an error. "continue": the workers that are
             left divide its shards and finish the call, with the bits that it would have had; ranks may be others then.
-            Only for loops that change the state in `step` alone: no scheduler or weights of their own.
+            What the loop does between two calls keeps its effect. Not for several optimizers that have a loss each.
         min_workers: With fewer workers left the run ends with an error; for `on_worker_loss="continue"`.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
             this worker and it is not there, or alone.

@@ -215,10 +215,6 @@ def _train_epoch(
                 return None
     losses.record_last()
     if parts.scheduler is not None and config.scheduler_interval == "epoch":
-        if trainer.can_continue:
-            # A worker that has not completed the last step may take its state from one that has: not from one that has
-            # set the next learning rate already, or it would set it twice.
-            trainer.repeatable(lambda world: world.gather_objects(None))
         parts.scheduler.step()
     seconds = time.perf_counter() - began
     return lambda test: EpochFinished(
