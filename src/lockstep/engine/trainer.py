@@ -214,7 +214,9 @@ class Trainer:
     def _step(self, batch: ShardedBatch) -> StepResult:
         if self._recovery.has_moved and batch.world != self.world:
             batch = batch.for_present_workers()
-        self.engine.planned = self._recovery.planned_number
+        # Not at the end of an epoch: a new worker begins at the cursor, and the others may evaluate and save first.
+        is_end = batch.cursor.step + 1 == batch.num_steps > 1
+        self.engine.planned = 0 if is_end else self._recovery.planned_number
         return self.engine.step(batch)
 
     def request_stop(self) -> None:

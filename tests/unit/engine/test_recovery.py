@@ -1,6 +1,7 @@
 """A worker is lost at an exchange that one of the others completes and another does not."""
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.support.faulty_runs import NUM_SHARDS, Growing, Run, Running
-from tests.support.scripted_losses import Lost, ScriptedLosses
+from tests.support.scripted_losses import Lost, ScriptedGenerations, ScriptedLosses
 from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.engine import recovery
+from lockstep.engine.member import Member
 from lockstep.engine.step_table import StepTable
 from lockstep.engine.step_values import StepValues
 from lockstep.errors import LossError, PeerFailedError
@@ -250,3 +252,24 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
     assert seen == [3, 2]
     assert second == finished
     assert NUM_SHARDS > LOST
+
+
+def test_workers_join_and_leave_within_an_epoch_so_that_a_new_one_makes_the_calls_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the others do at the end of an epoch, before they begin the next one, a new worker would leave out."""
+    alone = World(rank=0, world_size=1, group=None)
+    generations = ScriptedGenerations(alone, threading.Event(), LOST)
+    generations.planned_number = 7
+    monkeypatch.setattr(recovery, "current_generations", lambda: generations)
+    changed: list[tuple[int, int]] = []
+    run = Scripted(None)
+    monkeypatch.setattr(
+        Member, "change", lambda _member, number, _world: changed.append((number, run.trainer.cursor.step))
+    )
+    num_steps = 0
+    for batch in run.loader.epoch(0):
+        run.trainer.step(batch)
+        num_steps += 1
+    assert changed == [(7, step) for step in range(1, num_steps)]
+    assert num_steps > 1
