@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup
 
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.capabilities import capabilities_of
@@ -101,7 +101,11 @@ def unpack_message(message: bytes, secret: bytes | None, rank: int) -> Any:
 
 
 def find_secret(group: ProcessGroup) -> bytes | None:
-    """Return what only the ranks of this training know; None if there is no such thing (local)."""
+    """Return what only the ranks of this training know; None if there is no such thing (local).
+
+    Raises:
+        GroupError: The launcher has given up the group, because a worker was lost, or has ended.
+    """
     token = read_token()
     if token:
         return hashlib.sha256(token.encode()).digest()
@@ -110,7 +114,10 @@ def find_secret(group: ProcessGroup) -> bytes | None:
         store = store.underlying_store
     if not isinstance(store, ChannelStore):
         return None
-    return store.compare_set(_SECRET_KEY, "", secrets.token_hex(32))
+    try:
+        return store.compare_set(_SECRET_KEY, "", secrets.token_hex(32))
+    except DistNetworkError as error:
+        raise GroupError(f"No objects can be sent to the other ranks: {error}") from error
 
 
 def _code(secret: bytes, rank: int, packed: bytes) -> bytes:
