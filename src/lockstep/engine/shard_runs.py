@@ -24,6 +24,7 @@ from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
+from lockstep.torch_private import tree_leaves, version_of
 
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 """`loss(model, batch)` or `loss(model, batch, place)`: the mean loss of a slice (scalar), the pair of it and its weight
@@ -91,10 +92,12 @@ class ShardRuns:
         before = LeftState(model, [self._loss.function]) if watches_attributes else None
         for number, task in enumerate(tasks, start=1):
             if task.shard in slices:
-                data = next(inputs)
-                loss = self._run_shard(batch, slices[task.shard], task, table, data)
+                part, data = slices[task.shard], next(inputs)
+                versions = _versions_of(part.data) if number == 1 and before is not None else ()
+                loss = self._run_shard(batch, part, task, table, data)
                 if number == 1 and before is not None:
-                    self._look_for_state(before, loss, batch, slices[task.shard], data)
+                    can_repeat = versions == _versions_of(part.data)
+                    self._look_for_state(before, loss, batch, part, can_repeat=can_repeat)
             if number < len(tasks):  # the end of the last one waits for others
                 self._gradients.end(task)
                 self._buffers.end_shard(task.shard, is_last=False)
@@ -136,16 +139,20 @@ class ShardRuns:
             scaled.backward()
         return loss.detach()
 
-    def _look_for_state(self, before: LeftState, loss: Tensor, batch: ShardedBatch, part: Slice, data: Any) -> None:
+    def _look_for_state(
+        self, before: LeftState, loss: Tensor, batch: ShardedBatch, part: Slice, *, can_repeat: bool
+    ) -> None:
         """Warn of state that the first shard has left behind; `before` was seen before it."""
         changes = before.changes()
         matters = False
-        if changes.possible and self._state.num_shards > 1:
+        if changes.possible and self._state.num_shards > 1 and can_repeat:
             after = LeftState(self._state.model, [self._loss.function])
             with self._buffers.of_step_begin():
+                # Containers anew: the loss function may have taken items out of its own.
+                data = to_device(part.data, self._state.device)
                 again = read_loss(self.call_loss(batch, part, data), part).loss.detach()
             matters = not torch.equal(loss.reshape(-1).view(torch.uint8), again.reshape(-1).view(torch.uint8))
-            after.put_back(changes.possible)
+            after.put_back([*changes.certain, *changes.possible])
         warn_of_state(changes if matters else StateChanges(certain=changes.certain, possible=()))
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
@@ -172,6 +179,11 @@ class ShardRuns:
 
 def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:
     raise AssertionError("No update has begun.")
+
+
+def _versions_of(data: Any) -> list[int]:
+    """Return what shows that a loss function has written to its input, so that it cannot be called again with it."""
+    return [version_of(each) for each in tree_leaves(data) if isinstance(each, Tensor) and not each.is_inference()]
 
 
 def seed_slice(purpose: str, seed: int, batch: ShardedBatch, part: Slice) -> None:

@@ -9,7 +9,7 @@ so the loss of shard 0 is computed once more, and if it is another one, the stat
 import types
 import warnings
 import zlib
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lockstep.torch_private import version_of
 
 _PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+"""Not their other subclasses, which may refuse to be written."""
 _NUM_ITEMS = 64
 """The most items of a container that are looked at, the last ones."""
 _MAX_BYTES = 1 << 22
@@ -157,7 +158,7 @@ def _see(name: str, value: Any, holder: Any, key: str) -> Iterator[tuple[str, _S
     if isinstance(value, nn.Module | nn.Parameter) or (isinstance(value, Tensor) and value.requires_grad):
         return
     content = _content_of(value)
-    if isinstance(value, _CONTAINERS):
+    if type(value) in _CONTAINERS:
         items = list(value.values() if isinstance(value, dict) else value)
         content = len(items), tuple(map(_identify, items[-_NUM_ITEMS:]))
 

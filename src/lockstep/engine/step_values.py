@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, final
 
 import torch
@@ -146,7 +147,7 @@ def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValu
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)  # NumPy's numbers too
 
 
 def _number_of(names: Sequence[str]) -> int:

@@ -119,3 +119,52 @@ def test_a_loss_object_that_remembers_is_warned_of_by_name() -> None:
 
     with pytest.warns(UserWarning, match=r"has changed Loss\.previous, and"):
         take_step(None, Loss())
+
+
+class Output(dict[str, Tensor]):
+    """A dictionary that refuses to be updated."""
+
+    def update(self, *_others: Any) -> None:
+        raise TypeError
+
+
+def keep_output(layer: Layer, inputs: Tensor) -> Tensor:
+    layer.output = Output(hidden=inputs.detach())
+    return inputs
+
+
+def take_out_items(net: nn.Module, batch: Any) -> Tensor:
+    targets = batch.pop()
+    return nn.functional.mse_loss(net(batch[0]), targets)
+
+
+def write_inputs(net: nn.Module, batch: Any) -> Tensor:
+    return mean_loss(net, [batch[0].mul_(2), batch[1]])
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss"),
+    [
+        (lambda: Layer(keep_output, output=None), mean_loss),
+        (lambda: Layer(keep_activation, last=None, history=[], loss=None), take_out_items),
+        (lambda: Layer(keep_activation, last=None, history=[], loss=None), write_inputs),
+    ],
+)
+def test_a_loss_that_uses_up_its_input_and_an_output_that_is_kept_are_no_state(
+    layer: Callable[[], Layer], loss: Any
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(layer(), loss)
+
+
+def test_numbers_are_as_if_shard_0_had_run_once() -> None:
+    def count(layer: Layer, inputs: Tensor) -> Tensor:
+        layer.calls += 1
+        layer.seen.append(0)
+        return inputs
+
+    kept = Layer(count, calls=0, seen=[])
+    with pytest.warns(UserWarning, match=r"has changed 1\.calls, and"):
+        take_step(kept)
+    assert kept.calls == len(kept.seen) == 12

@@ -102,7 +102,9 @@ class SameDataWarning:
             return  # not looked at this time
         inputs = status.inputs[0]
         has_same_inputs = inputs not in {0, self._last_inputs} and len(set(status.inputs)) == 1
-        has_same_gradients = status.gradients[0] != 0 and len(set(status.gradients)) == 1
+        # Gradients of unlike inputs are the same where another wrapper has averaged them, or where all are zero.
+        is_like = len(set(status.inputs)) == 1
+        has_same_gradients = is_like and status.gradients[0] != 0 and len(set(status.gradients)) == 1
         self._last_inputs = inputs
         self._num_alike = self._num_alike + 1 if has_same_inputs or has_same_gradients else 0
         if self._num_alike < _NUM_ALIKE:

@@ -10,10 +10,12 @@ in the same order, with other batches, until its script ends. Then the others wa
                                                                           ->    3 reads that; logs both numbers; exits
     4 gets the error of a rank that is gone
 
-A rank whose script ends waits for at most `_WAIT_SECONDS` until the others have ended too or one waits for it.
+A rank whose script ends waits for at most `_WAIT_SECONDS`, however many models it has wrapped, until
+the others have ended too or one waits for it.
 """
 
 import atexit
+import functools
 import logging
 import sys
 import time
@@ -91,10 +93,10 @@ class EndOfScript:
         if self._num_begun == 0 or self._store is None:
             return
         # A script that has failed has its message already.
-        seconds = 0.0 if getattr(sys, "last_value", None) is not None else _WAIT_SECONDS
+        has_failed = getattr(sys, "last_value", None) is not None
         try:
             self._post(self._num_begun, "ended")
-            text = self._wait_for_others(time.monotonic() + seconds)
+            text = self._wait_for_others(time.monotonic() if has_failed else _common_deadline())
         except dist.DistError:
             return  # the store has ended with the rank that holds it
         if text:
@@ -139,3 +141,9 @@ class EndOfScript:
             f"{self._optimizers.num_steps} optimizer steps and rank {rank} {num_steps}, so their parameters differ. "
             f"The last step was at {self._optimizers.line}. Step the optimizer on every rank or on none."
         )
+
+
+@functools.cache
+def _common_deadline() -> float:
+    """Return until when this process waits at its end, the same for all models that it has wrapped."""
+    return time.monotonic() + _WAIT_SECONDS

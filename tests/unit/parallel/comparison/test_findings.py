@@ -2,7 +2,9 @@
 
 import logging
 import threading
+import warnings
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison import ending
-from lockstep.parallel.comparison.batches import UnevenBatchWarning
+from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
 from lockstep.parallel.comparison.optimizers import OptimizerSteps
@@ -103,6 +105,7 @@ class NoReducer:
 
 def end_of(rank: int, store: dist.Store, num_backwards: int, monkeypatch: pytest.MonkeyPatch) -> EndOfScript:
     monkeypatch.setattr(ending, "group_store", lambda _group: store)
+    ending._common_deadline.cache_clear()
     group: Any = object()
     world = World(rank=rank, world_size=2, group=group)
     reducer: Any = weakref.ref(NoReducer)
@@ -139,3 +142,29 @@ def test_ranks_that_end_together_read_nothing(
         for thread in threads:
             thread.join(20)
     assert not caplog.messages
+
+
+def test_a_rank_that_has_wrapped_many_models_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_WAIT_SECONDS", 0.0)
+    ends = [end_of(0, dist.HashStore(), 3, monkeypatch) for _ in range(2)]
+    for end in ends:
+        end_of_other = end._store
+        assert end_of_other is not None
+        end_of_other.set("1", "3 0 runs line")
+    ends[0]._tell()
+    monkeypatch.setattr(ending, "_WAIT_SECONDS", 1e6)
+    ends[1]._tell()  # its time is over since the first one's was
+
+
+def test_equal_gradients_of_unlike_inputs_are_not_the_same_data() -> None:
+    def look(inputs: tuple[int, int]) -> None:
+        warning = SameDataWarning()
+        status: Any = SimpleNamespace(empty=(), inputs=inputs, gradients=(5, 5))
+        for _ in range(3):
+            warning.look_at(status)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look((1, 2))
+    with pytest.warns(UserWarning, match="all 2 ranks computed the same gradients"):
+        look((1, 1))
