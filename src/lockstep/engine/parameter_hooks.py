@@ -79,8 +79,12 @@ class ParameterHooks:
                     "the same hooks on every rank, and let them depend on the gradient alone. No parameter was changed."
                 )
 
-    def _call(self) -> dict[str, int]:
-        """Call them; return a number for each gradient that they may have changed."""
+    def _call(self) -> dict[str, int | None]:
+        """Call them; return a number for each gradient that they have changed.
+
+        Hooks that only look may be on one rank.
+        """
+        reduced = self._number_gradients()
         for parameter, before, after in self._taken:
             if parameter.grad is None:
                 continue
@@ -90,9 +94,13 @@ class ParameterHooks:
                     parameter.grad = replaced
             for hook in after.values():
                 hook(parameter)
+        return {name: number for name, number in self._number_gradients().items() if number != reduced[name]}
+
+    def _number_gradients(self) -> dict[str, int | None]:
+        """Return a number for the gradient of each parameter that has hooks; None without one."""
         gradients = {self._names[parameter]: parameter.grad for parameter, *_ in self._taken}
         return {
-            name: 0 if each is None or self._world.world_size == 1 else int(sum_of_bits([each]))
+            name: None if each is None else 0 if self._world.world_size == 1 else int(sum_of_bits([each]))
             for name, each in gradients.items()
         }
 

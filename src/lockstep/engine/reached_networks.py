@@ -4,10 +4,11 @@ The trainer does not train them. But a forward may write their buffers, and the 
 parameters, as an average of weights; then the result would depend on who runs which shard. So their buffers are treated
 as the model's are ([Note: buffers of shard 0]), writes to their parameters are refused, and their values are compared
 between workers.
-They are searched for when an engine is made: in closures, defaults, partials, bound objects, and the global
-names that the functions mention.
+They are searched for when an engine is made: in closures, defaults, partials, and in the global names and the
+attributes of bound objects that the functions mention. An object may hold others too: an average that rank 0 alone has.
 """
 
+import inspect
 import types
 import warnings
 import weakref
@@ -33,18 +34,20 @@ def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Mo
     """Return the modules with parameters or buffers that functions use and that are not within the model, by name."""
     own = set(model.modules())
     found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
+    seen: set[object] = set()
     waiting: deque[tuple[str, Any]] = deque(("", function) for function in functions)
     while waiting and len(seen) < _NUM_OBJECTS:
         name, value = waiting.popleft()
-        if isinstance(value, _OPAQUE) or id(value) in seen:
+        # A bound method is made anew each time that it is looked up.
+        key = (id(value.__self__), id(value.__func__)) if isinstance(value, types.MethodType) else id(value)
+        if isinstance(value, _OPAQUE) or key in seen:
             continue
-        seen.add(id(value))
+        seen.add(key)
         if isinstance(value, nn.Module):
             foreign = value not in own and not own <= set(value.modules())
             if foreign and next(_tensors(value), None) is not None:
                 found[name or type(value).__name__] = value
-        waiting.extend((f"{name}.{part}" if name else part, each) for part, each in _parts(value))
+        waiting.extend((f"{name}.{part}".strip("."), each) for part, each in _parts(value))
     return found
 
 
@@ -119,13 +122,38 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield from ((getattr(value.func, "__name__", "func"), value.func), ("args", value.args), ("", value.keywords))
     elif isinstance(value, types.MethodType):
-        yield from (("self", value.__self__), (value.__func__.__name__, value.__func__))
+        yield from _parts_of_method(value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value)
     elif not isinstance(value, nn.Module):
-        yield from islice(getattr(value, "__dict__", {}).items(), _NUM_ITEMS)
         if isinstance(call := vars(type(value)).get("__call__"), types.FunctionType):
-            yield from _parts_of_function(call)
+            yield from _parts_of_method(call, value)
+        else:
+            yield from islice(getattr(value, "__dict__", {}).items(), _NUM_ITEMS)
+
+
+def _parts_of_method(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:
+    """Return what a method mentions of its object, and what else it mentions."""
+    if isinstance(owner, nn.Module | type):
+        yield "self", owner
+    else:
+        held = getattr(owner, "__dict__", {})
+        for name in _names_in(getattr(function, "__code__", None)):
+            if name in held:
+                yield name, held[name]
+            elif isinstance(method := inspect.getattr_static(type(owner), name, None), types.FunctionType):
+                yield "", types.MethodType(method, owner)
+    if isinstance(function, types.FunctionType):
+        yield from _parts_of_function(function)
+
+
+def _names_in(code: types.CodeType | None) -> Iterator[str]:
+    """Return the names that a function mentions, in the functions within it too."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names_in(constant)
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -135,7 +163,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
         except ValueError:  # a name that has no value yet
             continue
     yield from _parts_of_defaults(function)
-    for name in function.__code__.co_names:
+    for name in _names_in(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, nn.Module | partial | types.MethodType | dict | list) or (
             isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED = {**_INTEGERS, 8: torch.int32}
+"""As what elements are summed. A sum of 64-bit numbers would lose their highest bits: sign and exponent."""
 _EXACT_BITS = 52
 """Bits of a whole number that the step table's float64 holds exactly."""
 _GLANCE_BYTES = 1 << 20
@@ -19,8 +21,9 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of the tensors' elements, taken as whole numbers: exact in any order, on any device (local)."""
     total: Tensor | None = None
     for number, tensor in enumerate(tensors, start=1):
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
+        real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()
+        words = real.reshape(-1) if real.element_size() == 8 else real  # noqa: PLR2004 - bytes of float64
+        bits = words.view(_SUMMED[real.element_size()]).sum(dtype=torch.int64)
         total = bits if total is None else total + bits.to(total.device) * (2 * number + 1)
     assert total is not None
     return total & (1 << _EXACT_BITS) - 1

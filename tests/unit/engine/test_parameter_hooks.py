@@ -128,3 +128,19 @@ def test_hooks_on_one_worker_alone_are_an_error_on_all() -> None:
 
     for text in run_ranks(2, program):
         assert "hooks on parameter 0.bias give another gradient on rank 1 than on rank 0" in text
+
+
+def test_hooks_that_only_look_may_be_on_one_worker() -> None:
+    seen: list[Tensor] = []
+
+    def program(world: World) -> str:
+        net = model()
+        trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=mean_loss, num_shards=4, world=world)
+        if world.rank == 1:
+            net[0].bias.register_hook(lambda gradient: seen.append(gradient.norm()))
+            net[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+        trainer.step(next(iter(ShardedLoader(data(), batch_size=8, num_shards=4, world=world).epoch(0))))
+        return trainer.digest()
+
+    assert len(set(run_ranks(2, program))) == 1
+    assert len(seen) == 2
