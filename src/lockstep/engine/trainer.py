@@ -212,11 +212,13 @@ class Trainer:
         return self._recovery.step(partial(self._step, batch), lambda: self.engine)
 
     def _step(self, batch: ShardedBatch) -> StepResult:
-        if self._recovery.has_moved and batch.world != self.world:
-            batch = batch.for_present_workers()
-        # Not at the end of an epoch: a new worker begins at the cursor, and the others may evaluate and save first.
-        is_end = batch.cursor.step + 1 == batch.num_steps > 1
-        self.engine.planned = 0 if is_end else self._recovery.planned_number
+        self.engine.planned = 0
+        if isinstance(batch, ShardedBatch):  # the engine refuses anything else, on every worker
+            if self._recovery.has_moved and batch.world != self.world:
+                batch = batch.for_present_workers()
+            # Not at the end of an epoch: a new worker begins at the cursor, and the others may evaluate and save first.
+            is_end = batch.cursor.step + 1 == batch.num_steps > 1
+            self.engine.planned = 0 if is_end else self._recovery.planned_number
         return self.engine.step(batch)
 
     def request_stop(self) -> None:
