@@ -91,10 +91,9 @@ class OutsideParameters:
             return ()
         numbers = self._values.describe()
         alive = self._list_parameters()
+        names = _describe(alive)
         return tuple(
-            OutsideValue(_describe(place, each), tuple(each.shape), *numbers[place])
-            for place, each in alive
-            if place in numbers
+            OutsideValue(names[place], tuple(each.shape), *numbers[place]) for place, each in alive if place in numbers
         )
 
     def compare(self, found: Sequence[tuple[OutsideValue, ...]]) -> None:
@@ -195,16 +194,21 @@ def _find_places(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> di
     }
 
 
-def _describe(place: str, parameter: nn.Parameter) -> str:
-    """Return how messages call a parameter: by the module that has it, and by its place in the optimizer."""
-    shape = "x".join(map(str, parameter.shape)) or "scalar"
-    text = f"{place.partition(': ')[2]} ({shape})"
-    # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for others.
+def _describe(alive: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return by place what messages call each parameter: by its module, and by its place in the optimizer."""
+    owners: dict[int, str] = {}
+    wanted = {id(parameter) for _, parameter in alive}
+    # One look at all objects, for it takes long. By their types, of which there are few; not by `isinstance`, which
+    # runs the code of objects that stand for others.
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
     for owner in objects:
         if type(owner) in kinds:
             for name, each in parameter_registry(owner).items():
-                if each is parameter:
-                    return f"{name} of a {type(owner).__name__}, {text}"
-    return text
+                if id(each) in wanted:
+                    owners.setdefault(id(each), f"{name} of a {type(owner).__name__}, ")
+    found = {}
+    for place, parameter in alive:
+        shape = "x".join(map(str, parameter.shape)) or "scalar"
+        found[place] = f"{owners.get(id(parameter), '')}{place.partition(': ')[2]} ({shape})"
+    return found
