@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic clean
+.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-trainer docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -44,14 +44,39 @@ bench-bits: $(STAMP)
 bench-elastic: $(STAMP)
 	$(VENV)/bin/python benchmarks/elastic.py
 
+bench-trainer: $(STAMP)
+	$(VENV)/bin/python benchmarks/trainer.py
+
 bench-checkpoints: $(STAMP)
 	$(VENV)/bin/python benchmarks/checkpoints.py
+
+bench-recorder: $(STAMP)
+	$(VENV)/bin/python benchmarks/recorder.py
+
+# About an hour; needs root for the second user. `python -m torture --help` has the parts.
+torture: $(STAMP)
+	$(VENV)/bin/python -m torture
 
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py
 
+# The site, in English and Chinese, in build/site; open build/site/index.html.
+docs: $(STAMP)-docs
+	$(VENV)/bin/python docs/site_pages.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file mkdocs.zh.yml
+
+# The core of the suite on other versions of Python and torch; downloads several GB. See tests/matrix.py.
+matrix: $(STAMP)
+	$(VENV)/bin/python tests/matrix.py
+
+# What a test of the report opens pages in; it is skipped without. Debian's packages, so it needs root.
+browser:
+	@command -v chromium >/dev/null || (apt-get update -q && apt-get install -q -y --no-install-recommends chromium) >/dev/null 2>&1 \
+	  || echo "no browser could be installed: the tests that need one are skipped"
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -63,4 +88,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(STAMP)-bench: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
+$(STAMP)-docs: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@

@@ -36,6 +36,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -169,6 +170,8 @@ def time_world(
     run: ls.Run, cases: Sequence[tuple[str, str]], sides: Sequence[str], rounds: int, steps: int | None, path: str
 ) -> None:
     """Time every model and optimizer; rank 0 writes a line for each to `path`."""
+    # The plain module of "alone" is trained beside the wrapped ones, and by each rank on its own.
+    warnings.filterwarnings("ignore", message="A parameter that is trained")
     for name, optimizer in cases:
         if run.rank == 0:
             log(f"{run.world_size} workers, {MODELS[name].title}, {TITLES[optimizer]} ...")

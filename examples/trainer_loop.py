@@ -41,4 +41,4 @@ def main(run: ls.Run, epochs: int) -> tuple[float, str]:
 
 for workers in (1, 2):
     results = ls.launch(main, 5, devices=f"cpu:{workers}")
-    print(f"{workers} workers: accuracy {results[0][0]:.2%}, digest {results[0][1]}")
+    print(f"workers={workers}: accuracy {results[0][0]:.2%}, digest {results[0][1]}")

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+# What imports and the collection make stays, about a million objects: looking for garbage there takes half of the time.
+gc.disable()
+
 # A shell's background job begins with SIGINT and SIGQUIT ignored, one under nohup with SIGHUP too, and hands that on to
 # whatever it starts. Tests of Ctrl-C and of a closed terminal are about processes that were started from a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,6 +18,9 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 _FOLDERS = Path(__file__).parent
 _MARKS = {"unit": "unit", "process": "process", "conformance": "process", "mistakes": "process", "gpu": "gpu"}
 """The mark of all tests of a folder; those beside the folders are unit tests."""
+_PROCESS_SECONDS = 180
+"""When a test of processes has hung, also on a slow and busy machine. What waits within one gives up before, and says
+for what it has waited."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder, *_ = item.path.relative_to(_FOLDERS).parts
         item.add_marker(_MARKS.get(folder, "unit"))
+        if _MARKS.get(folder) == "process" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_PROCESS_SECONDS))
         if folder == "conformance":
             item.add_marker("conformance")
 
@@ -35,3 +43,4 @@ def pytest_collection_finish() -> None:
     # What was imported, about a million objects, has no part in the garbage collections of the tests.
     gc.collect()
     gc.freeze()
+    gc.enable()

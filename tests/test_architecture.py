@@ -12,12 +12,18 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "lockstep"
 
 LAYERS = (
+    "version",
     "errors",
+    "explanations",
+    "secrets",
+    "variables",
     "settings",
     "events",
     "torch_private",
     "compiler",
     "processes",
+    "recording",
+    "doctor",
     "channel",
     "devices",
     "shards",
@@ -32,10 +38,10 @@ LAYERS = (
     "engine",
     "elastic",
     "runs",
-    "doctor",
     "report",
     "recipes",
     "cli",
+    "__main__",
 )
 """Packages, and modules beside them, from the lowest: one may import from itself and from those before it."""
 
@@ -49,6 +55,7 @@ PURE = (
     "lockstep.comm.bootstrap.node_list",
     "lockstep.comm.nccl_defects",
     "lockstep.comm.segments",
+    "lockstep.recording.file_format",
     "lockstep.shards.assignment",
     "lockstep.shards.seeds",
     "lockstep.shards.tree",
@@ -68,6 +75,7 @@ PURE = (
     "lockstep.launch.membership",
     "lockstep.channel.lines",
     "lockstep.channel.table",
+    "lockstep.doctor.diagnosis",
 )
 EFFECTS = {
     *("asyncio", "datetime", "io", "os", "pathlib", "random", "select", "selectors", "shutil", "signal", "socket"),
@@ -75,8 +83,8 @@ EFFECTS = {
 }
 PRIVATE_NAMES = "lockstep.torch_private"
 """The package that alone may use names which torch does not promise."""
-PYTHONS_NAMES = {"_Unpickler", "_abc_caches_clear", "_current_frames", "_exit", "_getframe", "_is_owned"}
-"""Attributes of Python's own library: of pickle, abc, sys, os and an RLock."""
+PYTHONS_NAMES = {"_Unpickler", "_abc_caches_clear", "_config", "_current_frames", "_exit", "_getframe", "_is_owned"}
+"""Attributes of Python's own library: of pickle, abc, multiprocessing, sys, os and an RLock."""
 NAMES_IN_FILES = {
     "lockstep.checkpoint.interop.distributed": {"_get_layout"},
     "lockstep.checkpoint.interop.names": {"_orig_mod"},
@@ -191,7 +199,9 @@ def shared_class_names(trees: Mapping[str, Iterable[ast.AST]]) -> dict[str, list
 
 
 def test_no_two_classes_have_one_name() -> None:
-    found = shared_class_names({module: nodes(module) for module in MODULES})
+    # What `lockstep init` copies becomes a user's module.
+    own = [module for module in MODULES if not module.startswith("lockstep.cli.starter.")]
+    found = shared_class_names({module: nodes(module) for module in own})
     assert not found, f"several classes have one name; rename all but one: {found}"
 
 

@@ -5,8 +5,6 @@ related classes. The trainer layer (`Trainer`, `ShardedLoader`, `launch`) adds w
 same model on any number of workers.
 """
 
-from importlib.metadata import version
-
 from lockstep.checkpoint import load_weights
 from lockstep.comm import (
     destroy_process_group,
@@ -16,8 +14,14 @@ from lockstep.comm import (
     ring_all_reduce,
     ring_hook,
 )
-from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader
+from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader, Stream, balanced_weights
 from lockstep.engine import StepPlace, Trainer, accuracy
+from lockstep.engine.averaging import EMA, SWA
+from lockstep.engine.callbacks import Callback
+from lockstep.engine.freezing import Freeze
+from lockstep.engine.plateau import ReduceLROnPlateau
+from lockstep.engine.schedules import make_schedule, parameter_groups
+from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -46,10 +50,15 @@ from lockstep.parallel import (
     data_parallel,
 )
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
+from lockstep.torch_private import use_optimizers_without_compiler
+from lockstep.version import VERSION
 
-__version__ = version("lockstep")
+__version__ = VERSION
 
 __all__ = [
+    "EMA",
+    "SWA",
+    "Callback",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -60,33 +69,44 @@ __all__ = [
     "DeviceError",
     "DistributedDataParallel",
     "DistributedSampler",
+    "EarlyStopping",
     "Elastic",
+    "Freeze",
     "GroupError",
     "LockstepError",
     "LossError",
+    "MaxSteps",
+    "MaxTime",
     "ParameterMismatchError",
     "PeerLostError",
+    "ReduceLROnPlateau",
     "ReductionError",
     "Run",
     "RunDirectoryError",
     "ShardedBatch",
     "ShardedLoader",
     "StepPlace",
+    "Stream",
     "SyncBatchNorm",
     "Trainer",
     "UsageError",
     "WorkerFailedError",
     "__version__",
     "accuracy",
+    "balanced_weights",
     "data_parallel",
     "destroy_process_group",
     "init_process_group",
     "launch",
     "load_weights",
+    "make_schedule",
     "ordered_all_reduce",
     "ordered_hook",
+    "parameter_groups",
     "ring_all_reduce",
     "ring_hook",
     "seed_generators",
     "set_deterministic",
 ]
+
+use_optimizers_without_compiler()

@@ -25,12 +25,18 @@ A data-loading process or a worker sends its exception to its parent, which make
 class here can be made from one string.
 """
 
+import re
 from dataclasses import dataclass
 
 
 def counted(number: int, noun: str) -> str:
     """Return "1 worker" or "3 workers", for messages."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def clause(message: object) -> str:
+    """Return a message as a part of a sentence: without its full stop, which may stand before a code."""
+    return re.sub(r"\.?((?: \(LS\d{3}\))*)$", r"\1", str(message))
 
 
 class LockstepError(RuntimeError):

@@ -4,8 +4,8 @@ A progress bar or a metrics file is a recorder, passed in from outside. Code in 
 `recorder.record(event)`. The default is `NULL_RECORDER`, which does nothing.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
 
@@ -22,16 +22,16 @@ class RunStarted:
     """Number of shards of the run."""
     num_parameters: int
     """Trainable parameters, in elements."""
-    num_train_samples: int
-    """Samples of the training set."""
-    num_test_samples: int
-    """Samples of the test set; 0 without one."""
+    num_train_samples: int | None
+    """Samples of the training set; None for a stream whose end is not known."""
+    num_test_samples: int | None
+    """Samples of the test set; 0 without one, and None for a stream whose end is not known."""
     first_epoch: int
     """Epoch in which this training begins, counted from 0."""
     num_epochs: int
     """Number of epochs of the whole run."""
-    num_steps: int
-    """Steps of one epoch."""
+    num_steps: int | None
+    """Steps of one epoch; None where they are not known."""
     first_step: int = 0
     """First step within the first epoch; greater than 0 if a run is resumed in the middle of an epoch."""
 
@@ -50,6 +50,10 @@ class StepFinished:
     """Weighted mean loss of the global batch."""
     weight: float = 1.0
     """Weight of this step in the mean of the epoch; 0 for a step that was skipped."""
+    learning_rate: float | None = None
+    """Learning rate of the first parameter group in this step; None where it is on a device."""
+    grad_norm: float | None = None
+    """2-norm of the gradient before it is clipped; None if it was not computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,18 @@ class EpochFinished:
     """Training samples of all workers per second of training time."""
     learning_rate: float
     """Learning rate of the first parameter group, in the epoch's last step."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each metric over other data sets, by names that begin with the set's: `val_loss`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A loop of the user's own has evaluated."""
+
+    global_step: int
+    """Updates since the run began."""
+    values: Mapping[str, float]
+    """The means, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +110,16 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersChanged:
-    """Workers were lost, and the others continue."""
+    """Workers were lost, have joined or have left, and the run continues with those that there are now."""
 
     generation: int
     """Number of the present set of workers; the first is 0."""
     lost: tuple[WorkerEnded, ...]
     """Who has ended."""
+    joined: tuple[tuple[int, int], ...] = ()
+    """Who is new: rank now, and process."""
+    left: tuple[tuple[int, int], ...] = ()
+    """Who has left, as it was asked to: rank before, and process."""
     epoch: int
     """Epoch of the next step, counted from 0."""
     step: int
@@ -126,7 +146,7 @@ class RecordingTakenOver:
     """Updates since the run began."""
 
 
-Event = RunStarted | StepFinished | EpochFinished | CheckpointSaved | WorkersChanged | RecordingTakenOver
+Event = RunStarted | StepFinished | EpochFinished | Evaluated | CheckpointSaved | WorkersChanged | RecordingTakenOver
 
 
 class Recorder(Protocol):
@@ -142,6 +162,23 @@ class NullRecorder:
 
     def record(self, event: Event) -> None:
         """Do nothing with the event."""
+
+
+@final
+class Recorders:
+    """Several recorders, as one.
+
+    Args:
+        recorders: In the order in which they receive an event.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = recorders
+
+    def record(self, event: Event) -> None:
+        """Give the event to each of them."""
+        for each in self._recorders:
+            each.record(event)
 
 
 NULL_RECORDER: Recorder = NullRecorder()

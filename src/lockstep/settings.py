@@ -5,12 +5,20 @@ test can pass a mapping instead of the environment.
 """
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from lockstep.errors import UsageError
+from lockstep.secrets import hide_password, is_secret_variable
+from lockstep.variables import (
+    CUBLAS_VARIABLE,
+    KERNEL_VARIABLES,
+    LAUNCHER_VARIABLES,
+    RECORDED,
+    RECORDED_PREFIXES,
+    VISIBLE_VARIABLES,
+)
 
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
@@ -22,83 +30,23 @@ worker starts another launcher, that launcher changes MASTER_PORT, so the two di
 _CHANNEL = "LOCKSTEP_CHANNEL"
 """A worker's channel to `lockstep run`: its descriptor, the launcher's process, the MASTER_PORT of the launch."""
 
-_LAUNCHER_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    *("OMPI_MCA_ess_base_jobid", "PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "PMI_KVSNAME", "PMI_ID"),
-    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
-    "SLURM_STEP_RESV_PORTS",
-)
-_RECORDED_PREFIXES = (
-    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OMPI_COMM_", "PYTORCH_"),
-    *("SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_"),
-)
-_RECORDED = frozenset(
-    {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED"),
-        "NVIDIA_VISIBLE_DEVICES",
-    }
-)
-"""Variables that are recorded with a run, besides those whose names begin with one of `_RECORDED_PREFIXES`."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
-"""A variable whose name has one of these may hold a secret and is not recorded."""
-_SECRET_WORDS = frozenset(
-    {
-        *("apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "key", "passphrase"),
-        *("passwd", "password", "pat", "pwd", "secret", "secrets", "token"),
-    }
-)
-"""An option one of whose words is one of these may hold a secret: `--api-key`, `data_args.token`."""
-_OPTION = re.compile(r"(?P<name>-{0,2}[\w.-]*[\w])=(?P<value>.+)", re.DOTALL)
-_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_HIDDEN = "***"
+_FOLDER = "LOCKSTEP_FOLDER"
+"""A folder for temporary files of a worker of `lockstep run`, which is deleted when the workers have ended."""
+
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
-_CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-_KERNEL_VARIABLES = {
-    "cpu": (
-        *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
-        *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
-    ),
-    "cuda": (
-        *(_CUBLAS_VARIABLE, "CUBLASLT_WORKSPACE_SIZE", "DISABLE_ADDMM_CUDA_LT", "NVIDIA_TF32_OVERRIDE"),
-        "TORCH_CUDNN_V8_API_DISABLED",
-    ),
-}
-"""Variables from which libraries choose their kernels, by the type of device."""
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is less than this."""
 _NO_RUN_ID = frozenset({"", "none"})
 """What torchrun sets without `--rdzv-id` and `--standalone`: every job on the machine has it."""
+_RECORDING_DIRECTORY = "LOCKSTEP_RECORDING_DIRECTORY"
+"""The launcher's process and the folder where its workers record."""
+_NUM_EVENTS = 16384
+"""So many events of a worker are kept: 1 MiB."""
+_FEWEST_EVENTS, _MOST_EVENTS = 256, 1 << 24
+_EVENTS_OF_A_WATCH = 512
+"""What tells who is waited for needs so many, where nothing is kept."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorldVariables:
-    """A launcher's variables about this worker, as text; None for those that are not set."""
-
-    rank: str | None
-    """RANK: number of this worker in the world."""
-    world_size: str | None
-    """WORLD_SIZE: how many workers there are."""
-    local_rank: str | None
-    """LOCAL_RANK: number of this worker on its host."""
-    local_world_size: str | None
-    """LOCAL_WORLD_SIZE: how many workers are on its host."""
-    master_addr: str | None
-    """MASTER_ADDR: host of the rendezvous."""
-    master_port: str | None
-    """MASTER_PORT: its TCP port."""
-    agent_store: str | None
-    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
-    launcher: str
-    """Name of the launcher, for messages: `"Slurm"`."""
-    remedy: str
-    """What the user can do if one of the variables is missing."""
 
 
 def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -108,7 +56,7 @@ def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    return {name: source[name] for name in _LAUNCHER_VARIABLES if source.get(name)}
+    return {name: source[name] for name in LAUNCHER_VARIABLES if source.get(name)}
 
 
 def read_job(environ: Mapping[str, str] | None = None) -> str | None:
@@ -150,9 +98,18 @@ def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     return bool(source.get(LAUNCHED)) and source[LAUNCHED] == source.get("MASTER_PORT")
 
 
-def channel_variable(descriptor: int, port: int) -> dict[str, str]:
-    """Return the variable that tells a child of this process which descriptor is its channel."""
-    return {_CHANNEL: f"{descriptor},{os.getpid()},{port}"}
+def channel_variables(descriptor: int, port: int, folder: str) -> dict[str, str]:
+    """Return the variables that tell a child of this process its channel, by the descriptor, and its folder."""
+    return {_CHANNEL: f"{descriptor},{os.getpid()},{port}", _FOLDER: folder}
+
+
+def read_folder() -> str:
+    """Return the folder for temporary files of a worker of `lockstep run`, if there is one; else an empty text.
+
+    The processes that a worker starts have the variable too, and may live on when the folder is deleted. So it counts
+    only where `read_channel` finds a channel.
+    """
+    return os.environ.get(_FOLDER, "")
 
 
 def read_channel(environ: Mapping[str, str] | None = None) -> int | None:
@@ -190,10 +147,6 @@ def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDev
     return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
 
 
-VISIBLE_VARIABLES = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""The variables that hide accelerators other than CUDA's: their numbers, separated by commas."""
-
-
 def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set.
 
@@ -202,6 +155,48 @@ def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) ->
         environ: Mapping to read instead of this process' environment.
     """
     return (os.environ if environ is None else environ).get(VISIBLE_VARIABLES[kind])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSettings:
+    """What the environment says of the recording."""
+
+    is_wanted: bool
+    """Whether what this process does is recorded: to keep it, or to say why the job stands still."""
+    is_kept: bool
+    """Whether it is there when the job has ended: LOCKSTEP_RECORDING is not 0, false, no or off."""
+    directory: str
+    """The folder that the launcher of this process has chosen; empty if there is none."""
+    capacity: int
+    """How many events are kept, a power of two: LOCKSTEP_RECORDING_EVENTS."""
+
+
+def read_recording_settings(environ: Mapping[str, str] | None = None) -> RecordingSettings:
+    """Read whether, where and how much is recorded.
+
+    A value that is none counts as not set: nothing depends on the recording.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    launcher, _, directory = source.get(_RECORDING_DIRECTORY, "").partition(",")
+    events = source.get("LOCKSTEP_RECORDING_EVENTS", "")
+    is_kept = source.get("LOCKSTEP_RECORDING", "").strip().lower() not in _NO
+    number = int(events) if events.isdecimal() else _NUM_EVENTS
+    if not is_kept:
+        number = _EVENTS_OF_A_WATCH
+    return RecordingSettings(
+        is_wanted=is_kept or read_stall_seconds(source) > 0,
+        is_kept=is_kept,
+        directory=directory if launcher == str(os.getppid()) else "",
+        capacity=1 << (min(max(number, _FEWEST_EVENTS), _MOST_EVENTS) - 1).bit_length(),
+    )
+
+
+def recording_variable(directory: str) -> dict[str, str]:
+    """Return the variable that tells a child of this process where it records."""
+    return {_RECORDING_DIRECTORY: f"{os.getpid()},{directory}"}
 
 
 def read_token(environ: Mapping[str, str] | None = None) -> str:
@@ -229,9 +224,28 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
     if value not in _YES | _NO:
         raise UsageError(
             f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to compare the calls of all ranks, or 0, false, "
-            "no, off or nothing."
+            "no, off or nothing. (LS119)"
         )
     return value in _YES
+
+
+def read_cpu_backend(environ: Mapping[str, str] | None = None) -> str:
+    """Return what carries CPU tensors between workers of one host: LOCKSTEP_CPU_BACKEND, "shm" if it is not set.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+
+    Raises:
+        UsageError: It is neither "shm" nor "gloo".
+    """
+    text = (os.environ if environ is None else environ).get("LOCKSTEP_CPU_BACKEND", "")
+    value = text.strip().lower() or "shm"
+    if value not in {"shm", "gloo"}:
+        raise UsageError(
+            f"LOCKSTEP_CPU_BACKEND is {text!r}, expected shm for shared memory, which is the default, or gloo for "
+            "Gloo's sockets. (LS119)"
+        )
+    return value
 
 
 def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
@@ -248,7 +262,7 @@ def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
         return max(float(text), 0.0)
     except ValueError as error:
         raise UsageError(
-            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports."
+            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports. (LS119)"
         ) from error
 
 
@@ -293,32 +307,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    names = (name for name in sorted(source) if name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
-    found = {name: source[name] for name in names if not _SECRET.search(name)}
-    return {name: _URL_PASSWORD.sub(_HIDDEN, value) for name, value in found.items()}
-
-
-def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without what may be secret: values of such names, users in addresses.
-
-    Args:
-        arguments: A command, as `sys.argv` has it.
-    """
-    shown = []
-    is_value = False
-    for argument in arguments:
-        option = _OPTION.fullmatch(argument)
-        if option is not None and _is_secret_name(option["name"]):
-            shown.append(f"{option['name']}={_HIDDEN}")
-        else:
-            hides = is_value and not argument.startswith("-")
-            shown.append(_HIDDEN if hides else _URL_PASSWORD.sub(_HIDDEN, argument))
-        is_value = option is None and argument.startswith("-") and _is_secret_name(argument)
-    return shown
-
-
-def _is_secret_name(name: str) -> bool:
-    return any(word in _SECRET_WORDS for word in re.split(r"[^a-z]+", name.lower()))
+    names = (name for name in sorted(source) if name in RECORDED or name.startswith(RECORDED_PREFIXES))
+    found = {name: source[name] for name in names if not is_secret_variable(name)}
+    return {name: hide_password(value) for name, value in found.items()}
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:
@@ -351,7 +342,7 @@ def worker_environment(
         seed: The number from which PYTHONHASHSEED is made.
     """
     source = os.environ if environ is None else environ
-    read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), _CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
+    read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
     unset = {name: value for name, value in read_once.items() if not source.get(name)}  # empty counts as not set
     return {**defaults, **source, **unset, **overrides}
 
@@ -362,7 +353,7 @@ def read_cublas_workspace(environ: Mapping[str, str] | None = None) -> str:
     Args:
         environ: Mapping to read instead of this process' environment.
     """
-    return (os.environ if environ is None else environ).get(_CUBLAS_VARIABLE, "")
+    return (os.environ if environ is None else environ).get(CUBLAS_VARIABLE, "")
 
 
 def read_kernel_variables(device_type: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -373,7 +364,7 @@ def read_kernel_variables(device_type: str, environ: Mapping[str, str] | None = 
         environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
-    return {name: source.get(name, "") for name in _KERNEL_VARIABLES.get(device_type, ())}
+    return {name: source.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
 
 
 def read_python_path(environ: Mapping[str, str] | None = None) -> str | None:
@@ -405,4 +396,4 @@ def set_determinism_variables(deterministic: bool) -> None:
     """
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     if deterministic:
-        os.environ.setdefault(_CUBLAS_VARIABLE, CUBLAS_WORKSPACE)
+        os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACE)

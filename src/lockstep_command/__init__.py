@@ -3,10 +3,11 @@
 Importing Lockstep imports torch, which takes a second or two. A Ctrl-C during the import would show a traceback, or be
 lost. So the command begins here, outside the package, and Ctrl-C ends this process at once until all is imported.
 
-`lockstep run` does not import torch before a worker connects to the rendezvous. So the scripts, which import torch
-themselves, start at once.
+Commands import torch when they need it. `lockstep run` does not before a worker connects to the rendezvous, and
+`lockstep train` does not for a new run: the workers, which import torch themselves, start at once.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -19,12 +20,17 @@ def main() -> None:
     """Import the command line and run it; Ctrl-C during the import ends the process at once."""
     signal.signal(signal.SIGINT, _end)
     _open_closed_streams()
+    _check_current_directory()
+    # Collecting garbage among what these imports make, which all stays, would take a third of the start and the end.
+    gc.disable()
+    _put_off_package_init()
     # Not at the top of the file: the signal handler must be set before these imports.
     if sys.argv[1:2] == ["run"]:
-        _skip_package_init()
         from lockstep.cli.run import main as run
     else:
         from lockstep.cli.main import main as run
+    gc.freeze()
+    gc.enable()
     run()
 
 
@@ -42,14 +48,36 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def _skip_package_init() -> None:
-    """Make the package's modules importable without running its `__init__.py`, which imports all of them.
+def _check_current_directory() -> None:
+    """Exit if the current directory was deleted: torch would end each worker in an error about another file."""
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib is slow to import
+    except FileNotFoundError:
+        sys.stderr.write("error: The current directory was deleted. Change to one that exists, and start again.\n")
+        sys.exit(2)
 
-    No module of the package imports from it: tests/test_architecture.py checks that.
+
+def _put_off_package_init() -> None:
+    """Make the package's modules importable without running its `__init__.py`, which imports torch.
+
+    It is run when somebody takes a name from it: user code that is imported in this process may. No module of the
+    package imports from it: tests/test_architecture.py checks that.
     """
     spec = importlib.util.find_spec("lockstep")
     assert spec is not None
-    sys.modules["lockstep"] = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    loader = spec.loader
+    package = importlib.util.module_from_spec(spec)
+
+    def find(name: str) -> object:
+        if name.startswith("__") and name not in {"__version__", "__all__"}:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        del vars(package)["__getattr__"]
+        loader.exec_module(package)
+        return getattr(package, name)
+
+    vars(package)["__getattr__"] = find
+    sys.modules["lockstep"] = package
 
 
 def _end(_signal: int, _frame: object) -> None:

@@ -95,7 +95,7 @@ def torch_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Torch
                         conditions=(CONDITIONS,),
                         patterns=(),
                         jobs=1,
-                        timeout_seconds=45,
+                        timeout_seconds=120,
                         start="fork",
                         wrapper="lockstep",
                     ),

@@ -154,3 +154,12 @@ def a_vocabulary_is_as_long_as_the_local_data(rank: int, wrap: Wrap):
     counts = torch.ones(1000 + 5 * rank)
     dist.all_reduce(counts)
     return counts
+
+
+@mistake(r"one tensor several times", right=None)
+def all_ranks_are_gathered_into_one_tensor(rank: int, wrap: Wrap):
+    model = wrap(net())
+    train(model, sgd(model), batches(rank))
+    gathered = [torch.zeros(2)] * 2
+    dist.all_gather(gathered, torch.full((2,), float(rank)))
+    return gathered

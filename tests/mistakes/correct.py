@@ -327,3 +327,26 @@ def a_checkpoint_is_loaded_on_every_rank(rank: int, wrap: Wrap):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     optimizer.load_state_dict(state[1])
     return train(model, optimizer, batches(rank, 3))
+
+
+@correct(trained)
+def gradients_are_averaged_by_hand(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model, data).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+    return model
+
+
+@correct(SAME)
+def scalars_are_reduced_in_their_shapes(rank: int, wrap: Wrap):
+    model = train(wrap(net()), torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), iter(()))
+    total = torch.ones(()) if rank == 0 else torch.ones(1)
+    dist.all_reduce(total)
+    return [*model.parameters(), total.reshape(1)]

@@ -10,8 +10,8 @@ import torch
 from tests.mistakes.script import SAME, Script
 from torch import Tensor, nn
 
-LIMIT_SECONDS = 20.0
-"""Within this time every rank must be told of a mistake."""
+LIMIT_SECONDS = 45.0
+"""Within this time every rank must be told of a mistake, on a slow and busy machine; nothing waits longer than 10 s."""
 
 
 class Verdict(StrEnum):

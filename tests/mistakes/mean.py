@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tests.mistakes.script import Wrap, batch, batches, dataset, loss_of, mistake, net, sgd, train, trained
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, random_split
 
 import lockstep as ls
 
@@ -230,3 +230,37 @@ class Method(nn.Module):
 def a_method_of_the_module_computes_the_loss(rank: int, wrap: Wrap):
     model = wrap(Method())
     return train(model, sgd(model), batches(rank), lambda model, data: model.module.training_step(data))
+
+
+def epochs_over(data: Any, rank: int, wrap: Wrap, **options: Any):
+    model = wrap(net())
+    optimizer = sgd(model)
+    sampler = ls.DistributedSampler(data, **options)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, drop_last=True)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        train(model, optimizer, iter(loader))
+    return model
+
+
+@mistake(r"samplers.*data\.tensors", right=None)
+def data_are_in_another_order_on_each_rank(rank: int, wrap: Wrap):
+    inputs, labels = batch(99, 0, 32)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(rank))
+    return epochs_over(TensorDataset(inputs[order], labels[order]), rank, wrap)
+
+
+@mistake(r"samplers.*indices", right=None)
+def each_rank_splits_the_data_with_its_own_seed(rank: int, wrap: Wrap):
+    part, _ = random_split(dataset(40), [32, 8], torch.Generator().manual_seed(rank))
+    return epochs_over(part, rank, wrap)
+
+
+@mistake(r"samplers.*num_samples", right=None)
+def files_are_missing_on_one_rank(rank: int, wrap: Wrap):
+    return epochs_over(dataset(36 - 2 * rank), rank, wrap)
+
+
+@mistake(r"samplers.*shuffle", right=None)
+def only_rank_0_shuffles(rank: int, wrap: Wrap):
+    return epochs_over(dataset(32), rank, wrap, shuffle=rank == 0)

@@ -202,3 +202,18 @@ def a_copy_of_the_wrapper_is_fine_tuned_on_each_rank(rank: int, wrap: Wrap):
     train(model, sgd(model), batches(rank, 2))
     student = copy.deepcopy(model)
     return train(student, sgd(student), batches(rank, 4))
+
+
+@mistake(r"Layer 2 .*Dropout\(p=0.5", right=None)
+def dropout_has_another_probability_on_one_rank(rank: int, wrap: Wrap):
+    model = wrap(net(dropout=0.1 + 0.4 * rank))
+    return train(model, sgd(model), batches(rank))
+
+
+@mistake(r"Layer 1 .*ReLU", right=None)
+def an_activation_differs_on_one_rank(rank: int, wrap: Wrap):
+    module = net()
+    if rank == 1:
+        module[1] = nn.ReLU()
+    model = wrap(module)
+    return train(model, sgd(model), batches(rank))

@@ -5,8 +5,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tests.mistakes.script import Wrap, batch, batches, loss_of, mistake, net, sgd, train
+from tests.mistakes.script import Wrap, batch, batches, dataset, loss_of, mistake, net, sgd, train
 from torch import nn
+from torch.utils.data import DataLoader
+
+import lockstep as ls
 
 BEHIND = r"rank \d.*(skip|behind|fewer|more|once|times|number of|backward|forward|step)|forward.*rank|did not reach"
 ENDED = r"rank \d.*(exit|ended|left|finished|lost|gone|closed|fewer|behind)|connection (closed|reset)"
@@ -305,4 +308,53 @@ def no_sync_is_entered_on_the_rank_with_long_batches(rank: int, wrap: Wrap):
         loss_of(model, data).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model
+
+
+@mistake(BEHIND)
+def a_broken_batch_of_a_loader_is_left_out(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    data = dataset(64)
+    loader = DataLoader(data, batch_size=2, sampler=ls.DistributedSampler(data, shuffle=False))
+    for step, each in enumerate(loader):
+        if rank == 1 and step == 4:
+            print("cannot decode this batch")
+            continue
+        train(model, optimizer, iter([each]))
+    return model
+
+
+@mistake(r"layer 1 \(BatchNorm1d\).*evaluation mode", right=None)
+def batch_norm_is_frozen_on_one_rank(rank: int, wrap: Wrap):
+    model = wrap(net(norm=True))
+    if rank == 1:
+        model.module[1].eval()
+    return train(model, sgd(model), batches(rank))
+
+
+@mistake(r"autocast was on", right=None)
+def autocast_is_on_on_one_rank(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            loss = loss_of(model, data)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@mistake(r"depend on the parameters|rank 1", right=None)
+def the_output_is_detached_on_one_rank(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for inputs, labels in batches(rank):
+        outputs = model(inputs)
+        if rank == 1:
+            outputs = outputs.detach().requires_grad_()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(outputs, labels).backward()
+        optimizer.step()
     return model

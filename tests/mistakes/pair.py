@@ -27,7 +27,7 @@ from tests.mistakes.scripts import SCRIPTS
 
 import lockstep as ls
 
-_START_SECONDS = 45.0
+_START_SECONDS = 90.0
 """How long the ranks may take until their scripts begin; the first ones wait for a server that imports torch."""
 _MARGIN_SECONDS = 3.0
 """How much longer than the limit a rank may take, from the moment when the last script has begun."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tests.mistakes import collectives, correct, mean, models, out_of_step, replicas
+from tests.mistakes import collectives, correct, habits, mean, models, out_of_step, replicas, starts, unusual
 from tests.mistakes.script import Script
 
 SCRIPTS: Mapping[str, Script] = MappingProxyType(
     {
         script.name: script
-        for module in (replicas, out_of_step, mean, collectives, models, correct)
+        for module in (replicas, out_of_step, mean, collectives, models, starts, habits, correct, unusual)
         for script in vars(module).values()
         if isinstance(script, Script)
     }

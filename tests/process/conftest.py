@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 from tests.process.scenarios import ShmScenarios
+from tests.process.warm import warm_workers
+
+__all__ = ["shm_scenarios", "warm_workers"]
 
 
 @pytest.fixture(scope="module")

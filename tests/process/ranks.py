@@ -9,6 +9,7 @@ runs one function after another on the same ranks, and starts new ones after a f
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import tempfile
@@ -29,19 +30,20 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.comm.bootstrap.process_group import choose_backend
+from lockstep.comm.bootstrap.backends import choose_backend
 from lockstep.comm.shm import semaphores
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 """Seconds after which a silent rank is an error of the test."""
 CPU = torch.device("cpu")
-_CALL_SECONDS = 50.0
+_CALL_SECONDS = 150.0
 """How long a call may take."""
-_LATER_SECONDS = 5.0
+_LATER_SECONDS = 10.0
 """How long the other ranks may take after one has failed."""
 SERVER = get_context("forkserver")
 # What is loaded by the server need not be loaded by each rank.
-SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", __name__])
+SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", "lockstep.launch.worker", __name__])
+gc.freeze()  # in the server: what it has imported has no part in the garbage collections of ranks
 
 
 @final
@@ -54,8 +56,8 @@ class Rank:
         self._folder = folder
         self._line = line
 
-    def join(self, timeout_seconds: float = 60.0) -> Any:
-        """Make the default group (collective)."""
+    def join(self, timeout_seconds: float = 3 * PATIENCE) -> Any:
+        """Make the default group (collective). A rank that waits for its timeout is an error of the test."""
         timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group("shm", store=self.store(), rank=self.number, world_size=self.size, timeout=timeout)
         return dist.group.WORLD

@@ -26,7 +26,7 @@ Claims = Iterator[tuple[str, Any, Any]]
 ShmScenario = Callable[[int, int, Any], Claims]
 Answers = dict[str, Any]
 
-_LONGEST_CALL = timedelta(seconds=15)
+_LONGEST_CALL = timedelta(seconds=60)
 
 
 @final

@@ -12,7 +12,7 @@ from typing import final
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 _DIRECTORIES = "/usr/sbin:/usr/local/sbin"
-_PATIENCE = 30.0
+_PATIENCE = 100.0
 _CONFIG = """
 ClusterName=lockstep
 SlurmctldHost={host}(127.0.0.1)

@@ -19,6 +19,8 @@ import lockstep as ls
 from lockstep.comm import checked, hosts
 from lockstep.comm.gloo_comparer import GlooComparer
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 Answers = dict[str, Any]
 MISTAKES = (
     *("operation", "dtype", "shape", "reduce operation", "root", "order"),
@@ -190,7 +192,7 @@ def make_groups(run: ls.Run, base: dist.Store, name: str) -> None:
     """Make the default group anew, of Gloo and without a word about checks."""
     store = dist.PrefixStore(name, base)
     ls.destroy_process_group()
-    ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=40))
+    ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=300))
 
 
 def reduce_later(length: int) -> None:
@@ -221,7 +223,7 @@ def make_calls_by_default(run: ls.Run) -> Answers:
         make_groups(run, base, name)
         began = time.monotonic()
         answers[name] = message_of(mistake)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     make_groups(run, base, "right")
     # Many calls, of which one rank is ahead.
     for number in range(100):
@@ -267,7 +269,7 @@ def test_groups_go_by_the_backend_that_was_asked_for(default_answers: list[Answe
 
 
 def test_a_timeout_that_is_changed_holds_for_comparisons_too(default_answers: list[Answers]) -> None:
-    assert default_answers[0]["waited"] < 10
+    assert default_answers[0]["waited"] < 60
 
 
 def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
@@ -282,7 +284,7 @@ def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
     for length in (10, 11):
         try:
             if run.rank == 0 and length == 10:
-                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                signal.setitimer(signal.ITIMER_REAL, 1.5)  # by then it is in the call
             dist.all_reduce(torch.ones(length))
             told.append("no error")
         except (KeyboardInterrupt, ls.GroupError) as error:
@@ -311,6 +313,7 @@ def test_agreement_does_not_use_the_default_device() -> None:
 def lose_a_rank(run: ls.Run, way: str) -> str:
     if way != "shm":
         join(way, run)
+    dist.barrier()  # all are connected: this is not about a loss while they connect
     if run.rank == 1:
         raise ValueError("no such file")
     try:
@@ -343,9 +346,26 @@ def die_within_a_call(rank: Rank) -> tuple[int, str]:
     return lost.value.rank, str(lost.value)
 
 
-def test_a_rank_that_dies_within_a_call_of_gloo_is_named(tmp_path: Path) -> None:
+def die_in_an_unchecked_group(rank: Rank) -> tuple[int, str]:
+    """Rank 1 is killed when rank 0 waits for it, for the future of a call, in a group that compares no calls."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2, check=False)
+    dist.all_reduce(torch.ones(3))
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    with pytest.raises(RuntimeError, match=r"PeerLostError: Rank 1 \(process"):
+        work.get_future().wait()
+    with pytest.raises(ls.PeerLostError) as lost:
+        work.wait()
+    return lost.value.rank, str(lost.value)
+
+
+@pytest.mark.parametrize("die", [die_within_a_call, die_in_an_unchecked_group])
+def test_a_rank_that_dies_within_a_call_of_gloo_is_named(die: Any, tmp_path: Path) -> None:
     # It was "Connection reset by peer" or "Connection closed by peer", which names no rank.
-    with Ranks(tmp_path, 2, die_within_a_call) as ranks:
+    with Ranks(tmp_path, 2, die) as ranks:
         number, message = ranks.result(0)
     assert number == 1
     assert "Rank 1 (process " in message

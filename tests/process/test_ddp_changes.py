@@ -604,7 +604,7 @@ def odd_models(rank: int, answers: Answers) -> None:
 
     store = dist.PrefixStore("by hand", dist.distributed_c10d._get_default_store())
     group = dist.ProcessGroup(store, rank, 2)
-    gloo = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+    gloo = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     layer = linear()

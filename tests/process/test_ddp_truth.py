@@ -7,9 +7,6 @@ test first looks at one of its answers.
 import copy
 import gc
 import io
-import logging
-import os
-import queue
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -655,52 +652,6 @@ def test_copies_of_the_wrapper_synchronise(answers: list[ScenarioAnswers], what:
         assert found["is torch's"]
 
 
-# -- A rank that does not come -----------------------------------------------------------------------------------------
-
-
-class Heard(logging.Handler):
-    """Lets a thread wait for what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.put(record.getMessage())
-
-
-def stalls(rank: int, answers: Answers) -> None:
-    os.environ["LOCKSTEP_STALL_SECONDS"] = "2"  # half of it is for the answer of the other rank
-    heard = Heard()
-    logging.getLogger("lockstep").addHandler(heard)
-    try:
-        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        model = ls.DistributedDataParallel(net, bucket_cap_mb=0.00001)
-        inputs = torch.randn(4, 3)
-        model(inputs).sum().backward()
-        loss = model(inputs).sum()
-        if rank == 1:
-            answers["stalled in backward"] = heard.texts.get(timeout=20)
-        loss.backward()
-        if rank == 0:
-            answers["stalled in backward"] = heard.texts.get(timeout=20)
-            answers["stalled in forward"] = heard.texts.get(timeout=20)
-        model(inputs)
-        if rank == 1:
-            answers["stalled in forward"] = heard.texts.get(timeout=20)
-    finally:
-        logging.getLogger("lockstep").removeHandler(heard)
-        del os.environ["LOCKSTEP_STALL_SECONDS"]
-
-
-def test_a_rank_that_does_not_come_is_told_of_on_every_rank(answers: list[ScenarioAnswers]) -> None:
-    for found in answers:
-        assert "rank 0 waits for bucket 1 of 4 (1.weight) and has reduced 1 times, at " in found["stalled in backward"]
-        assert "rank 1 is not in a backward and has reduced 1 times, at " in found["stalled in backward"]
-        assert "test_ddp_truth.py" in found["stalled in backward"]
-        assert "rank 1 waits for buffers before a forward" in found["stalled in forward"]
-
-
 # -- The compiler ------------------------------------------------------------------------------------------------------
 
 
@@ -782,7 +733,6 @@ SCENARIOS = (
     hooks_of_ones_own,
     hooks_that_are_none,
     kinds,
-    stalls,
     compiled,
     destroyed,
 )

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.process import warm
 
 COMMAND = "from lockstep.cli.main import main; main()"
-WITH_CUDA = "import torch; torch.version.cuda = '12.8'; " + COMMAND
+DRIVERS_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+# The linker of a process that was forked has read LD_LIBRARY_PATH before: it finds libraries that are loaded already.
+WITH_CUDA = (
+    f"import ctypes, os; [ctypes.CDLL(os.environ['LD_LIBRARY_PATH'] + '/' + name) for name in {DRIVERS_LIBRARIES}]; "
+    "import torch; torch.version.cuda = '12.8'; " + COMMAND
+)
 DRIVER = Path(__file__).with_name("fake_driver.c")
 TRAIN = """
 model: lockstep.recipes.digits:Net
@@ -22,14 +28,7 @@ data: lockstep.recipes.digits:datasets
 
 def run(*arguments: str, code: str = COMMAND, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    return warm.run([sys.executable, "-c", code, *arguments], env={**environment, **variables})
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     if compiler is None:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("driver")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", DRIVER], check=True)
-    shutil.copy(folder / "libcuda.so.1", folder / "libnvidia-ml.so.1")
+    for name in DRIVERS_LIBRARIES:
+        subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, DRIVER], check=True)
     return str(folder)
 
 
@@ -66,7 +65,16 @@ def holder(tmp_path: Path) -> Iterator[int]:
 
 
 def test_without_a_driver_it_says_so_in_one_line_and_shows_the_cpu(no_driver: str) -> None:
-    done = run("devices", code="import torch; torch.version.cuda = None; " + COMMAND, LD_LIBRARY_PATH=no_driver)
+    # In a new interpreter, whose linker reads the variable.
+    code = "import torch; torch.version.cuda = None; " + COMMAND
+    done = subprocess.run(
+        [sys.executable, "-c", code, "devices"],
+        env={**os.environ, "LD_LIBRARY_PATH": no_driver},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (0, "")
     assert lines[0] == "No GPU can be used: no NVIDIA driver is installed here."
@@ -158,6 +166,8 @@ def test_the_links_between_workers_are_tested_with_each_backend() -> None:
 
 IN_A_CONTAINER = """
 import json, os, subprocess, sys
+import lockstep_command
+lockstep_command._put_off_package_init()  # which imports torch
 from lockstep.devices.holders import look_up_holder
 def seen(pid):
     holder = look_up_holder(pid, memory_bytes=1, is_graphics=False)
@@ -182,7 +192,7 @@ def in_a_namespace(*options: str, library: Path) -> dict[str, list[bool]]:
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
         pytest.skip("may not make namespaces")
     command = [*unshare, sys.executable, "-c", IN_A_CONTAINER, str(library)]
-    found: dict[str, list[bool]] = json.loads(subprocess.check_output(command, text=True, timeout=50))
+    found: dict[str, list[bool]] = json.loads(subprocess.check_output(command, text=True, timeout=100))
     return found
 
 

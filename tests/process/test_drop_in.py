@@ -24,7 +24,7 @@ OURS = "lockstep.parallel.ddp.DistributedDataParallel"
 
 
 def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -155,6 +155,6 @@ def test_the_first_line_of_a_script_prints_one_line_on_rank_0(tmp_path: Path) ->
 
 def test_the_module_without_a_script_explains_itself() -> None:
     command = [sys.executable, "-m", "lockstep.drop_in"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert "usage: python -m lockstep.drop_in SCRIPT ARGS" in done.stderr

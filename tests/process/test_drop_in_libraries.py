@@ -34,7 +34,7 @@ def needs(library: str) -> Any:
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.process import warm
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -13,7 +14,7 @@ def run_example(name: str, *launcher: str) -> str:
     """Return what an example prints; a warning in any of its processes is an error."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error::UserWarning"}
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    done = warm.run(command, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout

@@ -15,6 +15,8 @@ from tests.process.ranks import SERVER
 import lockstep as ls
 from lockstep.errors import GroupError
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,7 +32,7 @@ def join_and_sum(rank: int, how: str, queue: Any) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         ls.init_process_group()
     elif how.startswith("store"):
-        store = dist.TCPStore("127.0.0.1", int(port), 2, is_master=rank == 0, timeout=timedelta(seconds=40))
+        store = dist.TCPStore("127.0.0.1", int(port), 2, is_master=rank == 0, timeout=timedelta(seconds=100))
         ls.init_process_group("gloo", store=store, rank=rank, world_size=2)
     else:
         ls.init_process_group(init_method=how, rank=rank, world_size=2)
@@ -53,7 +55,7 @@ def test_every_way_in_makes_one_group(method: str, tmp_path: Path) -> None:
     processes = [SERVER.Process(target=join_and_sum, args=(rank, places[method], queue)) for rank in (0, 1)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=50) for _ in processes]
+    found = [queue.get(timeout=100) for _ in processes]
     for process in processes:
         process.join()
     assert [total for _, total in found] == [3.0, 3.0]

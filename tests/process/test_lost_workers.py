@@ -1,13 +1,17 @@
-"""Workers of `lockstep train` are killed at named moments; the others end with the digest and rows of the whole run.
+"""Workers of `lockstep train` are killed, join and leave; the run ends with digest and rows of the undisturbed one.
 
-The moments are in the module of the run (`mortal.py` below): a worker kills itself there, by a real SIGKILL.
+The moments of kills are in the module of the run (`mortal.py` below): a worker kills itself there, by a real SIGKILL.
 """
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +21,15 @@ from typer.testing import CliRunner
 
 from lockstep.checkpoint import load_checkpoint
 from lockstep.cli.main import app
+from lockstep.launch.control import ask, connect
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import FitResult, fit
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 MODULE = '''
-import os, signal, threading
+import os, signal, threading, time
 from collections import Counter
 import torch
 from torch import nn
@@ -53,11 +60,14 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 
 def data():
+    reach("build")
     inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
     half = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     return half, half
 
 def loss(output, target):
+    if "PACE" in os.environ and output.requires_grad and not os.path.exists("enough"):
+        time.sleep(0.05)  # else the run is over before it was disturbed
     reach("forward" if output.requires_grad else "evaluation")
     return nn.functional.mse_loss(output, target)
 
@@ -81,7 +91,11 @@ batch_size: 20
 num_shards: 4
 epochs: 3
 keep: 9
-keep_best: -loss
+keep_best: -ema_loss
+ema: {decay: 0.5}
+swa: {start_epoch: 1}
+callbacks: [{lockstep:Freeze: {names: 0.*, until_epoch: 1}}]
+track_grad_norm: true
 device_ids: cpu
 threads_per_worker: 1
 """
@@ -128,23 +142,27 @@ def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outc
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    """Return the undisturbed run, trained in this process."""
-    folder = tmp_path_factory.mktemp("whole")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Return the undisturbed run."""
+    return train_here(tmp_path_factory.mktemp("whole"))
+
+
+def train_here(folder: Path, *overrides: str) -> Outcome:
+    """Train undisturbed, in this process."""
+    (folder / "run").mkdir(parents=True)
     write_module(folder)
-    (folder / "run").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         result = fit(
-            read_config(folder / "mortal.yaml"),
+            read_config(folder / "mortal.yaml", overrides),
             device=torch.device("cpu"),
             run_dir=folder / "run",
             recorder=MetricsFile(folder / "run" / "metrics.jsonl"),
             code=folder,
         )
-        assert isinstance(result, FitResult)
-        yield Outcome(0, f"digest {result.digest}\n", "", folder / "run")
         sys.modules.pop("mortal")
+    assert isinstance(result, FitResult)
+    return Outcome(0, f"digest {result.digest}\n", "", folder / "run")
 
 
 def check_equal(found: Outcome, whole: Outcome) -> None:
@@ -154,26 +172,91 @@ def check_equal(found: Outcome, whole: Outcome) -> None:
     assert "finished with 81 parameters" in found.stdout
     assert (found.folder / "best.ckpt").readlink() == (whole.folder / "best.ckpt").readlink()
     for path in sorted(whole.folder.glob("step-*.ckpt")):
-        assert load_checkpoint(found.folder / path.name).manifest.digest == load_checkpoint(path).manifest.digest
+        other, mine = load_checkpoint(found.folder / path.name), load_checkpoint(path)
+        assert other.manifest.digest == mine.manifest.digest
+        assert other.manifest.callbacks == mine.manifest.callbacks
+        assert all(torch.equal(other.optimizer[name], tensor) for name, tensor in mine.optimizer.items())
 
 
 def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
-    whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Ranks are those of the moment. The first dies when the checkpoint of the first epoch has no name yet, the next one
-    # in the very last call of the run, when half of a row is written.
-    lost = train(tmp_path, 3, "0 fsync 1,0 finish 1")
+    # Ranks are those of the moment. One dies before the run has begun, so all begin again without it. The first rank 0
+    # dies when the checkpoint of the first epoch has no name yet, the next one in the very last call of the run, when
+    # half of a row is written.
+    lost = train(tmp_path, 4, "3 build 1,0 fsync 1,0 finish 1")
+    assert "before the training began. It starts again with 3 workers" in lost.stderr
     check_equal(lost, whole)
     names = {path.name for path in lost.folder.iterdir()}
-    assert names == {path.name for path in whole.folder.iterdir()} | {"config.yaml", "curves.png", ".lock"}
+    assert names >= {path.name for path in whole.folder.iterdir()}
+    assert {name for name in names if name.startswith(".")} == {".ended", ".lock"}  # no temporary file, no socket
     changes = lost.rows("workers")
     assert [len(row["lost"]) for row in changes] == [1, 1]
     assert [row["shards"] for row in changes] == [[[0, 2], [2, 4]], [[0, 4]]]
     assert changes[1] == changes[1] | {"generation": 2, "epoch": 3, "step": 0, "repeats_step": False}
+    assert "returned a result" not in caplog.text  # each loss was told when it happened
     of_workers = capfd.readouterr().out
     assert of_workers.count("killed by SIGKILL") >= 2
     assert of_workers.count("training 81 parameters") == 1
     assert [line.split()[1] for line in of_workers.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
+
+
+def pids_of(run_dir: Path, num_workers: int, *, but: int = 0) -> list[int]:
+    """Wait until a run has so many workers, and one not any more; return their processes by rank."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), connect(run_dir) as client:
+            found = [int(pid) for pid in re.findall(r"pid (\d+)", next(ask(client, {"op": "describe"}))["text"])]
+            if len(found) == num_workers and but not in found:
+                return found
+        time.sleep(0.02)
+    raise AssertionError(f"there were never {num_workers} workers")
+
+
+def disturb(folder: Path, problems: list[BaseException]) -> None:
+    """Kill rank 0, wait for its replacement, and let the one that took over as rank 0 leave."""
+    run_dir = folder / "run"
+    try:
+        first = pids_of(run_dir, 2)
+        deadline = time.monotonic() + 100
+        while not (run_dir / "metrics.jsonl").exists():  # then every worker has made its trainer
+            assert time.monotonic() < deadline, "the training did not begin"
+            time.sleep(0.02)
+        os.kill(first[0], signal.SIGKILL)
+        replaced = pids_of(run_dir, 2, but=first[0])
+        assert replaced[0] == first[1]
+        os.kill(replaced[0], signal.SIGTERM)
+        assert pids_of(run_dir, 1) == [replaced[1]]
+    except BaseException as problem:  # noqa: BLE001 - raised in the main thread
+        problems.append(problem)
+    finally:
+        (folder / "enough").touch()
+
+
+@pytest.mark.timeout(200)
+def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It evaluates, saves, and steps a scheduler between the steps at which they do so."""
+    overrides = ("epochs=40", "save_every=8", "loader_workers=1", "scheduler_args.milestones=[15, 30, 35]")
+    whole = train_here(tmp_path / "whole", *overrides)
+    problems: list[BaseException] = []
+    thread = threading.Thread(target=disturb, args=(tmp_path, problems))
+    monkeypatch.setenv("PACE", "1")
+    thread.start()
+    try:
+        found = train(tmp_path, 2, "", "respawn=true", *overrides)
+    finally:
+        (tmp_path / "enough").touch()
+        thread.join()
+    assert not problems, f"{problems}\n{found.stdout}\n{found.stderr}"
+    check_equal(found, whole)
+    rows = found.rows("workers")
+    assert [[len(row[what]) for what in ("lost", "joined", "left")] for row in rows] == [
+        [1, 0, 0],
+        [0, 1, 0],
+        [0, 0, 1],
+    ]
+    assert [row["generation"] for row in rows] == [1, 2, 3]
+    assert not (found.folder / ".control").exists()
 
 
 def test_a_run_of_which_all_was_killed_is_continued_by_the_same_command(whole: Outcome, tmp_path: Path) -> None:

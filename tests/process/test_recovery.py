@@ -1,69 +1,26 @@
 """Workers of `ls.launch` are killed; the others continue, and end with the bits of the undisturbed run."""
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from mortal_training import Kills, train
+from torch import nn
 
 import lockstep as ls
+from lockstep.comm.generations import Generations
 from lockstep.errors import WorkerFailedError
 
-Deaths = Mapping[str, int]
-"""What the worker of a rank does last, as "rank moment number": "0 loss 3" is its third shard."""
-
-
-def train(run: ls.Run, deaths: Deaths, folder: str, on_worker_loss: Literal["continue", "stop"] = "continue") -> Any:
-    """Train, evaluate and save; return what must not depend on who was killed."""
-    counts = dict.fromkeys(("loss", "metric", "loader", "step"), 0)
-
-    def reach(moment: str) -> None:
-        counts[moment] += 1
-        if deaths.get(f"{run.rank} {moment}") == counts[moment]:
-            os.kill(worker, signal.SIGKILL)
-
-    class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-        def __len__(self) -> int:
-            return 110
-
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            reach("loader")
-            return torch.randn(8), torch.tensor(index % 3)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        reach("loss")
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def metric(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        reach("metric")
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
-
-    worker = os.getpid()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    trainer = ls.Trainer(model, optimizer, loss=loss, num_shards=6, scheduler=scheduler, on_worker_loss=on_worker_loss)
-    loader = ls.ShardedLoader(Data(), batch_size=30, num_shards=6)
-    seen: list[float] = []
-    for epoch in range(3):
-        for batch in loader.epoch(epoch):
-            seen.append(trainer.step(batch).loss)
-            reach("step")
-        seen.append(trainer.evaluate(loader, metric)["metric"].value)
-        trainer.save(Path(folder) / "run.ckpt")
-    places = run.rank, run.world_size, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    assert places == (dist.get_rank(), dist.get_world_size()) * 2
-    return trainer.digest(), seen, trainer.global_step
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 @pytest.fixture(scope="module")
@@ -72,28 +29,37 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("deaths", "workers", "left"),
+    ("backend", "kills", "workers", "left"),
     [
-        pytest.param({"0 loss": 9}, 2, 1, id="rank 0 in a forward"),
-        pytest.param({"2 loss": 5, "0 metric": 2}, 3, 1, id="one in a step, rank 0 in the evaluation"),
-        pytest.param({"1 loss": 4, "2 loss": 4, "0 loader": 90}, 4, 1, id="two at once, one while it loads"),
-        pytest.param({"1 step": 12}, 3, 2, id="after the last step"),
+        pytest.param("shm", {"0 loss": 9}, 2, 1, id="rank 0 in a forward"),
+        pytest.param("shm", {"2 loss": 5, "0 metric": 2}, 3, 1, id="one in a step, rank 0 in the evaluation"),
+        pytest.param("shm", {"1 loss": 4, "2 loss": 4, "0 loader": 90}, 4, 1, id="two at once, one while it loads"),
+        pytest.param("shm", {"1 step": 12}, 3, 2, id="after the last step"),
+        pytest.param("gloo", {"0 loss": 3, "3 metric": 2}, 4, 2, id="rank 0 in a forward, on Gloo"),
     ],
 )
 def test_the_bits_are_those_of_the_undisturbed_run(
-    deaths: Deaths, workers: int, left: int, undisturbed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    backend: str,
+    kills: Kills,
+    workers: int,
+    left: int,
+    undisturbed: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    results = ls.launch(train, deaths, str(tmp_path), workers=workers)
+    monkeypatch.setenv("LOCKSTEP_CPU_BACKEND", backend)
+    results = ls.launch(train, kills, str(tmp_path), workers=workers)
     assert len(results) == left
     assert all(result == undisturbed for result in results)
     shown = capfd.readouterr().err
-    assert shown.count("killed by SIGKILL") == len(deaths)
+    assert shown.count("killed by SIGKILL") == len(kills)
     assert "continue" in shown
 
 
 def test_a_loss_is_an_error_where_that_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match="Worker 1 failed first: killed by SIGKILL"):
-        ls.launch(train, {"1 loss": 5}, str(tmp_path), "stop", workers=2)
+        ls.launch(train, {"1 loss": 5}, str(tmp_path), on_worker_loss="stop", workers=2)
 
 
 def test_an_error_of_the_function_is_an_error_of_the_launch() -> None:
@@ -152,7 +118,7 @@ def test_a_worker_that_has_returned_and_is_killed_counts_and_one_that_has_not_is
         if rank == 1:
             threading.Thread(target=end_when_returned, daemon=True).start()
             return rank
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 100
         for other in ("1", "2"):
             while not (folder / other).exists() or Path("/proc", (folder / other).read_text()).exists():
                 assert time.monotonic() < deadline, f"worker {other} is not looked after"
@@ -164,6 +130,38 @@ def test_a_worker_that_has_returned_and_is_killed_counts_and_one_that_has_not_is
     said = [record.message for record in caplog.records if "have returned a result" in record.message]
     assert len(said) == 1
     assert "2 of 3 workers have returned a result: worker 2 (pid" in said[0]
+
+
+def test_a_worker_that_has_returned_does_not_wait_for_one_that_ends(tmp_path: Path) -> None:
+    # Worker 1 is lost, and worker 0 waits for worker 2 to continue without it. But that returns, so all have, and ends:
+    # worker 0 waited on until it was killed after 30 s.
+    def work(run: ls.Run, folder: Path) -> int:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = ls.Trainer(model, optimizer, loss=lambda m, b: m(b).sum(), num_shards=4, on_worker_loss="continue")
+        dist.barrier()
+        if run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.rank == 2:
+            Generations.has_next = property(lambda _self: False)  # type: ignore[method-assign,assignment]
+            deadline = time.monotonic() + 50
+            while not (folder / "waits").exists():
+                assert time.monotonic() < deadline, "worker 0 does not come to the meeting"
+                time.sleep(0.01)
+            return 2
+        join = Generations.join_next
+
+        def join_next(self: Generations) -> Any:
+            (folder / "waits").touch()
+            return join(self)
+
+        Generations.join_next = join_next  # type: ignore[method-assign]
+        atexit.register((folder / "has ended by itself").touch)
+        atexit.register(lambda: trainer)
+        return 0
+
+    assert ls.launch(work, tmp_path, workers=3) == [0, 2]
+    assert (tmp_path / "has ended by itself").exists()
 
 
 def test_all_workers_are_started_again_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,9 @@ from lockstep.cli.scale import change
 from lockstep.errors import UsageError
 from lockstep.launch.control import CONTROL_NAME, ask, connect
 
-SECONDS = 50
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+SECONDS = 100
 """How long the test waits for each of the things that must happen."""
 
 
@@ -47,6 +49,8 @@ def train(folder: Path, last: int | None) -> tuple[int, str]:
         for batch in loader.epoch(trainer.cursor.epoch, trainer.cursor.step):
             trainer.step(batch)
             step, world = trainer.global_step, trainer.world
+            if (folder / f"hang-{os.getpid()}").exists():
+                threading.Event().wait()
             if last is None:
                 note(folder / f"pid-{os.getpid()}", f"{world.rank} {world.world_size} {step}")
                 time.sleep(0.02)
@@ -122,6 +126,8 @@ def test_a_run_grows_shrinks_and_replaces_a_silent_worker(tmp_path: Path) -> Non
             assert places.wait(3)[0] == first[0]
             os.kill(first[1], signal.SIGSTOP)  # alive, but silent: it is killed, and replaced
             grown = places.wait(3, but=first[1])
+            (tmp_path / f"hang-{grown[1]}").touch()  # it answers, but the others wait for it
+            grown = places.wait(3, but=grown[1])
             os.kill(grown[0], signal.SIGTERM)  # leaves after a step
             places.wait(2)
             said.extend(request(tmp_path, op="describe"))
@@ -132,7 +138,7 @@ def test_a_run_grows_shrinks_and_replaces_a_silent_worker(tmp_path: Path) -> Non
 
     thread = threading.Thread(target=disturb)
     thread.start()
-    elastic = ls.Elastic(respawn=3, evict_after=5, folder=tmp_path)
+    elastic = ls.Elastic(respawn=3, evict_after=4, folder=tmp_path)
     try:
         results = ls.launch(work, tmp_path, workers=2, devices="cpu:2", elastic=elastic)
     finally:

@@ -67,7 +67,7 @@ def test_a_network_namespace_without_loopback_is_told_at_once(tmp_path: Path) ->
     # Torch's workers tried to connect for 30 minutes, and nothing said why.
     (tmp_path / "script.py").write_text("print('done')")
     in_namespace = ["unshare", "-n", *COMMAND, "--workers", "2", "script.py"]
-    found = subprocess.run(in_namespace, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
+    found = subprocess.run(in_namespace, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     if "unshare failed" in found.stderr or "Operation not permitted" in found.stderr:
         pytest.skip(found.stderr)
     assert "The loopback interface of this network namespace is down" in found.stderr

@@ -43,7 +43,7 @@ OPERATIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 BY_GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int32, torch.uint8)
 PERIOD = 10_007
-WAIT_SECONDS = 10
+WAIT_SECONDS = 60
 
 
 def whole(rank: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process import warm
 from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
 
 from lockstep.comm.deadline import Deadline
@@ -108,7 +108,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     """What rank 0 was told after rank 1 ended in each way."""
     folder = tmp_path_factory.mktemp("stores")
     script = [sys.executable, "-c", SCRIPT, str(folder), *WAYS]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
+    ended = warm.run(script)
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(lines) == len(WAYS), ended.stderr
     return {way: (rank, message) for way, rank, message in lines}
@@ -158,7 +158,7 @@ def lose_a_rank_of_a_subgroup(rank: Rank) -> list[str]:
         dist.new_group(others, use_local_synchronization=True)
     assert caught.value.rank == 2
     found.append(str(caught.value))
-    assert time.monotonic() - started < 20  # and not the group's timeout, which is a minute
+    assert time.monotonic() - started < PATIENCE  # and not the group's timeout, which is longer
     return found
 
 
@@ -210,7 +210,7 @@ def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str, limi
 def test_a_rank_that_is_killed_while_the_group_is_made_is_named_to_all(
     victim: int, module: str, function: str, tmp_path: Path
 ) -> None:
-    with Ranks(tmp_path, 3, meet_with_a_victim, victim, module, function, 50.0) as ranks:
+    with Ranks(tmp_path, 3, meet_with_a_victim, victim, module, function, 3 * PATIENCE) as ranks:
         ranks.hear(victim)
         ranks.send_signal(victim, signal.SIGKILL)
         for number in {0, 1, 2} - {victim}:

@@ -25,9 +25,9 @@ from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 QueuedWork = Callable[[], Any]
 MANY = (5 << 20) // 4
 """float32 elements of 5 MB: more than an outbox, so several rounds; and several chunks of a message."""
-NOTICED_WITHIN = 20.0
+NOTICED_WITHIN = 60.0
 """Seconds after which every survivor has an error: some milliseconds, and the rest for a machine that is busy. Without
-notice it would wait for the group's timeout, which is a minute."""
+notice it would wait for the group's timeout, which is five."""
 
 
 # -- A peer is killed --------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ CALLS = (
 )
 
 
-WAIT_SECONDS = 2
+WAIT_SECONDS = 4
 """The timeout of ranks that wait in vain; both have to be in the call by then, on a machine that is busy."""
 
 
@@ -272,7 +272,7 @@ def wait_in_vain(rank: Rank) -> tuple[float, GroupError]:
     group = rank.join()
     dist.barrier()
     is_late = rank.number == rank.size - 1
-    # The late one would wait for a minute if it did not get the error of the others.
+    # The late one would wait for minutes if it did not get the error of the others.
     if not is_late:
         group.set_timeout(timedelta(seconds=WAIT_SECONDS))
     else:

@@ -293,7 +293,7 @@ def make_mistakes(rank: Rank) -> dict[str, Found]:
     found = {}
     rank.join()
     number = rank.number
-    group: Any = dist.new_group(backend="shm", timeout=timedelta(seconds=15))
+    group: Any = dist.new_group(backend="shm", timeout=timedelta(seconds=60))
     for mistake in ALL:
         message = message_of(lambda mistake=mistake: mistake(number, group))  # type: ignore[misc]
         passed, total = torch.zeros(1), torch.full((2,), number + 1.0)

@@ -13,6 +13,7 @@ from typing import Any, final
 import psutil
 import pytest
 import torch
+from tests.process import warm
 from tests.process.test_train_command import COMMAND, Said, run
 from typer.testing import CliRunner
 
@@ -21,6 +22,8 @@ from lockstep.cli.main import app
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import FitResult, fit
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 MODULE = """
 import gc
@@ -63,6 +66,8 @@ def play(rank, call, name, target, times="once"):
     if target == "family":  # as Slurm does, a process of its own
         family = [psutil.Process(), *psutil.Process().children()]
         subprocess.run(["kill", f"-{number}", *(str(each.pid) for each in family)], check=True)
+    elif times == "stopped":  # this worker cannot take a signal when it comes
+        subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}; kill -{number} {pid}"], check=True)
     else:
         os.kill(pid, number)
     if times == "twice":
@@ -156,7 +161,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = write_project(folder)
         with pytest.MonkeyPatch.context() as patch:
-            script(patch, "1 19 SIGTERM launcher")
+            script(patch, "1 19 SIGTERM launcher stopped")
             self.stopped = run(folder, "mine.yaml", "run_dir=run", "workers=2", "save_every=3", "keep=9")
         self.digest = train_here(folder, folder / "whole")
 
@@ -175,6 +180,7 @@ def checkpoints(folder: str | Path) -> list[str]:
 
 
 def test_sigterm_saves_after_the_step_and_prints_how_to_resume(runs: Runs) -> None:
+    # One of the workers was stopped (SIGSTOP) when the signal came. It took a second signal to end such a run.
     assert runs.stopped.returncode == 75, runs.stopped.stderr
     said = runs.stopped.stderr
     assert said.startswith("Stopping after the current step or evaluation.")  # before a step that may hang
@@ -212,7 +218,7 @@ def test_one_worker_of_torchrun_is_asked_and_all_stop(project: Path, monkeypatch
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [str(Path(sysconfig.get_path("scripts")) / "lockstep"), "train", "mine.yaml", "run_dir=run"]
     command.append("loader_workers=1")
-    ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, check=False, timeout=55)
+    ended = warm.run([*torchrun, *command], timeout=150)
     assert (
         ended.stderr.count("Stopped on request after step 2 of 4 of epoch 1. The run is saved in run/step-00000002")
         == 1
@@ -224,7 +230,7 @@ def test_one_worker_of_torchrun_is_asked_and_all_stop(project: Path, monkeypatch
 
 def test_a_second_sigterm_ends_all_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, "0 3 SIGTERM launcher twice")
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*COMMAND, "mine.yaml", "run_dir=run", "workers=1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     children: list[psutil.Process] = []
@@ -233,6 +239,6 @@ def test_a_second_sigterm_ends_all_at_once(project: Path, monkeypatch: pytest.Mo
         time.sleep(0.1)
     assert process.returncode == -signal.SIGTERM
     assert children
-    alive = psutil.wait_procs(children, timeout=30)[1]
+    alive = psutil.wait_procs(children, timeout=60)[1]
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)  # whose new parent waits for nobody
     assert not list(Path("run").glob("*.ckpt"))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -22,11 +23,16 @@ import torch
 from ruamel.yaml import YAML
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.process import warm
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
+from lockstep.recording import EventKind
+from lockstep.recording.reading import read_recording
 from lockstep.runs.run_lock import lock_run
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "train"]
@@ -83,16 +89,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-        preexec_fn=before,
-        stdin=subprocess.DEVNULL,
-    )
+    return warm.run([*COMMAND, *arguments], timeout=150, cwd=folder, preexec_fn=before)
 
 
 class Said(NamedTuple):
@@ -151,6 +148,15 @@ def test_digits_train_and_the_checkpoint_bears_out_the_accuracy(tmp_path: Path) 
     assert f"run directory {Path('runs/digits')}" in finished.stdout
     assert {"config.yaml", "metrics.jsonl", "curves.png"} <= {path.name for path in folder.iterdir()}
     assert YAML(typ="safe").load(folder / "config.yaml")["workers"] == 2
+    *workers, launcher = read_recording(folder / "recording")
+    assert [file.header.rank for file in workers] == [0, 1]
+    for file in workers:
+        done = {EventKind(kind) for kind in file.table["kind"][file.table["end"] > 0]}
+        assert {EventKind.LOADING, EventKind.SHARD, EventKind.BUCKET, EventKind.EVALUATING, EventKind.ENDED} <= done
+        assert not file.under_way()
+        assert int(file.last(EventKind.SHARD).step) == epochs * 12 - 1
+    assert EventKind.SAVING in set(workers[0].table["kind"])
+    assert launcher.last(EventKind.WORKER_ENDED).text == "ended with exit code 0"
 
 
 def first_example(readme: str) -> tuple[str, str]:
@@ -184,15 +190,24 @@ def test_ctrl_c_while_the_command_imports_is_one_line(project: Path) -> None:
         os.chdir(project)
         os.execv(COMMAND[0], [*COMMAND, "mine.yaml"])
     process = psutil.Process(pid)  # a fork of this one at first, where torch is there
-    while process.cmdline()[-1:] != ["mine.yaml"] or not any("libtorch" in each.path for each in process.memory_maps()):
+    while process.cmdline()[-1:] != ["mine.yaml"] or not any("pydantic" in each.path for each in process.memory_maps()):
         pass
     os.write(terminal, b"\x03")
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    output = os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
+    output = read_all(terminal)
     assert code == 130
     assert "Interrupted" in output
     assert "Traceback" not in output
+
+
+def read_all(terminal: int) -> str:
+    """What has been written to a terminal whose programs have ended; the kernel hands it over in pieces."""
+    pieces = []
+    with suppress(OSError):  # EIO at its end
+        while piece := os.read(terminal, 1 << 16):
+            pieces.append(piece)
+    os.close(terminal)
+    return b"".join(pieces).decode()
 
 
 OWN = [
@@ -218,7 +233,7 @@ class Trained:
         (folder / "mine.yaml").write_text(CONFIG.replace("run_dir: run\n", ""))
         self.folder = folder
         started = [
-            subprocess.Popen(
+            warm.Popen(
                 [*COMMAND, *OWN, "epochs=4", f"workers={workers}"],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -228,7 +243,7 @@ class Trained:
             )
             for workers in (2, 1)
         ]
-        outputs = [process.communicate(timeout=55) for process in started]
+        outputs = [process.communicate(timeout=150) for process in started]
         self.runs = [
             subprocess.CompletedProcess(process.args, process.returncode, *output)
             for process, output in zip(started, outputs, strict=True)
@@ -391,7 +406,7 @@ def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str,
         os.execv(COMMAND[0], [*COMMAND, *arguments])
     output = ""
     workers: list[psutil.Process] = []
-    deadline = time.monotonic() + 55
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 0.5)[0]:
             continue
@@ -400,7 +415,9 @@ def press_ctrl_c_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str,
         except OSError:  # the terminal is closed: every process has let go of it
             break
         output += chunk.decode(errors="replace")
-        if output.count("samples/s") >= 3 and not workers:  # so the second save has begun, and the first is done
+        if (
+            len(re.findall(r"epoch +\d+/", output)) >= 3 and not workers
+        ):  # so the second save has begun, and the first is done
             workers = psutil.Process(pid).children(recursive=True)
             os.write(terminal, b"\x03")
     os.close(terminal)
@@ -412,15 +429,16 @@ def test_ctrl_c_on_a_terminal_stops_every_process(project: Path) -> None:
     assert code == 130
     assert "Interrupted; every worker has ended." in output
     assert "Traceback" not in output
-    assert "steps" in output  # the progress bar
+    assert re.search(r"step \d+/", output)  # the progress bar
+    assert re.search(r"left: epoch \d", output)
     assert len(workers) >= 4  # two workers, each with a loading process
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     assert list((project / "run").glob("*.ckpt"))
 
 
 def test_a_killed_launcher_takes_workers_and_loading_processes_with_it(project: Path) -> None:
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*COMMAND, "mine.yaml", "epochs=100000", "workers=1", "loader_workers=1"],
         cwd=project,
         stdout=subprocess.PIPE,
@@ -433,7 +451,7 @@ def test_a_killed_launcher_takes_workers_and_loading_processes_with_it(project: 
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2  # a worker and its loading process
     process.kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     process.stdout.close()
     process.wait()
     assert not alive

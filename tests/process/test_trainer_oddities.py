@@ -8,6 +8,8 @@ from tests.process.odd_cases import CASES, Answer
 
 import lockstep as ls
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def run_all(_run: ls.Run | None = None) -> dict[str, Answer]:
     return {name: try_case(name) for name in CASES}

@@ -332,7 +332,7 @@ def test_arguments_that_differ_or_are_wrong_on_one_rank_are_an_error_on_all(mist
 def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(mistakes: list[Answer]) -> None:
     first, second = (answer["metric"] for answer in mistakes)
     assert second == "KeyError: 'no such metric'"
-    assert first == "PeerFailedError: Rank 1 has failed in Trainer.evaluate: KeyError: 'no such metric'"
+    assert first == "PeerFailedError: Rank 1 has failed in Trainer.evaluate: KeyError: 'no such metric' (LS213)"
 
 
 def test_an_evaluation_on_one_rank_alone_is_told_as_that(mistakes: list[Answer]) -> None:

@@ -1,15 +1,17 @@
 """`lockstep verify` as a user runs it."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.process import warm
 from typer.testing import CliRunner, Result
 
 from lockstep.cli.main import app
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "verify"]
 
@@ -67,7 +69,7 @@ def project(tmp_path: Path) -> Path:
 def test_equal_runs_are_shown_and_pass(project: Path) -> None:
     # 6 steps are an epoch and a half: 54 samples in batches of 16.
     command = [*COMMAND, "mine.yaml", "--workers", "1,3", "--steps", "6"]
-    finished = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=50)
+    finished = warm.run(command, cwd=project)
     assert finished.returncode == 0, finished.stderr
     rows = re.findall(r"│ (\d+) +│ (\w{16}) +│ (\w{16}) +│", finished.stdout)
     assert [row[0] for row in rows] == list("123456")

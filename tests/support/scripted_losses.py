@@ -92,6 +92,10 @@ class ScriptedLosses:
         """Let the exchange of this name, the number-th from now on, be the one (each rank calls)."""
         self._of_thread.left[exchange] = number
 
+    def note_loss(self) -> None:
+        """Let the rank be lost between two calls, for the rank that calls this."""
+        self._happened.set()
+
     def scripted(self, name: str, exchange: Callable[..., Any]) -> Callable[..., Any]:
         """Return an exchange that looks at the script."""
 

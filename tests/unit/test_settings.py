@@ -5,7 +5,15 @@ import os
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.settings import channel_variable, hide_secrets, read_channel, read_check, read_job, worker_environment
+from lockstep.secrets import hide_secrets
+from lockstep.settings import (
+    channel_variables,
+    read_channel,
+    read_check,
+    read_cpu_backend,
+    read_job,
+    worker_environment,
+)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON", " on "])
@@ -70,10 +78,17 @@ def test_secrets_of_a_command_are_not_recorded() -> None:
 
 def test_a_channel_belongs_to_the_process_that_the_launcher_started() -> None:
     # What a worker starts inherits the variable. It would read messages that are meant for the worker.
-    variable = channel_variable(7, 4321)["LOCKSTEP_CHANNEL"]
+    variable = channel_variables(7, 4321, "")["LOCKSTEP_CHANNEL"]
     assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) is None  # of a child of this process
     variable = variable.replace(str(os.getpid()), str(os.getppid()))
     assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) == 7
     assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4322"}) is None  # another launcher's worker
     assert read_channel({"LOCKSTEP_CHANNEL": "x,y,z", "MASTER_PORT": "4321"}) is None
     assert read_channel({}) is None
+
+
+def test_the_backend_of_cpu_tensors_is_shared_memory_or_gloo() -> None:
+    assert read_cpu_backend({}) == "shm"
+    assert read_cpu_backend({"LOCKSTEP_CPU_BACKEND": " Gloo "}) == "gloo"
+    with pytest.raises(UsageError, match="LOCKSTEP_CPU_BACKEND is 'mpi', expected shm"):
+        read_cpu_backend({"LOCKSTEP_CPU_BACKEND": "mpi"})

@@ -106,15 +106,17 @@ class Channel:
 
     def _read(self) -> None:
         reader = LineReader()
-        with suppress(OSError):
-            while piece := self._socket.recv(_PIECE_BYTES):
-                for message in reader.feed(piece):
-                    self._deliver(message)
-        with self._sending:
-            self._is_open = False
-            self._socket.close()
-        for _, answers in list(self._answers.values()):
-            answers.put(_CLOSED)
+        try:
+            with suppress(OSError):
+                while piece := self._socket.recv(_PIECE_BYTES):
+                    for message in reader.feed(piece):
+                        self._deliver(message)
+        finally:  # also after an error in `on_event`: nobody must wait for an answer that nobody reads
+            with self._sending:
+                self._is_open = False
+                self._socket.close()
+            for _, answers in list(self._answers.values()):
+                answers.put(_CLOSED)
 
     def _deliver(self, message: Message) -> None:
         if "event" in message:

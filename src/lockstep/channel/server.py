@@ -26,6 +26,9 @@ class _Connection:
     unsent: bytearray = field(default_factory=bytearray)
 
 
+_Argument = socket.socket | threading.Event | Message | None
+
+
 @final
 class ChannelServer:
     """Serves the channels of the workers of one launch.
@@ -43,7 +46,7 @@ class ChannelServer:
         self._on_request = on_request
         self.reports: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._report_reader, self._report_writer = _wake_pipe()
-        self._commands: queue.SimpleQueue[tuple[str, int, socket.socket | Message | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, int, _Argument]] = queue.SimpleQueue()
         self._table = Table()
         self._connections: dict[int, _Connection] = {}
         self._wake_reader, self._wake_writer = _wake_pipe()
@@ -77,6 +80,12 @@ class ChannelServer:
         """Send a worker a message; nothing happens if it has ended."""
         self._command("send", worker, message)
 
+    def settle(self) -> None:
+        """Wait until all that workers have sent before now has been read, so that `take_reports` returns it."""
+        settled = threading.Event()
+        self._command("settle", 0, settled)
+        settled.wait()
+
     def close(self) -> None:
         """Close all channels."""
         self._command("close", 0, None)
@@ -84,7 +93,7 @@ class ChannelServer:
         for descriptor in (self._wake_reader, self._wake_writer, self._report_reader, self._report_writer):
             os.close(descriptor)
 
-    def _command(self, what: str, worker: int, with_what: socket.socket | Message | None) -> None:
+    def _command(self, what: str, worker: int, with_what: _Argument) -> None:
         self._commands.put((what, worker, with_what))
         _wake(self._wake_writer)
 
@@ -112,12 +121,26 @@ class ChannelServer:
                 for connection in list(self._connections.values()):
                     self._drop(selector, connection)
                 return False
-            if isinstance(argument, socket.socket):
+            if isinstance(argument, threading.Event):
+                self._receive_all(selector)
+                argument.set()
+            elif isinstance(argument, socket.socket):
                 self._connections[worker] = connection = _Connection(worker, argument)
                 selector.register(argument, selectors.EVENT_READ, connection)
             elif isinstance(argument, dict):
                 self._send(selector, worker, argument)
         return True
+
+    def _receive_all(self, selector: selectors.BaseSelector) -> None:
+        """Read what there is on every channel."""
+
+        def readable() -> list[_Connection]:
+            found = [(key.data, events) for key, events in selector.select(0)]
+            return [connection for connection, events in found if connection and events & selectors.EVENT_READ]
+
+        while connections := readable():
+            for connection in connections:
+                self._receive(selector, connection)
 
     def _receive(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
         try:

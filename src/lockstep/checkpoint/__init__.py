@@ -14,15 +14,26 @@ Invariants:
 - The digest in the manifest is the digest of the parameters and buffers in the file.
 
 docs/checkpoint-format.md describes the format.
+
+The names below are imported when they are first used: finding checkpoints by their names needs no torch.
 """
 
-from lockstep.checkpoint.digest import state_digest
-from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_verified_manifest, save_checkpoint
-from lockstep.checkpoint.inspection import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
-from lockstep.checkpoint.interop.fit import LoadedWeights
-from lockstep.checkpoint.interop.weights import load_weights
-from lockstep.checkpoint.manifest import Checkpoint, Manifest
-from lockstep.checkpoint.saver import OnError, Saver
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.digest import state_digest
+    from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_verified_manifest, save_checkpoint
+    from lockstep.checkpoint.inspection import (
+        CheckpointContents,
+        VerificationResult,
+        show_checkpoint,
+        verify_checkpoint,
+    )
+    from lockstep.checkpoint.interop.fit import LoadedWeights
+    from lockstep.checkpoint.interop.weights import load_weights
+    from lockstep.checkpoint.manifest import Checkpoint, Manifest
+    from lockstep.checkpoint.saver import OnError, Saver
 
 __all__ = [
     "Checkpoint",
@@ -41,3 +52,29 @@ __all__ = [
     "state_digest",
     "verify_checkpoint",
 ]
+
+_MODULES = {
+    "Checkpoint": "lockstep.checkpoint.manifest",
+    "CheckpointContents": "lockstep.checkpoint.inspection",
+    "LoadedWeights": "lockstep.checkpoint.interop.fit",
+    "Manifest": "lockstep.checkpoint.manifest",
+    "OnError": "lockstep.checkpoint.saver",
+    "Saver": "lockstep.checkpoint.saver",
+    "VerificationResult": "lockstep.checkpoint.inspection",
+    "load_checkpoint": "lockstep.checkpoint.file",
+    "load_weights": "lockstep.checkpoint.interop.weights",
+    "read_manifest": "lockstep.checkpoint.file",
+    "read_verified_manifest": "lockstep.checkpoint.file",
+    "save_checkpoint": "lockstep.checkpoint.file",
+    "show_checkpoint": "lockstep.checkpoint.inspection",
+    "state_digest": "lockstep.checkpoint.digest",
+    "verify_checkpoint": "lockstep.checkpoint.inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is not imported yet."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found

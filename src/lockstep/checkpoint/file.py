@@ -57,14 +57,14 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
         if name.startswith(OPTIMIZER_PREFIX):
             raise CheckpointError(
                 f"The model has a tensor named {name!r}. Names that begin with {OPTIMIZER_PREFIX!r} are reserved for "
-                "the optimizer's tensors. Rename the module."
+                "the optimizer's tensors. Rename the module. (LS704)"
             )
     tensors = {**checkpoint.model, **checkpoint.optimizer}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
             raise CheckpointError(
-                f"The tensor {name!r} is {kind}. A checkpoint can hold only dense tensors that have values."
+                f"The tensor {name!r} is {kind}. A checkpoint can hold only dense tensors that have values. (LS704)"
             )
     try:
         infos = assign_offsets({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
@@ -78,11 +78,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
             assert len(header) == len(placeholder)
             _write(descriptor, memoryview(header), 0)
     except CheckpointError as error:
-        raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+        raise CheckpointError(f"The checkpoint {path} could not be written: {error}. (LS703)") from error
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error}. Earlier checkpoints are intact. Free disk space, "
-            "then continue the run with --resume."
+            "then continue the run with --resume. (LS703)"
         ) from error
 
 
@@ -111,11 +111,11 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
                     damaged.append(name)
                 (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
     except (OSError, RuntimeError) as error:  # RuntimeError: out of memory
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}. (LS702)") from error
     if damaged:
         raise CheckpointError(
             f"{path} is damaged: {describe_damaged(damaged)} not as written. Use an earlier checkpoint or a backup "
-            "copy. `lockstep checkpoint verify` lists everything that is damaged."
+            "copy. `lockstep checkpoint verify` lists everything that is damaged. (LS702)"
         )
     return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
 
@@ -149,21 +149,21 @@ def read_verified_manifest(path: Path) -> Manifest:
                 and _checksum_in_file(file, info, header.num_bytes + info.begin) != manifest.checksums.get(info.name)
             ]
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}. (LS702)") from error
     if damaged:
-        raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not as written.")
+        raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not as written. (LS702)")
     return manifest
 
 
 def _read_verified_header(path: Path) -> tuple[Header, Manifest]:
     header, file_bytes = read_header(path)
     if header.is_intact is False:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged.")
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged. (LS702)")
     manifest = manifest_of(header, path)
     if header.file_bytes != file_bytes:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it has {file_bytes:,} bytes, but its header says "
-            f"{header.file_bytes:,}."
+            f"{header.file_bytes:,}. (LS702)"
         )
     return header, manifest
 
@@ -183,7 +183,7 @@ def read_header(path: Path) -> tuple[Header, int]:
             header = start + file.read(header_length(start, file_bytes) - len(start))
         return decode_header(header), file_bytes
     except (OSError, CheckpointError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}. (LS702)") from error
 
 
 def manifest_of(header: Header, path: Path) -> Manifest:
@@ -197,14 +197,14 @@ def manifest_of(header: Header, path: Path) -> Manifest:
     if text is None:
         raise CheckpointError(
             f"{path} is a safetensors file without a Lockstep manifest, so no run can resume from it. To load the "
-            "weights alone, use ls.load_weights."
+            "weights alone, use ls.load_weights. (LS706)"
         )
     try:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     if manifest.checksums and header.is_intact is None:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: the checksum of its header is missing.")
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the checksum of its header is missing. (LS702)")
     return manifest
 
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.file import (
 )
 from lockstep.checkpoint.header import Header, TensorInfo, checksum
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, clause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
         if header.is_intact or is_foreign:  # not damage: the file has a later format, or another program wrote it
             raise
         if header.is_intact is None:
-            problems.append(str(error).removesuffix("."))
+            problems.append(clause(error))
         return None
 
 

@@ -19,14 +19,17 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError, LaterFormatError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Incremented when a reader of the previous version could misread a file; docs/checkpoint-format.md describes each."""
+_ADDED_KEYS = ("callbacks", "extra")
+"""The keys that this format has added. A file has them only if they hold something; without them it is of the format
+before, so that earlier versions read it."""
 
 _MAX_DEPTH = 100
 """How deep a manifest may be nested: readers are recursive, and Python limits recursion."""
 _COUNTS = ("epoch", "step", "global_step", "num_shards", "seed", "format_version")
 _MAPPINGS = ("metrics", "versions", "checksums", "classes")
-_MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra")
+_MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra", "callbacks", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,10 @@ class Manifest:
     """Extra state of the model's modules (`get_extra_state`), encoded likewise; None without any."""
     scaler: Any = None
     """State of the gradient scaler, encoded likewise; None without a scaler."""
+    callbacks: Any = None
+    """States of the trainer's callbacks by name, encoded likewise; None without any."""
+    extra: Any = None
+    """States of other objects that the user has saved with the run, by name, encoded likewise; None without any."""
     loader: str | None = None
     """Description of the loader in words; None before the first step."""
     fingerprint: Mapping[str, Any] | None = None
@@ -69,8 +76,13 @@ class Manifest:
     """Versions of the libraries that wrote the file."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """CRC-32 of each tensor's bytes, 8 hex digits; `save_checkpoint` fills it in. Empty in files of format 1."""
-    format_version: int = FORMAT_VERSION
-    """Version of the format."""
+    format_version: int = FORMAT_VERSION - 1
+    """Version of the format: the one before, unless there are keys that the present one has added."""
+
+    def __post_init__(self) -> None:
+        """Set the format that the keys need."""
+        if any(getattr(self, name) is not None for name in _ADDED_KEYS):
+            object.__setattr__(self, "format_version", max(self.format_version, FORMAT_VERSION))
 
     def to_json(self) -> str:
         """Return the manifest as JSON text.
@@ -79,6 +91,9 @@ class Manifest:
             CheckpointError: A state is nested too deep.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in _ADDED_KEYS:
+            if values[name] is None:
+                del values[name]
         if _is_deep(values):
             raise CheckpointError(f"its state is nested more than {_MAX_DEPTH} levels deep")
         return json.dumps(values, sort_keys=True)
@@ -97,12 +112,12 @@ class Manifest:
             if version > FORMAT_VERSION:
                 raise LaterFormatError(
                     f"The checkpoint has format {version}, but this version of Lockstep reads only formats up to "
-                    f"{FORMAT_VERSION}. Update Lockstep to read it."
+                    f"{FORMAT_VERSION}. Update Lockstep to read it. (LS705)"
                 )
             manifest = cls(**values)
             _check_kinds(manifest)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"The checkpoint's manifest cannot be parsed: {error!r}.") from error
+            raise CheckpointError(f"The checkpoint's manifest cannot be parsed: {error!r}. (LS702)") from error
         return manifest
 
 
@@ -144,7 +159,7 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return {"$dict": items}
     raise CheckpointError(
         f"The state at {prefix!r} contains a {type(value).__name__}, which a checkpoint cannot store. Expected "
-        "numbers, text, tensors, and lists, tuples and dictionaries of these."
+        "numbers, text, tensors, and lists, tuples and dictionaries of these. (LS704)"
     )
 
 
@@ -157,7 +172,9 @@ def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         return _decode(value, tensors)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"The state in the checkpoint's manifest cannot be decoded: {error!r}.") from error
+        raise CheckpointError(
+            f"The state in the checkpoint's manifest cannot be decoded: {error!r}. (LS702)"
+        ) from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

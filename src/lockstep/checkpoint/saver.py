@@ -30,6 +30,7 @@ from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.state_copy import StateCopy
 from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.errors import CheckpointError
+from lockstep.recording import EventKind, own_recorder
 
 OnError = Literal["stop", "warn"]
 """What a failed save does: raise an error, or warn."""
@@ -96,13 +97,14 @@ class Saver:
             self.wait()
             return
         try:
-            copied = self._copy.fill({**checkpoint.model, **checkpoint.optimizer})
+            with own_recorder().during(EventKind.SAVING, text="copy"):
+                copied = self._copy.fill({**checkpoint.model, **checkpoint.optimizer})
         except RuntimeError as error:
             self._errors.append(
                 CheckpointError(
                     f"The checkpoint {path} was not written, because the state could not be copied: {error}. Saving in "
                     "the background needs memory for one copy of the state. To save without a copy, set async_save: "
-                    "false."
+                    "false. (LS703)"
                 )
             )
             self.wait()
@@ -136,7 +138,8 @@ class Saver:
         if self._thread is not None:
             self._throttle.disable()
             if self._thread.ident is not None:  # None after a KeyboardInterrupt before the thread started
-                self._join(self._thread)
+                with own_recorder().during(EventKind.SAVING, text="wait"):
+                    self._join(self._thread)
             self._thread = None
         saved, self._saved = self._saved, []
         errors, self._errors = self._errors, []
@@ -145,7 +148,7 @@ class Saver:
         for error in errors:
             if self._on_error == "stop" or not isinstance(error, CheckpointError):
                 raise error
-            warnings.warn(f"{error} The training continues without this checkpoint.", stacklevel=3)
+            warnings.warn(f"{error} The training continues without this checkpoint. (LS703)", stacklevel=3)
 
     def close(self) -> None:
         """Wait for the last save and free the memory of the copy.
@@ -175,7 +178,7 @@ class Saver:
         if thread.is_alive():
             warnings.warn(
                 f"The previous checkpoint is still being written after a wait of {self._warn_after_seconds:.0f} s. The "
-                "training waits for it, because two saves never overlap. Save less often, or to a faster disk.",
+                "training waits for it, because two saves never overlap. Save less often, or to a faster disk. (LS707)",
                 stacklevel=4,
             )
             thread.join()
@@ -188,8 +191,9 @@ class Saver:
 
     def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause = no_pause) -> None:
         try:
-            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, pause))
-            save_checkpoint(path, replace(checkpoint, manifest=manifest), pause)
+            with own_recorder().during(EventKind.SAVING, text="write" if self._is_async else "save"):
+                manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, pause))
+                save_checkpoint(path, replace(checkpoint, manifest=manifest), pause)
             self._saved.append(path)
             after(path)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on the training thread

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.file import read_verified_manifest
-from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError, LaterFormatError
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
 
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
@@ -39,7 +41,7 @@ def find_last_by_name(folder: Path) -> Path | None:
     return next(iter(find_checkpoints(folder)), None)
 
 
-def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
+def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> "tuple[Path, Manifest]":
     """Return the intact checkpoint of a run after the most steps; reads every byte of the files it tries.
 
     Args:
@@ -50,10 +52,13 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
         CheckpointError: There is no intact checkpoint.
         LaterFormatError: A checkpoint after more steps has a later format, so it cannot be checked.
     """
+    from lockstep.checkpoint.file import read_verified_manifest  # imports torch, which names do not need
+
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(
-            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved one."
+            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved "
+            "one. (LS701)"
         )
     for path in found:
         try:

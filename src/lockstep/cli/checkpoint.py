@@ -76,7 +76,9 @@ def _find(path: Path) -> Sequence[Path]:
         return [path]
     found = find_checkpoints(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint. Name a file, or the directory of a run that has saved one.")
+        raise CheckpointError(
+            f"{path} holds no checkpoint. Name a file, or the directory of a run that has saved one. (LS701)"
+        )
     return found
 
 
@@ -152,3 +154,6 @@ def _describe_size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+COMMAND = checkpoint_app

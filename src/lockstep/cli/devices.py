@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
@@ -28,7 +29,7 @@ _WIDTH_IN_FILES = 160
 def devices(
     requests: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REQUEST", help="What to try: auto:2, auto:3>=20GiB, 0,2 ... Default: auto auto:3"),
+        typer.Argument(metavar="REQUEST", help="What to try: auto:2, auto:3@20GiB, 0,2 ... Default: auto auto:3"),
     ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="Check sums over every pair of devices of one REQUEST (default: auto).")
@@ -55,10 +56,10 @@ def devices(
 def _test(requests: list[str], *, force: bool, as_json: bool) -> int:
     """Check the links between the devices of a request; return the exit code."""
     if len(requests) != 1:
-        raise UsageError(f"--test takes one request, but {len(requests)} are given: {' '.join(requests)}.")
+        raise UsageError(f"--test takes one request, but {len(requests)} are given: {' '.join(requests)}. (LS821)")
     placement = place_workers(requests[0], force=force)
     if len(placement.devices) == 1:
-        raise UsageError(f"--test needs two devices or more, but the request gets one: {placement.reason}.")
+        raise UsageError(f"--test needs two devices or more, but the request gets one: {placement.reason}. (LS821)")
     if not as_json:
         typer.echo(f"devices: {placement.reason}")
     links = check_placement(placement)
@@ -145,3 +146,6 @@ def _describe(holder: Holder, inventory: Inventory) -> str:
     kind = ", graphics only" if holder.is_graphics else ""
     memory = "" if holder.memory_bytes is None else f" ({describe_bytes(holder.memory_bytes)}{kind})"
     return describe_holder(holder, inventory) + memory
+
+
+COMMAND = command(devices)

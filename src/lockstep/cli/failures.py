@@ -1,19 +1,26 @@
 """Turning exceptions into a message and an exit code of the command."""
 
 import signal
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import typer
 
+from lockstep.cli.redirected import check_not_redirected
 from lockstep.errors import LockstepError, UsageError, WorkerFailedError
+from lockstep.explanations import codes_in
+from lockstep.launch.exits import describe_failures, users_part
 
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
 RESUME_EXIT = 75
 """EX_TEMPFAIL of sysexits.h: the run was stopped by a request and can be resumed."""
 INTERRUPTED_EXIT = 130
+_LIBRARIES = ("stdlib", "purelib", "platlib")
 
 
 @contextmanager
@@ -27,6 +34,7 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         # Until here Ctrl-C ends the process at once (`lockstep_command`). A shell script starts background jobs with
         # SIGINT ignored. This line undoes that, so that `kill -INT` stops them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        check_not_redirected()
         yield
     except KeyboardInterrupt as interruption:
         said = ["Interrupted; every worker has ended.", *getattr(interruption, "__notes__", [])]
@@ -42,7 +50,8 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         if cause is not None and not debug and all(isinstance(it.error, LockstepError) for it in error.failures):
             _show(cause, "")
             raise typer.Exit(FAILURE_EXIT) from None
-        typer.echo(f"error: {error}", err=True)
+        text = error if debug else _shorten(error)
+        _echo("\n".join([f"error: {text}", *getattr(error, "__notes__", [])]))
         raise typer.Exit(FAILURE_EXIT) from None
     except UsageError as error:
         _show(error, traceback.format_exc() if debug else "")
@@ -52,7 +61,23 @@ def failures_shown(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(FAILURE_EXIT) from None
 
 
+def _shorten(error: WorkerFailedError) -> str:
+    """Return the report of the workers with the user's part of their tracebacks."""
+    if str(error) != describe_failures(error.failures):
+        return str(error)
+    libraries = [str(Path(__file__).parent.parent), *(sysconfig.get_path(kind) for kind in _LIBRARIES), "<frozen "]
+    short = [replace(each, traceback=users_part(each.traceback, libraries)) for each in error.failures]
+    text = describe_failures(short)
+    return text if text == str(error) else f"{text}\n\nThe frames of Lockstep are left out; --debug shows them."
+
+
 def _show(error: BaseException, trace: str) -> None:
     if trace:
         typer.echo(trace, err=True)
-    typer.echo(f"error: {error}", err=True)
+    _echo(f"error: {error}")
+
+
+def _echo(text: str) -> None:
+    """Print a message, and the command that shows the pages of its codes."""
+    codes = codes_in(text)
+    typer.echo(f"{text}\n`lockstep explain {' '.join(codes)}` says more." if codes else text, err=True)

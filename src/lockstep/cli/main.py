@@ -1,37 +1,71 @@
-"""The entry point of `lockstep`."""
+"""The entry point of `lockstep`. Each command is imported when it is used, so that `lockstep --help` is immediate."""
 
-from importlib.metadata import version
-from typing import Annotated
+import difflib
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from lockstep.cli.checkpoint import checkpoint_app
-from lockstep.cli.devices import devices
-from lockstep.cli.resume_option import ResumingCommand
-from lockstep.cli.run import CONTEXT, run
-from lockstep.cli.scale import scale
-from lockstep.cli.train import train
-from lockstep.cli.verify import verify
+from lockstep.processes.quick_exit import exit_quickly
+from lockstep.version import VERSION
+
+_COMMANDS = {
+    "check": "Read training scripts, and list what goes wrong with several workers.",
+    "checkpoint": "Look into checkpoint files, and convert them.",
+    "devices": "Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.",
+    "doctor": "Show what each worker of a job does, or did last; if it stands still, who is the cause.",
+    "evaluate": "Evaluate a saved model: every sample once, with the same bits on any number of workers.",
+    "explain": "Show what a code at the end of a message means, such as LS201, and what to do.",
+    "init": "Write a config and a module that train at once: for images, a table, texts, or blank.",
+    "predict": "Write what a saved model predicts for each sample, in the order of the data.",
+    "report": "Write one HTML file about runs: curves, where the time goes, the last steps, other numbers of workers.",
+    "run": "Start a script once per worker on this host, as torchrun does.",
+    "runs": "List runs: state, progress, who runs them where, metrics, and what differs in their configs.",
+    "scale": "Change the number of workers of a run that trains.",
+    "train": "Train the model of a config file.",
+    "verify": "Train a few steps on several numbers of workers and compare the digests.",
+}
+"""What `lockstep --help` says of each command; `lockstep.cli.NAME.COMMAND` is a typer app with it."""
+
+
+class LazyCommands(TyperGroup):
+    """The commands, each imported when it is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the names of all commands."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command."""
+        if cmd_name not in _COMMANDS:
+            near = difflib.get_close_matches(cmd_name, _COMMANDS, n=1)
+            if near and not ctx.resilient_parsing:
+                ctx.fail(f"No such command {cmd_name!r}. Did you mean {near[0]!r}?")
+            return None
+        command: Any = typer.main.get_command(import_module(f"lockstep.cli.{cmd_name}").COMMAND)
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
 
 app = typer.Typer(
     name="lockstep",
+    cls=LazyCommands,
     help="Data-parallel training for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(checkpoint_app)
-app.command(name="devices")(devices)
-app.command(name="run", context_settings=CONTEXT)(run)
-app.command(name="scale")(scale)
-app.command(name="train", cls=ResumingCommand)(train)
-app.command(name="verify")(verify)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lockstep {version('lockstep')}")
+        typer.echo(f"lockstep {VERSION}")
         raise typer.Exit
 
 
@@ -48,6 +82,7 @@ def describe(
 
 def main() -> None:
     """Run the command line."""
+    exit_quickly()
     app(prog_name="lockstep")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
@@ -24,7 +25,7 @@ def _refuse_several_hosts(given: str | None) -> None:
         raise typer.BadParameter(
             "`lockstep run` starts workers on one host and picks the port itself. It has no options for other hosts, "
             "addresses, ports or a rendezvous. Leave this option out. For several hosts, start the script with "
-            "torchrun or Slurm; Lockstep reads their environment variables."
+            "torchrun or Slurm; Lockstep reads their environment variables. (LS126)"
         )
 
 
@@ -35,9 +36,7 @@ def _refuse_hosts(given: str | None) -> None:
 
 def main() -> None:
     """Run this command without importing the other commands."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(context_settings=CONTEXT)(run)
-    app(sys.argv[2:], prog_name="lockstep run")
+    COMMAND(sys.argv[2:], prog_name="lockstep run")
 
 
 def run(  # the options are the interface
@@ -57,9 +56,7 @@ def run(  # the options are the interface
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(
-            help="auto, auto:3, auto:3>=20GiB, cpu, cpu:2, GPU numbers such as 0,2,5, UUIDs.  [default: auto]"
-        ),
+        typer.Option(help="auto, auto:3, auto:3@20GiB, cpu, cpu:2, GPU numbers such as 0,2,5, UUIDs.  [default: auto]"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     threads_per_worker: Annotated[
@@ -143,18 +140,23 @@ def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str
     """
     if no_python:
         if is_module:
-            raise UsageError("-m and --no-python contradict each other: a module needs Python. Leave one of them out.")
+            raise UsageError(
+                "-m and --no-python contradict each other: a module needs Python. Leave one of them out. (LS126)"
+            )
         found = shutil.which(script)
         if found is None:
             raise UsageError(
                 f"{script} is not an executable file, and PATH has no executable of that name. Name an executable "
-                "(`chmod +x FILE` makes a file executable), or leave out --no-python to run a Python script."
+                "(`chmod +x FILE` makes a file executable), or leave out --no-python to run a Python script. (LS126)"
             )
         return (found,)
     path = Path(script)
     if not is_module and not (path.is_file() or (path / "__main__.py").is_file()):
         what = "is a directory without a __main__.py" if path.is_dir() else "does not exist"
         raise UsageError(
-            f"The script {script} {what}; expected a Python file. For a module use -m, as in -m package.train."
+            f"The script {script} {what}; expected a Python file. For a module use -m, as in -m package.train. (LS126)"
         )
     return python_program(script, is_module=is_module)
+
+
+COMMAND = command(run, context_settings=CONTEXT)

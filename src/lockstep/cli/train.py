@@ -1,38 +1,58 @@
-"""`lockstep train CONFIG`: train from a config file."""
+"""`lockstep train CONFIG`: train from a config file.
+
+The launcher does not import torch for a new run: its workers begin to import it at once. So what needs torch is
+imported by the functions that run in a worker, or that read a checkpoint.
+"""
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.cli.failures import RESUME_EXIT, failures_shown
+from lockstep.cli.command import command
+from lockstep.cli.configs import complete_config, find_config
+from lockstep.cli.failures import failures_shown
+from lockstep.cli.resume_option import ResumingCommand
+from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
-from lockstep.errors import UsageError
-from lockstep.events import Recorder
+from lockstep.devices.placement import CPU
+from lockstep.errors import UsageError, WorkerFailedError, counted
+from lockstep.events import Recorder, Recorders
+from lockstep.launch.elastic import Elastic
 from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
+from lockstep.launch.starting import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
+from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.fit import FitResult, StopResult, fit
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
-from lockstep.runs.resuming import Resume
-from lockstep.runs.run_directory import CURVES_NAME, METRICS_NAME, discard_unused
-from lockstep.settings import WorldVariables, read_job
+from lockstep.runs.run_directory import METRICS_NAME, RECORDING_NAME
+from lockstep.settings import read_job
+from lockstep.variables import WorldVariables
+
+if TYPE_CHECKING:
+    from lockstep.runs.resuming import Resume
 
 
 def train(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, e.g. examples/digits.yaml.")],
+    given: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A YAML file, or the name of an example: digits.", autocompletion=complete_config
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
@@ -51,6 +71,13 @@ def train(
             help="With --resume: accept a changed KEY, although it changes the result; all for any.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Take two steps, evaluate, save, and keep nothing: to find mistakes.")
+    ] = False,
+    overfit: Annotated[
+        int | None,
+        typer.Option(metavar="BATCHES", min=1, help="Train and evaluate on the first BATCHES batches alone."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
@@ -59,11 +86,21 @@ def train(
     SIGTERM and SIGUSR1 save and stop: exit code 75, continue with --resume. Exit code 0 when training is complete, 2
     for bad input, 130 after Ctrl-C, 1 otherwise.
     """
-    with failures_shown(debug=debug):
+    with failures_shown(debug=debug), ExitStack() as held:
+        config_path = find_config(given)
         config = read_config(config_path, overrides or [])
+        if dry_run and resume is not None:
+            raise UsageError("--dry-run tries a run from its beginning. Leave --resume out. (LS813)")
+        if overfit is not None:
+            config = config.model_copy(update={"overfit": overfit})
         if allow and resume is None:
-            raise UsageError("--allow applies only to a resumed run. Add --resume, or leave out --allow.")
+            raise UsageError("--allow applies only to a resumed run. Add --resume, or leave out --allow. (LS813)")
         check_names(allow or [], Config.model_fields)
+        check_trackers(config.trackers)
+        dry = held.enter_context(_dry_run_directory()) if dry_run or config.dry_run else None
+        if dry is not None:
+            changed = {"dry_run": True, "run_dir": str(dry / "run"), "resume": None, "trackers": []}
+            config = config.model_copy(update=changed)
         wanted = OpenRequest(
             config=config,
             name=config_path.stem,
@@ -75,15 +112,25 @@ def train(
         # Modules that a config names are beside it; launch passes the search path to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
         launcher = find_launcher()
+        arguments = [str(given), *(overrides or [])]
         stop = StopRequest()
         if launcher is None:
             stop.add_listener(_report_request)
             with stop_signals_handled(stop):
-                ended = _train_launched(wanted, stop, force=force)
+                ended = _train_launched(wanted, stop, arguments, force=force)
         else:
             handle_stop_signals(stop)
             ended = _train_joined(wanted, stop, launcher)
-        _show(ended, [str(config_path), *(overrides or [])])
+        show_ending(ended, arguments)
+        if dry is not None and ended.is_shown_here:
+            typer.echo("dry run complete: steps, evaluation and save work; nothing was kept")
+
+
+@contextmanager
+def _dry_run_directory() -> Iterator[Path]:
+    """Yield a path for a run of which nothing is kept."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-dry-run-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +141,13 @@ class Job:
     """The run."""
     run_dir: Path
     """Its directory."""
-    resume: Resume | None
+    resume: "Resume | None"
     """The checkpoint to resume from; None for a new run."""
     code: Path
     """The folder of the config."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How a run ended; one process prints it."""
-
-    run_dir: Path
-    result: FitResult | StopResult
-    is_shown_here: bool
-
-
-def _train_launched(wanted: OpenRequest, stop: StopRequest, *, force: bool) -> _Ended:
+def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
     """Start workers, and return how the run ended."""
     config = wanted.config
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
@@ -117,24 +155,88 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, *, force: bool) -> _
     with ExitStack() as held:
         job = _open(wanted, held)
         _show_placement(placement, config)
-        settings = LaunchSettings(
-            workers=config.workers, devices=placement, threads_per_worker=config.threads_per_worker, stop=stop
+        typer.echo(f"starting {counted(len(placement.devices), 'worker')}, each of which imports torch ...")
+        if any(device.name != CPU.name for device in placement.devices):
+            _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run")
+        elastic = Elastic(
+            respawn=config.respawn,
+            respawn_minutes=config.respawn_minutes,
+            spares=config.spares,
+            evict_after=config.evict_after,
+            folder=job.run_dir,
         )
-        with _cleaning_up(job.run_dir, stop):
+        settings = LaunchSettings(
+            workers=config.workers,
+            devices=placement,
+            force=force,
+            threads_per_worker=config.threads_per_worker,
+            elastic=elastic,
+            start_again=_start_again(job, placement),
+            stop=stop,
+            needs_every_result=False,
+            recording=job.run_dir / RECORDING_NAME,
+        )
+        with cleaning_up(job.run_dir, stop, with_report=config.report), _resumption_named(arguments, job.run_dir):
             result, *_ = call_on_workers(train_worker, (job,), {}, settings)
-    return _Ended(job.run_dir, result, is_shown_here=True)
+    return EndedRun(job.run_dir, result, is_shown_here=True)
 
 
-def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariables) -> _Ended:
+def _warn_of_no_effect(config: Config, why: str) -> None:
+    """Warn of keys that are for workers that change, where these do not."""
+    defaults = {name: field.default for name, field in Config.model_fields.items()}
+    names = [name for name in ("respawn", "spares", "evict_after") if getattr(config, name) != defaults[name]]
+    if names:
+        typer.echo(
+            f"warning: {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {why}. (LS813)", err=True
+        )
+
+
+def _start_again(job: Job, placement: Placement) -> StartAgain | None:
+    """Return when all workers are started again, because some were lost before the first step; None for never."""
+    if job.config.on_worker_loss == "stop" or any(device.name != CPU.name for device in placement.devices):
+        return None
+    metrics = job.run_dir / METRICS_NAME
+
+    def read_progress() -> tuple[int, list[Path]]:
+        return metrics.stat().st_size if metrics.exists() else 0, find_checkpoints(job.run_dir)
+
+    before = read_progress()
+    return StartAgain(
+        min_workers=job.config.min_workers,
+        is_unchanged=lambda: read_progress() == before,
+        tell=lambda text: typer.echo(text, err=True),
+    )
+
+
+@contextmanager
+def _resumption_named(arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
+    """Say how to go on after workers were lost that raised no error: then nothing is to be mended first."""
+    try:
+        yield
+    except WorkerFailedError as error:
+        if any(failure.error is not None or failure.traceback for failure in error.failures):
+            raise
+        if find_checkpoints(run_dir):
+            again = shlex.join(["lockstep", "train", *arguments, "--resume", str(run_dir)])
+            error.add_note(f"Resume from the newest checkpoint with: {again}")
+        else:
+            again = shlex.join(["lockstep", "train", *arguments])
+            error.add_note(f"No checkpoint was saved yet. Start again with: {again}")
+        raise
+
+
+def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariables) -> EndedRun:
     """Train as one of the workers that another launcher has started; rank 0 prints the result."""
     config = wanted.config
     world = join_started(config.device_ids)
     config.check_workers(world.world_size)
+    if world.rank == 0:
+        _warn_of_no_effect(config, "under another launcher, which starts and ends the workers itself")
     with ExitStack() as held:
         job: Job = world.from_first(lambda: _open(wanted, held))
         if world.rank == 0:
             stop.add_listener(_report_request)
-        with _cleaning_up(job.run_dir, stop) if world.rank == 0 else nullcontext():
+        with cleaning_up(job.run_dir, stop, with_report=config.report) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
                 launcher,
@@ -143,24 +245,45 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariabl
                 threads=config.threads_per_worker,
                 seed=0,
             )
-    if isinstance(result, StopResult):
+    if isinstance(result, Stopped):
         ignore_stop_signals()
-    return _Ended(job.run_dir, result, is_shown_here=world.rank == 0)
+    return EndedRun(job.run_dir, result, is_shown_here=world.rank == 0)
 
 
-def train_worker(run: Run, job: Job) -> FitResult | StopResult:
+def train_worker(run: Run, job: Job) -> Finished | Stopped:
     """Train in one worker that `lockstep train` has started."""
     stop = StopRequest()
-    handle_stop_signals(stop)  # until the process ends: after training a request has no effect
+    # Until the process ends: after training a request has no effect.
+    handle_stop_signals(stop, on_sigterm=_leave_or_stop(stop))
     return _train(run, job, stop)
 
 
-def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
+def _leave_or_stop(stop: StopRequest) -> Callable[[], None] | None:
+    """Return what SIGTERM to this worker does: it leaves the others, or where it cannot, the run stops."""
+    from lockstep.comm.generations import current_generations
+    from lockstep.launch.leaving import LeaveRequest
+
+    generations = current_generations()
+    if generations is None:
+        return None
+    # The launcher refuses while one of the workers cannot continue with others, and while the run starts.
+    return LeaveRequest(generations, otherwise=stop.make).ask_from_handler
+
+
+def _train(run: Run, job: Job, stop: StopRequest) -> Finished | Stopped:
     """Train in one worker; rank 0 prints and records. If it is lost, another worker has its rank."""
+    from lockstep.runs.fit import StopResult, fit
+
+    if run.rank == 0 and not run.is_new:
+        typer.echo("making the model and the data ...")
     with ExitStack() as stack:
-        metrics = MetricsFile(job.run_dir / METRICS_NAME, may_fail=job.config.on_save_error == "warn")
-        recorder = Succession(lambda: run.rank == 0, metrics, lambda: _make_progress(stack))
-        return fit(
+        path = job.run_dir / METRICS_NAME
+        metrics = MetricsFile(path, may_fail=job.config.on_save_error == "warn")
+        trackers = stack.enter_context(
+            Following(lambda: make_trackers(job.config.trackers), path, job.config.model_dump())
+        )
+        recorder = Succession(lambda: run.rank == 0, metrics, lambda: Recorders([_make_progress(stack), trackers]))
+        result = fit(
             job.config,
             device=run.device,
             run_dir=job.run_dir,
@@ -169,6 +292,25 @@ def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
             code=job.code,
             stop=stop,
         )
+        trackers.ending = "stopped" if isinstance(result, StopResult) else "finished"
+    if isinstance(result, StopResult):
+        return Stopped(
+            checkpoint=result.checkpoint,
+            epoch=result.cursor.epoch,
+            step=result.cursor.step,
+            num_steps=result.num_steps,
+        )
+    return Finished(
+        test=dict(result.test),
+        num_test_samples=result.num_test_samples,
+        num_right=result.num_right,
+        is_saved=result.is_saved,
+        finish=result.finish,
+        fingerprint=str(result.fingerprint),
+        digest=result.digest,
+        others=result.others,
+        end_reason=result.end_reason,
+    )
 
 
 def _report_request() -> None:
@@ -185,7 +327,9 @@ def _open(wanted: OpenRequest, held: ExitStack) -> Job:
     if opened.origin is None:
         MetricsFile(metrics).rewind(0)  # of a run that was killed before its first checkpoint, with resume: auto
     else:
-        _show_origin(opened)
+        from lockstep.runs.resuming import Resume
+
+        _show_origin(opened, wanted.resumed)
         manifest = opened.origin.manifest
         before = opened.origin.run_dir
         if before is not None and before != opened.run_dir and (before / METRICS_NAME).exists():
@@ -201,29 +345,14 @@ def _open(wanted: OpenRequest, held: ExitStack) -> Job:
     return Job(config=wanted.config, run_dir=opened.run_dir, resume=resume, code=Path(sys.path[0]))
 
 
-def _show_origin(opened: OpenedRun) -> None:
+def _show_origin(opened: OpenedRun, resumed: str | None) -> None:
     assert opened.origin is not None
-    typer.echo(f"resuming from {opened.origin.checkpoint}")
+    chosen = "" if resumed else ", the newest checkpoint of the last run of this name"
+    typer.echo(f"resuming from {opened.origin.checkpoint}{chosen}")
     if opened.origin.manifest.config is None:
         typer.echo("  it was saved without a config, so changes of the config cannot be listed")
     for change in opened.changes:
         typer.echo(f"  {change}")
-
-
-@contextmanager
-def _cleaning_up(run_dir: Path, stop: StopRequest) -> Iterator[None]:
-    """Draw the curves and remove an unused run directory, however the training ends."""
-    try:
-        yield
-    except KeyboardInterrupt as interruption:
-        if found := find_checkpoints(run_dir):
-            interruption.add_note(f"To resume from {found[0]}, use --resume {run_dir}.")
-        raise
-    finally:
-        Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        if not stop.is_made:  # a run that is asked to stop may have no time to draw
-            _draw(run_dir)
-        discard_unused(run_dir)
 
 
 def _show_placement(placement: Placement, config: Config) -> None:
@@ -237,49 +366,4 @@ def _make_progress(stack: ExitStack) -> Recorder:
     return stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
 
 
-def _draw(run_dir: Path) -> None:
-    metrics = run_dir / METRICS_NAME
-    if not metrics.exists():
-        return
-    from lockstep.report.curves import draw_curves  # not at the top: importing matplotlib takes half a second
-
-    try:
-        draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
-    except OSError as error:  # this error must not hide how the run ended
-        typer.echo(f"warning: {run_dir / CURVES_NAME} could not be written: {error}.", err=True)
-
-
-def _show(ended: _Ended, arguments: Sequence[str]) -> None:
-    """Print how the run ended, if this process is the one that prints; exit with 75 if the run was stopped."""
-    if isinstance(ended.result, FitResult):
-        if ended.is_shown_here:
-            _show_result(ended.result, ended.run_dir)
-        return
-    if ended.is_shown_here:
-        cursor, steps = ended.result.cursor, ended.result.num_steps
-        where = f"after step {cursor.step} of {steps} of epoch {cursor.epoch + 1}"
-        if cursor.step == 0:
-            where = f"after epoch {cursor.epoch}"
-        command = shlex.join(["lockstep", "train", *arguments, "--resume", str(ended.run_dir)])
-        typer.echo(
-            f"Stopped on request {where}. The run is saved in {ended.result.checkpoint}. Resume with: {command}",
-            err=True,
-        )
-    raise typer.Exit(RESUME_EXIT)
-
-
-def _show_result(result: FitResult, run_dir: Path) -> None:
-    if result.finish is not None:
-        typer.echo(f"\n{result.finish}\n")
-    if result.num_right is not None:
-        right, counted = int(result.num_right), int(result.num_test_samples)
-        typer.echo(f"test accuracy {result.test['accuracy']:.2%} ({right:,} of {counted:,}, each counted once)")
-    elif "loss" in result.test:
-        typer.echo(f"test loss {result.test['loss']:.4f}")
-    typer.echo(f"run directory {run_dir}")
-    if not result.is_saved:
-        typer.echo(
-            "warning: the last checkpoint was not written, so the trained weights are not on the disk.", err=True
-        )
-    typer.echo(f"fingerprint {result.fingerprint}")
-    typer.echo(f"digest {result.digest}")
+COMMAND = command(train, cls=ResumingCommand)

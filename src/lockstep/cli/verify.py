@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.cli.command import command
+from lockstep.cli.configs import complete_config, find_config
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
@@ -22,7 +24,12 @@ _SHOWN_DIGITS = 16
 
 
 def verify(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, e.g. examples/digits.yaml.")],
+    given: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A YAML file, or the name of an example: digits.", autocompletion=complete_config
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
     ] = None,
@@ -38,6 +45,7 @@ def verify(
     Exit code 0 if they are equal after every step, 1 if not.
     """
     with failures_shown(debug=debug):
+        config_path = find_config(given)
         config = read_config(config_path, overrides or [])
         counts = _read_counts(workers)
         for count in counts:
@@ -106,7 +114,7 @@ def _read_counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise UsageError(f"--workers is {text!r}, expected numbers of workers such as 1,2,3.")
+        raise UsageError(f"--workers is {text!r}, expected numbers of workers such as 1,2,3. (LS821)")
     return counts * 2 if len(counts) == 1 else counts
 
 
@@ -153,3 +161,6 @@ def _explain(runs: Mapping[str, ShortRun], odd: str, again: ShortRun) -> None:
         "operator without a deterministic form (deterministic: true refuses those), for random numbers from a "
         "generator that is not seeded in each step, or for code that depends on time or on threads."
     )
+
+
+COMMAND = command(verify)

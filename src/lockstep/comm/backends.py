@@ -15,6 +15,7 @@ from lockstep.comm.checked import CheckedProcessGroup, check_group
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.exit_notice import report_uncaught_exceptions
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
+from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group
@@ -31,6 +32,8 @@ class CheckedBackends:
     """The backend of each device."""
     waits: bool
     """Whether every call waits for all ranks to make it."""
+    compares: bool = True
+    """Whether calls are compared at all."""
 
 
 def register_backends() -> None:
@@ -49,8 +52,9 @@ def _make_group(request: GroupRequest) -> Any:
     names = dist.BackendConfig(dist.Backend(request.backend)).get_device_backend_map()
     if not request.ranks:
         set_up = current_set_up()
-        is_checked = set_up is not None and set_up.compares_calls
+        is_checked = set_up is not None and (set_up.compares_calls or set_up.explains_losses)
         waits = set_up is None or set_up.waits
+        compares = set_up is None or set_up.compares_calls
     else:
         if request.name.isdecimal() and capabilities_of(default).compares_calls:
             # Ranks that make different groups, or another call, would wait for each other until the timeout.
@@ -61,10 +65,13 @@ def _make_group(request: GroupRequest) -> Any:
         )
         is_checked |= isinstance(default, ShmProcessGroup) and default.accelerators.compares_calls
         waits = not isinstance(default, CheckedProcessGroup) or default.waits
+        compares = not isinstance(default, CheckedProcessGroup) or capabilities_of(default).compares_calls
     if names.get("cpu") == "shm":
         others = {device: name for device, name in names.items() if name != "shm"}
         return request.make("shm", AcceleratorBackends(names=others, compares_calls=is_checked))
-    return request.make("checked", CheckedBackends(names=names, waits=waits)) if is_checked else request.make()
+    if not is_checked:
+        return request.make()
+    return request.make("checked", CheckedBackends(names=names, waits=waits and compares, compares=compares))
 
 
 def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:
@@ -86,7 +93,8 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
     if isinstance(found, NotShared):
         if options.group_rank == 0:
             warnings.warn(
-                f"The shm backend uses Gloo for this group, because {found.reason}. Calls are compared all the same.",
+                f"The shm backend uses Gloo for this group, because {found.reason}. "
+                "Calls are compared all the same. (LS116)",
                 stacklevel=2,
             )
         known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
@@ -95,6 +103,7 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
     else:
         group = found
     remember_hosts(group, hosts)
+    OPEN_GROUPS.add(group)
     return group
 
 
@@ -104,10 +113,18 @@ def _make_checked(options: Any, backends: CheckedBackends) -> CheckedProcessGrou
     members = _read_members(options)
     set_up = _read_set_up(options, members)
     group = check_group(
-        options.store, options.group_rank, options.timeout, backends.names, members, set_up, waits=backends.waits
+        options.store,
+        options.group_rank,
+        options.timeout,
+        backends.names,
+        members,
+        set_up,
+        waits=backends.waits,
+        compares=backends.compares,
     )
     if set_up.hosts is not None:
         remember_hosts(group, set_up.hosts)
+    OPEN_GROUPS.add(group)
     return group
 
 

@@ -88,7 +88,7 @@ def explain_mismatch(
     said = "; ".join(f"{_name_ranks(who)} {call}" for call, who in ranks.items())
     return CollectiveMismatchError(
         f"The ranks of the group do not make the same call: {said}. Every rank must make the same calls in the same "
-        "order, with tensors of the same shape and dtype. Nothing was exchanged."
+        "order, with tensors of the same shape and dtype. Nothing was exchanged. (LS201)"
     )
 
 

@@ -10,10 +10,12 @@ names that rank.
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -21,13 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
+from lockstep.comm.call_events import CallEvents
+from lockstep.comm.calls_under_way import CallsUnderWay
 from lockstep.comm.capabilities import GroupCapabilities
-from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
 from lockstep.comm.explained_work import ExplainedWork
-from lockstep.comm.gloo import gloo_connected_in_time
+from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
 from lockstep.comm.gloo_comparer import GlooComparer
+from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, known_hosts
+from lockstep.comm.interruptible_waits import InterruptibleWaits
+from lockstep.comm.open_groups import OPEN_GROUPS, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
 from lockstep.comm.user_line import find_user_line
@@ -88,6 +95,9 @@ class CallComparer(Protocol):
     def mark_broken(self, error: PeerLostError) -> None:
         """Let later comparisons raise `error`, and publish it (local)."""
 
+    def end_calls(self, error: GroupError) -> None:
+        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
+
     def send_exit_notice(self) -> None:
         """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
 
@@ -108,16 +118,30 @@ class CheckedProcessGroup(ProcessGroup):
         comparer: Compares a call between the ranks.
         backends: Names of the backends by device, for `backend_names`.
         names: What messages call each rank: its rank in the default group.
+        sockets: The connections of Gloo, if it is one of the backends.
+        compares: Whether calls are compared. If not, the group only names lost ranks in errors.
     """
 
     def __init__(
-        self, inner: ProcessGroup, comparer: CallComparer, backends: Mapping[str, str], names: Sequence[int]
+        self,
+        inner: ProcessGroup,
+        comparer: CallComparer,
+        backends: Mapping[str, str],
+        names: Sequence[int],
+        sockets: GlooSockets | None = None,
+        *,
+        compares: bool = True,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
         self._names = names
         self._comparer = comparer
+        self._compares = compares
         self._broken: GroupError | None = None
+        self._sockets = sockets
+        self._under_way = CallsUnderWay()
+        self._waits = InterruptibleWaits()
+        self._events = CallEvents(names)
         self.backend_names = dict(backends)
         """Backend of each device."""
         self.waits = comparer.waits
@@ -142,9 +166,15 @@ class CheckedProcessGroup(ProcessGroup):
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
         """Compare one call of the table's, then make it (collective)."""
         call = collective.read(arguments, keywords)
+        refuse_one_output_twice(call)
+        if not self._compares:
+            return self._forward(collective.methods[0], call.arguments)
         description = collective.describe(call, self._names)
         compare = self._comparer.compare_calls if self._comparer.waits else self._comparer.publish_call
-        return self._compare_then(compare, description, lambda: self._forward(collective.methods[0], call.arguments))
+        event = self._events.begin(self._events.take_number(), description, call.outputs)
+        return self._compare_then(
+            compare, description, lambda: self._forward(collective.methods[0], call.arguments, event)
+        )
 
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has made the same call, which is not one of this group's own (collective)."""
@@ -182,8 +212,12 @@ class CheckedProcessGroup(ProcessGroup):
         """What the group can do beside torch's collectives (local)."""
         hosts = known_hosts(self)
         return GroupCapabilities(
-            is_host_local=hosts is not None and hosts.is_one_host, compares_calls=True, reports_exits=True
+            is_host_local=hosts is not None and hosts.is_one_host, compares_calls=self._compares, reports_exits=True
         )
+
+    def __repr__(self) -> str:
+        """Return what torch's errors show."""
+        return super().__repr__() if self._close.alive else describe_destroyed(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return `"checked"`."""
@@ -214,10 +248,30 @@ class CheckedProcessGroup(ProcessGroup):
         """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
         return self._comparer.find_lost(peers) if self._close.alive else None
 
+    def end_calls(self, error: GroupError) -> None:
+        """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
+        if self._broken is None:
+            self._broken = error
+        self._comparer.end_calls(error)
+        self._waits.end(error)
+        if self._sockets is not None:
+            self._sockets.shut_down()
+        inner = self._inner
+        if self._has_device and inner is not None:
+            threading.Thread(target=inner.abort, name="lockstep-abort", daemon=True).start()  # may take a while
+
     def shutdown(self) -> None:
-        """Leave the group; torch calls it on destroy (local)."""
+        """Leave the group; torch calls it on destroy (local).
+
+        Raises:
+            GroupError: Calls of the group were ended by force, and one may still write into its tensors.
+        """
         if self._close.alive:
             self._comparer.send_exit_notice()
+            if self._broken is not None and self._sockets is not None:
+                self._sockets.wait_until_closed()
+                self._under_way.wait_for_end(self._inner)
+        self._waits.end(GroupError("This process group was destroyed; make a new one to go on. (LS204)"))
         self._close()
         self._inner = None
 
@@ -232,11 +286,11 @@ class CheckedProcessGroup(ProcessGroup):
             raise
         except (KeyboardInterrupt, SystemExit) as error:
             # The other ranks may be in a call that this rank has not made, and its next call would be another one.
-            self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}.")
+            self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}. (LS213)")
             self._comparer.report_failure(error)
             raise
 
-    def _forward(self, name: str, arguments: Sequence[Any]) -> Work:
+    def _forward(self, name: str, arguments: Sequence[Any], event: int | None = None) -> Work:
         try:
             work = getattr(self._require_inner(), name)(*arguments)
         except GroupError:
@@ -246,16 +300,30 @@ class CheckedProcessGroup(ProcessGroup):
             if explained is None:
                 raise
             raise explained from error
+        is_message = name in {"send", "recv", "recv_anysource"}
         if self._has_device:
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
-        is_message = name in {"send", "recv", "recv_anysource"}
-        check = None if self._comparer.waits or self._has_device or is_message else self._check
-        return ExplainedWork(work, self._comparer.explain_error, check)
+            after_wait = None if event is None else partial(self._events.end, event)
+            return ExplainedWork(work, self._comparer.explain_error, after_wait=after_wait, is_on_cpu=False)
+        if is_message:
+            wait = self._waits.wait if OPEN_GROUPS.are_replaced else None
+            return ExplainedWork(work, self._comparer.explain_error, wait_for_message=wait)
+        self._under_way.add(work)
+
+        def end() -> None:
+            self._under_way.forget_completed()
+            if event is not None:
+                self._events.end(event)
+
+        return ExplainedWork(work, self._comparer.explain_error, self._check, end)
 
     def _check(self) -> None:
         try:
-            self._comparer.check()
+            if self._comparer.waits:
+                self._comparer.raise_if_broken()
+            else:
+                self._comparer.check()
         except GroupError:
             self._abort()
             raise
@@ -268,7 +336,7 @@ class CheckedProcessGroup(ProcessGroup):
         if self._broken is not None:
             raise self._broken.with_traceback(None)  # the old one would keep frames and their tensors alive
         if self._inner is None:
-            raise GroupError("This process group was destroyed; make a new one to go on.")
+            raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
         return self._inner
 
 
@@ -281,6 +349,7 @@ def check_group(
     set_up: GroupSetUp,
     *,
     waits: bool = True,
+    compares: bool = True,
 ) -> CheckedProcessGroup:
     """Make a checked group (collective over its ranks).
 
@@ -293,6 +362,7 @@ def check_group(
         set_up: When the group must be made, and what is known of its hosts.
         waits: Whether every call waits for all ranks to make it. Otherwise, on one host, a call costs little more, and
             the group cannot be used after a mismatch.
+        compares: Whether calls are compared. If not, lost ranks are named all the same, where ranks share memory.
 
     Raises:
         GroupError: Some rank did not connect in time.
@@ -301,23 +371,28 @@ def check_group(
     size = len(members.names)
     inner = ProcessGroup(store, rank, size)
     made: dict[str, Any] = {}
+    sockets: GlooSockets | None = None
     with ExitStack() as until_made:
         if "gloo" in backends.values():
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         for device, name in backends.items():
             if name not in made:
                 place = PrefixStore(f"inner/{name}", store)
-                made[name] = (
-                    dist.ProcessGroupGloo(place, rank, size, timeout)
-                    if name == "gloo"
-                    else make_backend(name, place, rank, size, timeout)
-                )
+                if name == "gloo":
+                    make = partial(_make_gloo, place, rank, size, timeout)
+                    made[name], sockets = connect_gloo(place, size, make)
+                else:
+                    made[name] = make_backend(name, place, rank, size, timeout)
             register_backend(inner, torch.device(device), _type_of(name), made[name])
     set_default_backend(inner, _type_of(next(iter(backends.values()))))
     place = PrefixStore("compare/shm", store)
     shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
     comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
-    return CheckedProcessGroup(inner, comparer, backends, members.names)
+    return CheckedProcessGroup(inner, comparer, backends, members.names, sockets, compares=compares)
+
+
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def _type_of(name: str) -> ProcessGroup.BackendType:

@@ -25,6 +25,7 @@ _Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
 _PLAIN_OPTIONS: Final = (ReduceOp, ReduceOp.RedOpType, int, timedelta)
 """What torch's methods take one by one, instead of an options object."""
 _MOST_PLAIN_OPTIONS: Final = 3
+_ONE: Final = torch.Size([1])
 _Group = TypeVar("_Group", bound=type)
 
 
@@ -35,6 +36,20 @@ class Compared(Enum):
     OUTPUTS = "dtype and shape of the outputs"
     DTYPE = "dtype of the first input"
     ROWS = "dtype of the input, and the shape of a row"
+
+
+def refuse_one_output_twice(call: CollectiveCall) -> None:
+    """Refuse `[torch.zeros(2)] * world_size`: what one rank has sent would overwrite what another has.
+
+    Raises:
+        ValueError: One tensor is given for several outputs.
+    """
+    outputs = call.outputs
+    if len(outputs) > 1 and outputs is not call.inputs and len(set(map(id, outputs))) < len(outputs):
+        raise ValueError(
+            f"{call.name}: the list of outputs holds one tensor several times, so only the last rank's values would be "
+            "left in it. Make a tensor for each rank: [torch.zeros(2) for _ in range(world_size)]. (LS209)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +124,8 @@ class Collective:
             if self.compared is Compared.ROWS:
                 details.append(f"rows of {list(tensors[0].shape[1:])}")
         else:
-            kinds = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+            # () and (1,) hold the same, and torch's backends take them together.
+            kinds = tuple([(each.dtype, _ONE if each.numel() == 1 else each.shape) for each in tensors])
         return describe_call(self.name, kinds, ", ".join(details))
 
     def _bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
@@ -117,7 +133,7 @@ class Collective:
         missing = [name for name in rest[:-1] if name not in keywords]
         unknown = [name for name in keywords if name not in rest]
         if missing or unknown:
-            raise TypeError(f"{self.name}: missing arguments {missing}, unknown arguments {unknown}.")
+            raise TypeError(f"{self.name}: missing arguments {missing}, unknown arguments {unknown}. (LS209)")
         return [*arguments, *(keywords.get(name) for name in rest)]
 
     def _without_absent_options(self, arguments: Sequence[Any], num_tensors: int) -> Sequence[Any]:
@@ -129,7 +145,7 @@ class Collective:
         if any(is_object) or unknown or len(options) > _MOST_PLAIN_OPTIONS:
             raise TypeError(
                 f"{self.name}: got {[*options]} after {', '.join(self.parameters[:-1]) or 'no tensors'}, expected one "
-                "options object of torch, or a reduce operation, a root and a timeout."
+                "options object of torch, or a reduce operation, a root and a timeout. (LS209)"
             )
         while options and options[-1] is None:
             options = options[:-1]

@@ -105,7 +105,7 @@ class DeviceWatch:
             return False  # the rank left the group, and no call needs it
         self._group.mark_broken(lost)
         if not is_done:
-            _LOGGER.error("%s did not end on the device. %s", last[1], lost)
+            _LOGGER.error("%s did not end on the device. %s (LS203)", last[1], lost)
             self._group.abort()
         return True
 
@@ -119,7 +119,7 @@ class DeviceWatch:
         self._last = work, call, math.inf  # once
         _LOGGER.warning(
             "%s has not ended on the device after %g s. Look for a branch or a loop that differs between ranks. "
-            "(LOCKSTEP_STALL_SECONDS sets after how many seconds this is logged.)",
+            "(LOCKSTEP_STALL_SECONDS sets after how many seconds this is logged.) (LS215)",
             call,
             self._stall_seconds,
         )

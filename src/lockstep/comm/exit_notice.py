@@ -8,6 +8,7 @@ from typing import cast, final
 import torch.distributed as dist
 
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
+from lockstep.processes.quick_exit import exit_quickly
 from lockstep.torch_private import list_groups
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -52,3 +53,4 @@ class _ReportThenShow:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         report_failure(error)
         self._previous(kind, error, traceback)
+        exit_quickly()  # its launcher, and the other ranks, wait for its end

@@ -25,6 +25,9 @@ class ExplainedWork(Work):
         inner: The backend's work.
         explain: Returns the error for the rank that was lost, if the backend's error comes from that.
         check: Raises if the call will not end; called from time to time during a wait. None not to check.
+        after_wait: Called after each wait.
+        wait_for_message: Waits for a message, where such a wait may have to be ended; None for other calls.
+        is_on_cpu: Whether the backend is one for CPU tensors.
     """
 
     def __init__(
@@ -32,8 +35,15 @@ class ExplainedWork(Work):
         inner: Work,
         explain: Callable[[RuntimeError], GroupError | None],
         check: Callable[[], None] | None = None,
+        after_wait: Callable[[], None] | None = None,
+        wait_for_message: Callable[[Work], bool] | None = None,
+        *,
+        is_on_cpu: bool = True,
     ) -> None:
         super().__init__()
+        self._is_on_cpu = is_on_cpu
+        self._wait_for_message = wait_for_message
+        self._after_wait = after_wait
         self._inner: Any = inner
         self._explain = explain
         self._check = check
@@ -46,6 +56,13 @@ class ExplainedWork(Work):
             PeerLostError: A rank was lost.
             RuntimeError: Another error of the backend.
         """
+        try:
+            return self._wait(timeout)
+        finally:
+            if self._after_wait is not None:
+                self._after_wait()
+
+    def _wait(self, timeout: timedelta) -> bool:
         while self._check is not None and not timeout:
             began = time.monotonic()
             try:
@@ -61,7 +78,12 @@ class ExplainedWork(Work):
                 return done
         try:
             # Without a timeout where there is none: messages of Gloo take zero for a limit.
-            done = self._inner.wait(timeout) if timeout else self._inner.wait()
+            if self._wait_for_message is not None and not timeout:
+                done = self._wait_for_message(self._inner)
+            else:
+                done = self._inner.wait(timeout) if timeout else self._inner.wait()
+        except GroupError:
+            raise
         except RuntimeError as error:
             explained = self._explain(error)
             if explained is None:
@@ -104,5 +126,15 @@ class ExplainedWork(Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """Return the backend's future; its errors are the backend's."""
-        return self._inner.get_future()
+        """Return a future of the tensors; on the CPU its errors are those of `wait`."""
+        future = self._inner.get_future()
+        return future.then(self._deliver) if self._is_on_cpu else future
+
+    def _deliver(self, future: Any) -> Any:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error

@@ -8,22 +8,29 @@ generation: their ranks, and who was lost. They leave the group of the last gene
                                            <-   ready      it can continue without others
     a worker ends
     who is left, in `launch/membership.py` ->   generation
-                                                leave the old group, make the new one
+                                                leave the old group
+                                           <-   meets      it waits for the others
+                                                make the new group
                                            <-   joined     it has the state of the run in the new generation
                                            <-   lost       a call has failed because a rank was lost
     nobody was lost                        ->   unchanged  the error stands
     workers arrive or leave                ->   generation, planned: the same between two steps
+    one is lost before all have joined it  ->   generation, not planned; set_aside, to new workers: they wait again
+    all have returned                      ->   over       nobody comes to a meeting any more
 
-[Note: the boundary] All present workers leave their group after the same step. A worker that was told of the planned
-generation says so in the step table, so all learn of it in the same step. Then they count themselves in the launcher's
-store: when the count is complete, all have finished that step, and none needs the old group or one that leaves.
+[Note: the boundary] All present workers leave their group before the same step. A worker that was told of the planned
+generation says so in the step table, so all learn of it in the same step. When they begin the next one, they count
+themselves in the launcher's store: when the count is complete, each has done what its loop does after the step before,
+such as an evaluation or a save, and none needs the old group or one that leaves. A new worker begins with that step.
 """
 
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final, final
 
 from torch.distributed import PrefixStore
@@ -32,11 +39,14 @@ from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import Message
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group
+from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.comm.world import World, current_world
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, PeerLostError
 
 _DECISION_SECONDS = 60.0
 """How long the launcher may take to decide: until it has seen that a worker has ended, and killed one if need be."""
+_BOUNDARY_TIMEOUT = timedelta(days=365)
+"""What another worker does before it is there may take any time; the launcher ends the wait if one is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,9 @@ class Generations:
         on_ready: Called when this worker reports that it can continue with others.
         on_stay: Called in the thread that reads the channel, when the launcher does not let this worker leave.
         on_joined: Called when this worker has joined a generation.
+        look_at_main_thread: Returns whether the main thread waits for others (`waits`), and the line that runs
+            (`place`). Called in the thread that reads the channel.
+        num_calls: Returns how many calls that all workers make alike are complete here. Called there too.
         member: What `lockstep.engine.member` keeps for this worker.
     """
 
@@ -109,13 +122,16 @@ class Generations:
         self.on_joined: Callable[[NextGeneration], None] = _ignore
         self.on_ready: Callable[[], None] = _do_nothing
         self.on_stay: Callable[[], None] = _do_nothing
+        self.look_at_main_thread: Callable[[], dict[str, Any]] = _know_nothing
+        self.num_calls: Callable[[], int] = _count_nothing
         self.member: object = None
         self._backend = backend
         self._changed = threading.Condition()
         self._next: NextGeneration | None = None
         self._planned: NextGeneration | None = None
         self._lost: list[LostWorker] = []
-        self._unchanged = False
+        self._unchanged = self._is_over = False
+        self._is_set_aside = self._is_left_out = False
         self._stop_reason = ""
         self._channel = Channel(descriptor, self.handle)
         self._store = ChannelStore(self._channel)
@@ -143,8 +159,13 @@ class Generations:
                 self._unchanged = True
             elif message["event"] == "stay":
                 self.on_stay()
+            elif message["event"] == "set_aside":
+                self._set_aside()
             elif message["event"] == "ping":
-                self.report("alive", number=message["number"], waits=None)
+                self.report("alive", number=message["number"], calls=self.num_calls(), **self.look_at_main_thread())
+            elif message["event"] == "over":
+                self._is_over = True
+                self._give_up(GroupError("All workers have returned. (LS602)"))
             elif message["event"] == "stop":
                 self._stop_reason = message["reason"] or "The run ends."
             self._changed.notify_all()
@@ -156,7 +177,25 @@ class Generations:
         self._next = decided
         self._planned = None
         self._lost += decided.lost
+        self._give_up(_explain(decided.lost))
+
+    def _give_up(self, error: GroupError) -> None:
         self._store.abandon()  # a group that is being made lacks a worker
+        if not self.is_joiner:  # its first group is its own
+            OPEN_GROUPS.end_calls(error)
+
+    def _set_aside(self) -> None:
+        """Let a new worker wait again, because another one was lost before all have joined; it gets the state anew."""
+        if not self.is_joiner:  # it has joined, which the launcher did not know: there is no way back to the others
+            self._is_left_out = True
+            return
+        self._next, self._is_set_aside = None, True
+        self._store.abandon()
+
+    def become_member(self) -> None:
+        """Note that this new worker has the state of the run, unless it was set aside meanwhile (local)."""
+        with self._changed:
+            self.is_joiner = self._is_set_aside
 
     def report(self, what: str, **fields: Any) -> None:
         """Report something to the launcher (local).
@@ -169,12 +208,13 @@ class Generations:
     def report_ready(self, *, max_workers: int, min_workers: int = 1) -> None:
         """Report to the launcher that this worker can continue without others, or with more (local)."""
         self.on_ready()
+        OPEN_GROUPS.are_replaced = True
         self.report("ready", max_workers=max_workers, min_workers=min_workers)
 
     @property
     def has_next(self) -> bool:
         """Whether there is a generation that this worker has not joined, because one was lost."""
-        return self._next is not None
+        return self._next is not None and not self._is_over
 
     @property
     def planned_number(self) -> int:
@@ -206,6 +246,9 @@ class Generations:
                 except ChannelClosedError:
                     raise error from None
             while self._next is None:
+                if self._is_left_out:
+                    self.has_left = True
+                    raise SystemExit(0)
                 if self._stop_reason:
                     raise GroupError(f"{error} {self._stop_reason}") from error
                 if self._unchanged or not self._changed.wait(max(0.0, deadline - time.monotonic())):
@@ -214,18 +257,20 @@ class Generations:
     def wait_to_join(self) -> bool:
         """Let a new worker wait for its generation; return False if it is not needed (local)."""
         with self._changed:
+            self._is_set_aside = False
             if self._next is None:
                 self.report("waiting_to_join")
             while self._next is None and not self._stop_reason:
                 self._changed.wait()
             return self._next is not None
 
-    def meet_at_boundary(self, number: int, world_size: int) -> bool:
-        """Wait until all present workers have finished the step after which a change is planned (collective).
+    def meet_at_boundary(self, number: int, world_size: int, before_leaving: Callable[[], object]) -> bool:
+        """Wait until all present workers are at the step before which a change is planned (collective).
 
         Args:
             number: The planned generation.
             world_size: How many workers there are now.
+            before_leaving: Called before the others go on without this worker.
 
         Returns:
             Whether this worker stays. One that leaves can end now: no other needs it.
@@ -237,17 +282,21 @@ class Generations:
         with self._changed:
             while self.planned_number < number and self._next is None:  # the others may have been told first
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise GroupError(f"The launcher has not sent generation {number}, of which other workers know.")
+                    raise GroupError(
+                        f"The launcher has not sent generation {number}, of which other workers know. (LS602)"
+                    )
             planned = self._planned
         if planned is None:
-            raise GroupError(f"Generation {number} was given up: a worker was lost.")
+            raise GroupError(f"Generation {number} was given up: a worker was lost. (LS602)")
+        if planned.rank is None:
+            before_leaving()
         key = f"boundary/{number}"
         try:
             if self._store.add(key, 1) == world_size:
                 self._store.set(f"{key}/complete", "")
-            self._store.wait([f"{key}/complete"])
+            self._store.wait([f"{key}/complete"], _BOUNDARY_TIMEOUT)
         except RuntimeError as error:
-            raise GroupError(f"Generation {number} was given up: {error}") from error
+            raise GroupError(f"Generation {number} was given up: {error} (LS602)") from error
         return planned.rank is not None
 
     def join_next(self) -> tuple[World, NextGeneration]:
@@ -260,7 +309,11 @@ class Generations:
         self.number = joined.number
         assert joined.rank is not None
         try:
+            if self.is_joiner and joined.is_planned:  # the others may evaluate for long before they are there
+                self._store.wait([f"boundary/{joined.number}/complete"], _BOUNDARY_TIMEOUT)
             destroy_process_group()
+            with suppress(ChannelClosedError):  # the launcher has ended, so this worker will too
+                self.report("meets", generation=joined.number)
             init_process_group(
                 self._backend,
                 store=PrefixStore(f"generation/{joined.number}", self._store),
@@ -268,9 +321,9 @@ class Generations:
                 world_size=joined.world_size,
             )
         except RuntimeError as error:
-            if not self.has_next or isinstance(error, GroupError):
+            if isinstance(error, GroupError) or not (self.has_next or self._is_set_aside or self._is_over):
                 raise
-            raise GroupError(f"The group of generation {joined.number} was given up: {error}") from error
+            raise GroupError(f"The group of generation {joined.number} was given up: {error} (LS602)") from error
         self.on_joined(joined)
         return current_world(), joined
 
@@ -279,9 +332,10 @@ class Generations:
         with self._changed:
             taken = self._planned if self._next is None else self._next
             self._next = self._planned = None
-            if taken is None:
-                raise GroupError("There is no next generation of workers.")
+            if taken is None or self._is_over:
+                raise GroupError("There is no next generation of workers. (LS602)")
             self._store.renew()
+            OPEN_GROUPS.renew()
             return taken
 
 
@@ -297,8 +351,26 @@ def _read(message: Message) -> NextGeneration:
     )
 
 
+def _explain(lost: tuple[LostWorker, ...]) -> GroupError:
+    """Return the error of calls in a group of whose workers some have ended."""
+    if not lost:
+        return GroupError("The launcher has replaced the workers of this group. (LS602)")
+    named = "; ".join(f"Rank {each.rank} (process {each.pid}) is lost: it was {each.reason}" for each in lost)
+    return PeerLostError(f"{named}. (LS602)", rank=lost[0].rank)
+
+
 def _do_nothing() -> None:
     """Do nothing: nobody needs to know."""
+
+
+def _know_nothing() -> dict[str, Any]:
+    """Return what keeps this worker from being ended as one that others wait for."""
+    return {"waits": True, "place": ""}
+
+
+def _count_nothing() -> int:
+    """Return 0: there are no such calls."""
+    return 0
 
 
 def _ignore(_joined: NextGeneration) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 _NAMESPACES = ("pid", "net", "user")
+_MOST_CHARACTERS = 1000
 _LONG_BYTES = 1 << 44
 """As long as the file of a group, which takes memory only where it is written."""
 
@@ -22,6 +23,11 @@ def host_identity() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
     return f"boot {boot} {spaces} uid {os.geteuid()}"
+
+
+def is_host_identity(text: str) -> bool:
+    """Return whether `host_identity` may have returned this text, on some host."""
+    return text.startswith(("boot ", "alone, ")) and text.isprintable() and len(text) <= _MOST_CHARACTERS
 
 
 def _why_not() -> str:

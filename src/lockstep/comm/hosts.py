@@ -19,8 +19,8 @@ from typing import Final
 from torch.distributed import DistNetworkError, ProcessGroup, Store
 
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.host_identity import host_identity
-from lockstep.comm.stored_values import read_texts
+from lockstep.comm.host_identity import host_identity, is_host_identity
+from lockstep.comm.stored_values import changed_value, read_texts
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")
@@ -101,14 +101,24 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
     """Publish which host this rank is on, and return those of all (collective).
 
     Raises:
-        GroupError: Some rank did not connect in time, or the store is lost.
+        GroupError: Some rank did not connect in time, the store is lost, or it holds what no rank wrote.
         PeerLostError: A rank was lost before all had connected.
     """
     keys = [f"host/{peer}" for peer in range(len(members.names))]
+    mine = json.dumps([host_identity(), socket.gethostname()])
     with store_loss_explained():
-        store.set(keys[rank], json.dumps([host_identity(), socket.gethostname()]))
+        store.set(keys[rank], mine)
         wait_for_members(store, keys, members, deadline)
-        found = [read_texts(key, store.get(key), 2) for key in keys]  # not every store has multi_get
+        stored = [store.get(key) for key in keys]  # not every store has multi_get
+    found = [read_texts(key, raw, 2) for key, raw in zip(keys, stored, strict=True)]
+    for peer, (key, raw) in enumerate(zip(keys, stored, strict=True)):
+        # Another host would let the ranks leave shared memory, and send gradients where a stranger may read them.
+        if (
+            not is_host_identity(found[peer][0])
+            or not found[peer][1].isprintable()
+            or (peer == rank and raw != mine.encode())
+        ):
+            raise changed_value(key, raw)
     return GroupHosts(identities=tuple(identity for identity, _ in found), host_names=tuple(name for _, name in found))
 
 
@@ -120,7 +130,7 @@ def store_loss_explained() -> Iterator[None]:
     except DistNetworkError as error:
         raise GroupError(
             "The store is gone: the process that holds it, rank 0 as a rule, ended while the group was being made. "
-            f"Look at its log. torch said: {str(error).splitlines()[0]}"
+            f"Look at its log. torch said: {str(error).splitlines()[0]} (LS112)"
         ) from error
 
 
@@ -147,7 +157,7 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
                 raise GroupError(explain_missing(missing, len(keys), deadline.limit))
             if missing:
                 _LOGGER.warning(
-                    "Waiting for %s to make a group of ranks %s. Every rank of the group must make it.",
+                    "Waiting for %s to make a group of ranks %s. Every rank of the group must make it. (LS109)",
                     _name_ranks(missing),
                     ", ".join(map(str, members.names)),
                 )
@@ -159,7 +169,8 @@ def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
     """Return the message that some ranks did not connect to make a group."""
     return (
         f"{_name_ranks(missing).capitalize()} of {size} did not connect to make the "
-        f"group within {limit.total_seconds():g} s. Every rank of the group must make it; look at the logs of those."
+        f"group within {limit.total_seconds():g} s. Every rank of the group must make it; "
+        "look at the logs of those. (LS109)"
     )
 
 
@@ -182,6 +193,8 @@ class GroupSetUp:
     """Whether the group is to compare calls, where its backend does not."""
     waits: bool = True
     """Whether each of those calls waits for all ranks to make it."""
+    explains_losses: bool = False
+    """Whether a group that compares no calls is to name lost ranks all the same, where its backend does not."""
 
 
 _SET_UP: Final = ContextVar[GroupSetUp | None]("the set-up under way in this thread", default=None)

@@ -70,7 +70,7 @@ def check_links(world: World, device: torch.device, *, limit_seconds: float = 30
     """
     store = None if world.group is None else group_store(world.group)
     if world.group is None or store is None:
-        raise GroupError("There is no process group whose links could be checked.")
+        raise GroupError("There is no process group whose links could be checked. (LS127)")
     number = store.add(f"link_check/calls/{world.rank}", 1)  # the same on every rank
     reports: list[LinkReport] = []
     for ranks in _sets_of_ranks(world.world_size):

@@ -32,21 +32,23 @@ def joined_world(group: ProcessGroup | None) -> World:
     if not (dist.is_available() and dist.is_initialized()):
         raise GroupError(
             "There is no process group to reduce over. Call ls.init_process_group() first, or start the function with "
-            "ls.launch."
+            "ls.launch. (LS127)"
         )
     no_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == no_member:
         raise GroupError(
             f"Rank {dist.get_rank()} does not belong to this group, and only its members may call. "
-            "Call it under `if group is not dist.GroupMember.NON_GROUP_MEMBER`."
+            "Call it under `if group is not dist.GroupMember.NON_GROUP_MEMBER`. (LS206)"
         )
     if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup or None.")
+        raise TypeError(
+            f"group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup or None. (LS206)"
+        )
     world = current_world(group)
     if not world.is_torchs:
         raise GroupError(
             "The process group was torn down already, or was not made by torch.distributed. Make another, or leave "
-            "group out."
+            "group out. (LS204)"
         )
     return world
 
@@ -65,15 +67,17 @@ def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:
             memory.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor.")
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor. (LS207)")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} has layout {tensor.layout}, expected a dense tensor. Give {name}.to_dense().")
+        raise ValueError(f"{name} has layout {tensor.layout}, expected a dense tensor. Give {name}.to_dense(). (LS207)")
     if tensor.dtype not in _SUMMABLE:
-        raise ValueError(f"{name} is {tensor.dtype}, which torch cannot add. Convert it to float32 or int64 first.")
+        raise ValueError(
+            f"{name} is {tensor.dtype}, which torch cannot add. Convert it to float32 or int64 first. (LS207)"
+        )
     if is_written and any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{name} is an expanded tensor, several of its elements share memory, and the sum cannot be written into "
-            f"it. Give {name}.contiguous()."
+            f"it. Give {name}.contiguous(). (LS207)"
         )
     return tensor
 

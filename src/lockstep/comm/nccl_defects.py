@@ -94,7 +94,7 @@ def explain_defects(version: Version, *, world_size: int, is_one_host: bool) -> 
     fixed = max(defect.fixed for defect in found)
     return (
         f"NCCL {_name(version)} is known to return wrong results: {effects}. Use NCCL {_name(fixed)} or later, which a "
-        "newer torch brings. `lockstep devices --test` checks the GPUs of this host."
+        "newer torch brings. `lockstep devices --test` checks the GPUs of this host. (LS117)"
     )
 
 

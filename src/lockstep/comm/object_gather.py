@@ -84,18 +84,20 @@ def unpack_message(message: bytes, secret: bytes | None, rank: int) -> Any:
     if kind != (_PLAIN if secret is None else _SIGNED):
         raise GroupError(
             f"LOCKSTEP_TOKEN is set on this rank and not on rank {rank}, or the other way round. Set it to the same "
-            "text on all ranks, or on none."
+            "text on all ranks, or on none. (LS115)"
         )
     if secret is None:
         try:
             return unpack_plain(body)
         except ValueError as error:
-            raise GroupError(f"A message in the name of rank {rank} is not one of Lockstep's. {error}") from error
+            raise GroupError(
+                f"A message in the name of rank {rank} is not one of Lockstep's. {error} (LS115)"
+            ) from error
     code, packed = body[:_CODE_BYTES], body[_CODE_BYTES:]
     if not hmac.compare_digest(code, _code(secret, rank, packed)):
         raise GroupError(
             f"A message in the name of rank {rank} was not sent by a rank of this training, or LOCKSTEP_TOKEN differs "
-            "there. Nothing of it was used."
+            "there. Nothing of it was used. (LS115)"
         )
     return pickle.loads(packed)  # noqa: S301 - its sender has the secret
 
@@ -117,7 +119,7 @@ def find_secret(group: ProcessGroup) -> bytes | None:
     try:
         return store.compare_set(_SECRET_KEY, "", secrets.token_hex(32))
     except DistNetworkError as error:
-        raise GroupError(f"No objects can be sent to the other ranks: {error}") from error
+        raise GroupError(f"No objects can be sent to the other ranks: {error} (LS112)") from error
 
 
 def _code(secret: bytes, rank: int, packed: bytes) -> bytes:
@@ -148,5 +150,5 @@ def _explain_refused(name: str, rank: int) -> str:
     return (
         f"Rank {rank} sends an object of {name} to the other ranks, over sockets that do not prove who sends. Without "
         "a secret only plain data is accepted: numbers, texts, containers, tensors. Send such, or set LOCKSTEP_TOKEN "
-        "to the same secret text on all ranks."
+        "to the same secret text on all ranks. (LS115)"
     )

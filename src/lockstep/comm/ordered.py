@@ -195,7 +195,7 @@ def _check_inputs(
     if isinstance(tensor, Mapping):
         partials = tensor
         if num_shards is None:
-            raise TypeError("num_shards is missing: with partials, give the number of shards of the run.")
+            raise TypeError("num_shards is missing: with partials, give the number of shards of the run. (LS210)")
         for node, partial in partials.items():
             check_summable(partial, f"the partial {node}", is_written=False)
     else:
@@ -205,12 +205,12 @@ def _check_inputs(
         if num_shards != world.world_size:
             raise ValueError(
                 f"One tensor per rank makes {world.world_size} shards, and num_shards is {num_shards}. Give the "
-                "partials that this rank holds, by subtree, or leave num_shards out."
+                "partials that this rank holds, by subtree, or leave num_shards out. (LS210)"
             )
     if out is None:
         if not partials:
             raise ValueError(
-                f"Rank {world.rank} holds no partial, so shape and dtype of the result are not known. Give out."
+                f"Rank {world.rank} holds no partial, so shape and dtype of the result are not known. Give out. (LS210)"
             )
         out = torch.empty_like(next(iter(partials.values())), memory_format=torch.contiguous_format)
     check_summable(out, "out", is_written=True)
@@ -218,7 +218,7 @@ def _check_inputs(
         if _describe(partial) != _describe(out):
             raise ValueError(
                 f"Rank {world.rank}: the partial {node} is {_describe(partial)}, and the result {_describe(out)}. "
-                "Partials and out must have one shape, dtype and device."
+                "Partials and out must have one shape, dtype and device. (LS210)"
             )
     return _Inputs(partials=partials, num_shards=num_shards, out=out, is_one_tensor=is_one_tensor)
 
@@ -227,7 +227,7 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: PartialLayout | None
     """Return who holds what (collective if there are partials and `layout` is None)."""
     if layout is not None:
         if len(layout) != world.world_size:
-            raise ValueError(f"The layout lists {len(layout)} ranks, and the group has {world.world_size}.")
+            raise ValueError(f"The layout lists {len(layout)} ranks, and the group has {world.world_size}. (LS210)")
         check_layout(layout, inputs.num_shards)
         _check_own(layout[world.rank], inputs.partials, world.rank)
         return layout
@@ -255,7 +255,7 @@ def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: 
     if set(expected) != set(partials):
         raise ValueError(
             f"Rank {rank} holds {list(partials)}, and the layout has {list(expected)}. Make both from the same shards "
-            "and the same number of ranks."
+            "and the same number of ranks. (LS210)"
         )
 
 

@@ -72,7 +72,7 @@ def to_plain_error(error: Exception, rank: int) -> Exception:
     try:
         pack_plain(error)
     except RefusedObjectError:
-        return PeerFailedError(f"Rank {rank} has failed: {type(error).__name__}: {error}")
+        return PeerFailedError(f"Rank {rank} has failed: {type(error).__name__}: {error} (LS213)")
     return error
 
 

@@ -110,7 +110,7 @@ def check_held_partials(holdings: Sequence[HeldPartials]) -> None:
             if found != expected:
                 raise ValueError(
                     f"Rank {rank} has {name} {found}, rank 0 has {expected}. Give every rank's partials the same "
-                    "shape and dtype, and the same num_shards."
+                    "shape and dtype, and the same num_shards. (LS210)"
                 )
     check_layout([holding.nodes for holding in holdings], holdings[0].num_shards)
 
@@ -127,7 +127,7 @@ def check_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> None:
             message names it and who holds it.
     """
     if num_shards < 1:
-        raise ValueError(f"num_shards is {num_shards}, expected 1 or more.")
+        raise ValueError(f"num_shards is {num_shards}, expected 1 or more. (LS210)")
     held = [node for nodes in layout for node in nodes]
     try:
         # The sum takes each node that it reaches once. Taking all that are held, it takes no shard twice.
@@ -149,20 +149,20 @@ def _explain_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> str:
             if not _is_subtree(node, num_shards):
                 return (
                     f"Rank {rank} holds {node!r}, which is not a subtree of {num_shards} shards. A position is a pair "
-                    "(first shard, one after last) as partial_nodes returns them."
+                    "(first shard, one after last) as partial_nodes returns them. (LS210)"
                 )
             for shard in range(*node):
                 other = holders[shard]
                 if other is not None:
                     return (
                         f"Shard {shard} is held twice: by rank {other[0]} in {other[1]} and by rank {rank} in {node}. "
-                        "Each shard must be in one partial only."
+                        "Each shard must be in one partial only. (LS210)"
                     )
                 holders[shard] = rank, node
     missing = holders.index(None)
     return (
         f"No rank holds shard {missing} of {num_shards}; the ranks hold {[sorted(nodes) for nodes in layout]}, in rank "
-        "order. Together the partials must cover every shard."
+        "order. Together the partials must cover every shard. (LS210)"
     )
 
 

@@ -56,12 +56,17 @@ def _read(key: str, raw: bytes | str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(raw.decode() if isinstance(raw, bytes) else raw)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        shown = bytes(raw[:_SHOWN]) if isinstance(raw, bytes) else raw[:_SHOWN]
-        raise GroupError(
-            f"The store of the rendezvous holds {shown!r} under the key {key!r}, which no worker of Lockstep writes. "
-            "Another program writes to this store, or workers have different versions of Lockstep. Give each training "
-            "a port of its own, which no one else can reach."
-        ) from error
+        raise changed_value(key, raw) from error
+
+
+def changed_value(key: str, raw: bytes | str) -> GroupError:
+    """Return the error that the store holds under a key what no worker has written there."""
+    shown = bytes(raw[:_SHOWN]) if isinstance(raw, bytes) else raw[:_SHOWN]
+    return GroupError(
+        f"The store of the rendezvous holds {shown!r} under the key {key!r}, which no worker of Lockstep writes. "
+        "Another program writes to this store, or workers have different versions of Lockstep. Give each training "
+        "a port of its own, which no one else can reach. (LS114)"
+    )
 
 
 def _to_record(found: Any, kind: type[Any]) -> Any:

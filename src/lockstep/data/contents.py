@@ -22,7 +22,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 OTHER_DATA = (
     "Samples that every rank has loaded by itself, with the same random states, differ. Look for what differs between "
     "the processes: files in the order of os.listdir (sort them), a vocabulary built from a set (sort it, or set "
-    "PYTHONHASHSEED), a path, a random generator that the data set seeds by itself."
+    "PYTHONHASHSEED), a path, a random generator that the data set seeds by itself, a stream that gives each rank or "
+    "each reading other records."
 )
 """What to look for where the data of ranks differ."""
 _NUM_READ = 64
@@ -78,7 +79,9 @@ def _describe(value: Any) -> str | None:
         return f"{value:.3g}"
     if isinstance(value, str):
         return "a path" if PurePath(value).is_absolute() else repr(value)
-    if isinstance(value, bool | int | complex | bytes | None):
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes {zlib.crc32(value)}"
+    if isinstance(value, bool | int | complex | None):
         return repr(value)
     return type(value).__name__ if isinstance(value, type | types.ModuleType | types.FunctionType) else None
 

@@ -12,8 +12,8 @@ class Cursor:
     step: int = 0
     """Step within the epoch, counted from 0."""
 
-    def advance(self, num_steps: int) -> "Cursor":
-        """Return the cursor one step on, in epochs of `num_steps` steps."""
-        if self.step + 1 < num_steps:
+    def advance(self, num_steps: int | None) -> "Cursor":
+        """Return the cursor one step on, in an epoch of `num_steps` steps; None if it has more, but not how many."""
+        if num_steps is None or self.step + 1 < num_steps:
             return Cursor(self.epoch, self.step + 1)
         return Cursor(self.epoch + 1, 0)

@@ -65,19 +65,20 @@ class OwnGenerator:
 
 def find_generators(root: object) -> list[OwnGenerator]:
     """Return the generators that an object holds, itself or in what it holds; the nearest ones first."""
-    kinds = _kinds()
+    kinds = _kinds()  # `issubclass`, because torch's classes answer `isinstance` in Python
     found: list[OwnGenerator] = []
     seen: set[int] = set()
-    waiting: deque[tuple[str, object]] = deque([("", root)])
+    waiting: deque[tuple[str, object]] = deque([] if issubclass(type(root), _OPAQUE) else [("", root)])
     while waiting and len(seen) < _NUM_OBJECTS:
         path, value = waiting.popleft()
-        if isinstance(value, _OPAQUE) or id(value) in seen:
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, kinds):
+        if issubclass(type(value), kinds):
             found.append(OwnGenerator(path=path, generator=value))
         else:
-            waiting.extend((f"{path}.{name}", part) for name, part in _parts(value, kinds))
+            parts = _parts(value, kinds)
+            waiting.extend((f"{path}.{name}", part) for name, part in parts if not issubclass(type(part), _OPAQUE))
     return found
 
 
@@ -90,7 +91,10 @@ def _kinds() -> tuple[type, ...]:
 def _parts(value: object, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
     """Return what an object holds, by name."""
     if isinstance(value, dict):
-        yield from ((str(name), part) for name, part in islice(value.items(), _NUM_ITEMS))
+        # Not the text of any key: an object's has its address, which is another one in each process, and that of a
+        # parameter, as an optimizer's state has for keys, its values.
+        for number, (key, part) in enumerate(islice(value.items(), _NUM_ITEMS)):
+            yield str(key) if isinstance(key, str | int) else str(number), part
     elif isinstance(value, list | tuple):
         yield from ((str(number), part) for number, part in enumerate(value[:_NUM_ITEMS]))
     elif isinstance(value, partial):
@@ -114,5 +118,5 @@ def _parts_of_function(function: types.FunctionType, kinds: tuple[type, ...]) ->
         except ValueError:  # a name that has no value yet
             continue
     for name in function.__code__.co_names:
-        if isinstance(value := function.__globals__.get(name), kinds):
+        if issubclass(type(value := function.__globals__.get(name)), kinds):
             yield name, value

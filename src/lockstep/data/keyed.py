@@ -4,24 +4,71 @@ Augmentation draws from torch's, NumPy's and Python's global generators. If they
 not reseeded, a sample would depend on which process loads it and on what that process loaded before. So every sample is
 loaded in a state derived from (seed, epoch, sample), a slice is collated in one derived from its first sample, and the
 states of the calling process are restored afterwards. Generators that the data set holds are treated in the same way.
+
+Seeding takes longer than indexing a tensor. Nothing is seeded for data that draw nothing, see `lockstep.data.columns`.
 """
 
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from lockstep.data.columns import read_columns
 from lockstep.data.generators import OwnGenerator, find_generators
 from lockstep.errors import LockstepError
 from lockstep.shards import derive_seed
 
-SampleKey = tuple[int, int]
-"""Seed of the sample's random state, and its index."""
+_NUM_SHOWN = 16
+"""How many samples a message names."""
+
+
+class SliceKeys(ABC):
+    """Which samples a slice has, and their random states."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def indices(self) -> Sequence[Any]:
+        """Return what the data set is indexed with for each sample."""
+
+    @abstractmethod
+    def seeds(self, number: int) -> list[int]:
+        """Return the seeds of the random states of the first samples, so many."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawKeys(SliceKeys):
+    """Those of a slice of a data set with an index."""
+
+    draws: Sequence[int] = field(kw_only=False)
+    """Indices of the samples, plus `num_samples` for each time that a sample was drawn before in the epoch."""
+    num_samples: int
+    """Length of the data set."""
+    seed: int
+    """Seed of the run."""
+    epoch: int
+    """The epoch."""
+
+    def indices(self) -> list[int]:
+        """Return the indices of the samples."""
+        return [draw % self.num_samples for draw in self.draws]
+
+    def seeds(self, number: int) -> list[int]:
+        """Return the seeds of the random states of the first samples, so many."""
+        return list(map(self._seed_of, self.draws[:number]))
+
+    def _seed_of(self, draw: int) -> int:
+        times, index = divmod(draw, self.num_samples)
+        place = (self.seed, self.epoch, index, times) if times else (self.seed, self.epoch, index)
+        return derive_seed("sample", *place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +90,62 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: Makes a sample of an index.
         collate: Makes a slice of a list of samples.
+        makes_samples: Whether it does more than return a sample that is there, which needs no random state.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, makes_samples: bool = True
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
+        self._makes_samples = makes_samples
 
-    def __getitems__(self, keys: list[SampleKey]) -> Any:
+    def __getitems__(self, keys: SliceKeys) -> Any:
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
+        indices = keys.indices()
+        if self._collate is default_collate:
+            columns = read_columns(self._dataset, indices)
+            if columns is not None:
+                return columns
+        return self._make_keyed(indices, keys)
+
+    def _make_keyed(self, indices: Sequence[Any], keys: SliceKeys) -> Any:
         own = self._find_own()
         with _generators_restored(own):
             try:
-                samples = [self._make(seed, index, own) for seed, index in keys]
-                if len(found := self._find_own()) > len(own):  # they were made by the first sample
-                    own = found
-                    samples = [self._make(seed, index, own) for seed, index in keys]
+                if self._makes_samples:
+                    seeds = keys.seeds(len(indices))
+                    samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
+                    if len(found := self._find_own()) > len(own):  # they were made by the first sample
+                        own = found
+                        samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
+                else:
+                    samples = [self._dataset[index] for index in indices]
             except LockstepError as error:
                 return FailedSlice(error)
-            _seed(derive_seed("collate", keys[0][0]), own)
-            return self._collate(samples)
+            _seed(derive_seed("collate", *keys.seeds(1)), own)
+            try:
+                return self._collate(samples)
+            except Exception as error:
+                error.add_note(f"These samples of the data set do not make a batch: {_listed(indices)}.")
+                raise
 
     def _find_own(self) -> list[OwnGenerator]:
         return find_generators((self._dataset, self._collate))
 
     def _make(self, seed: int, index: int, own: Sequence[OwnGenerator]) -> Any:
         _seed(seed, own)
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except LockstepError:
+            raise
+        except Exception as error:
+            error.add_note(f"This was sample {index} of the data set.")
+            raise
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")
 
 
 def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
@@ -81,19 +158,48 @@ def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def _keep_states(own: Sequence[OwnGenerator]) -> list[Callable[[], object]]:
+    """Return functions that restore the present states of the global generators and of others."""
+    found = [partial(torch.set_rng_state, torch.get_rng_state()), partial(random.setstate, random.getstate())]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    return [*found, *(each.keep_state() for each in own)]
+
+
 @contextmanager
 def _generators_restored(own: Sequence[OwnGenerator]) -> Iterator[None]:
-    put_back = [each.keep_state() for each in own]
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    states = _keep_states(own)
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        for put in put_back:
-            put()
+        for restore in states:
+            restore()
+
+
+@final
+class RandomState:
+    """States of the global generators, and of those that an object holds, for one piece of work that is interrupted.
+
+    Args:
+        seed: Of the states at the beginning.
+        root: The object.
+    """
+
+    def __init__(self, seed: int, root: object) -> None:
+        self._seed = seed
+        self._root = root
+        self._states: list[Callable[[], object]] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Set the generators to the states in which they were left; put back at the end what they were before."""
+        own = find_generators(self._root)
+        with _generators_restored(own):
+            if self._states is None:
+                _seed(self._seed, own)
+            else:
+                for restore in self._states:
+                    restore()
+            yield
+            self._states = _keep_states(own)

@@ -1,63 +1,63 @@
 """`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
 
 import copy
-import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.assignment import ShardAssignment
-from lockstep.data.batch import ShardedBatch, Slice
-from lockstep.data.contents import content_number, slice_number
+from lockstep.data.batch import ShardedBatch, Slice, error_place_noted
+from lockstep.data.contents import slice_number
 from lockstep.data.cursor import Cursor
-from lockstep.data.keyed import FailedSlice, KeyedDataset, SampleKey
-from lockstep.data.order import epoch_order, step_slices
+from lockstep.data.divided import DividedSamples, can_be_divided
+from lockstep.data.ended_processes import loading_processes_explained
+from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
+from lockstep.data.listed import ListedSamples, check_listed
+from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
+from lockstep.data.sampling import Sampling, read_lengths, read_weights
+from lockstep.data.slice_keys import EpochRanges, Keys, SlicePlan, keys_after, keys_of_slices, own_slices
+from lockstep.data.stream import Stream, as_stream
+from lockstep.data.streamed import Cut, StreamedSamples, Transformed, count_steps
 from lockstep.processes.lifetime import die_with_parent, terminate_only_for
-from lockstep.shards import derive_seed
+from lockstep.recording import EventKind, own_recorder
 
 _PREFETCH_FACTOR = 2
 """How many slices each loading process is ahead; torch's default."""
 _NUM_COMPARED = 12
 """Samples by which the data of the workers are compared."""
-_Cuts = Callable[[int], list[Sequence[int]]]
-"""Returns the samples of each shard in a step of an epoch."""
-_Keys = Callable[[], Iterator[list[SampleKey]]]
-"""Makes the keys of the samples of each slice to load, in order."""
-
-
-@final
-class _Plan:
-    """What a DataLoader is to load; generated lazily, because an epoch may have millions of samples."""
-
-    def __init__(self, keys: _Keys) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        return self.keys()
 
 
 @final
 class ShardedLoader:
-    """Load a map-style data set in global batches that are cut into shards.
+    """Load a data set in global batches that are cut into shards.
 
     The global batch of a step depends on (seed, epoch, step) alone. The last batch of an epoch is smaller where the
     batch size does not divide the data set: nothing is padded, and nothing is dropped without `drop_last`.
 
     Args:
-        dataset: A map-style data set (`__getitem__` and `__len__`).
+        dataset: A map-style data set (`__getitem__` and `__len__`), or a stream: an `ls.Stream`, or an
+            `IterableDataset`, which becomes one.
         batch_size: Samples of a step over *all* workers.
         num_shards: Slices of a batch; the number of shards of the run.
         seed: Of the order and of the samples' random states; the same on every worker.
         shuffle: A new order for every epoch; else the order of the data set.
+        weights: How often each sample is drawn, in proportion: one number for each, not negative. An epoch has as many
+            draws as there are samples, with replacement, as with torch's WeightedRandomSampler: some samples come
+            several times, each time in another random state, and some do not come. "balanced" draws every class
+            equally often; the data set holds the classes as `targets` or `labels`, or is a TensorDataset with the
+            classes as its last tensor. An evaluation counts each sample once, whatever the weights are.
+        lengths: The length of each sample, say its tokens: batches then hold samples of similar lengths, so that they
+            need little padding, and come in a random order. A shard's samples are neighbours by length.
         num_workers: Data-loading processes of each worker, as in `torch.utils.data.DataLoader`.
         persistent_workers: Keep these processes for the next epoch, which begins sooner then. They keep the data set as
             it was when they began: what is changed in it between two epochs, as by a `set_epoch`, they do not see.
@@ -70,9 +70,13 @@ class ShardedLoader:
             group, which is made if torchrun or another launcher started this worker and it is not there, or alone.
 
     Raises:
-        TypeError: A data set without a length or without indexing.
+        TypeError: A data set without a length or without indexing that is no stream, or a stream that can be read only
+            once.
         ValueError: A batch smaller than the number of shards, an empty data set, one that is smaller than a batch where
-            the last batch is left out, or more workers than shards.
+            the last batch is left out, or more workers than shards; weights or lengths that are not one for each
+            sample, negative, or together with `shuffle=False`; weights that are all zero, or "balanced" where the
+            classes are not known; weights or lengths for a stream, or a stream without a record, or one that gives
+            other records when it is read again.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class ShardedLoader:
         num_shards: int,
         seed: int = 0,
         shuffle: bool = True,
+        weights: Literal["balanced"] | Sequence[float] | Tensor | None = None,
+        lengths: Sequence[float] | Tensor | None = None,
         num_workers: int = 0,
         persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -90,16 +96,36 @@ class ShardedLoader:
         pin_memory: bool = False,
         world: World | Callable[[], World] | None = None,
     ) -> None:
-        self.num_samples = _check_dataset(dataset)
         if batch_size < num_shards:
             raise ValueError(
                 f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "
-                f"batch. Use a batch_size of at least {num_shards}, or fewer shards."
+                f"batch. Use a batch_size of at least {num_shards}, or fewer shards. (LS401)"
             )
-        if drop_last and self.num_samples < batch_size:
+        stream = as_stream(dataset)
+        if stream is not None:
+            self._samples: Samples = _stream_samples(
+                stream,
+                Cut(batch_size=batch_size, num_shards=num_shards, drop_last=drop_last, seed=seed, shuffle=shuffle),
+                weights,
+                lengths,
+            )
+            dataset = Transformed(stream.transform)
+        else:
+            sampling = Sampling(
+                num_samples=check_listed(dataset),
+                batch_size=batch_size,
+                seed=seed,
+                shuffle=shuffle,
+                weights=None if weights is None else read_weights(weights, dataset, shuffle=shuffle),
+                lengths=None if lengths is None else read_lengths(lengths, dataset, shuffle=shuffle),
+            )
+            self._samples = ListedSamples(dataset, sampling, num_shards, drop_last=drop_last)
+        self.num_samples = self._samples.num_samples
+        """How many samples an epoch has; None for a stream whose end is not known."""
+        if drop_last and self.num_samples is not None and self.num_samples < batch_size:
             raise ValueError(
                 f"The data set has {self.num_samples} samples and batch_size is {batch_size}, so drop_last=True leaves "
-                "out all of them. Use a smaller batch_size, or drop_last=False."
+                "out all of them. Use a smaller batch_size, or drop_last=False. (LS401)"
             )
         if world is None:
             join_world()
@@ -108,36 +134,63 @@ class ShardedLoader:
         self.batch_size = batch_size
         self.num_shards = num_shards
         self._seed = seed
-        self._shuffle = shuffle
         self._drop_last = drop_last
         self._world = self._current_world()
         self._assignment = ShardAssignment(self._world.world_size, num_shards)
         self._num_workers = num_workers
         self._keeps_processes = persistent_workers and num_workers > 0
         self._pin_memory = pin_memory
-        self._length = partial(_length_of, dataset)
-        self._content = self._content_of_tensors = content_number(dataset)
+        self._content = self._known_content = self._samples.content()
         self._has_own_collate = collate_fn is not None
-        self._dataset = KeyedDataset(dataset, default_collate if collate_fn is None else collate_fn)
-        self._plan = _Plan(lambda: iter(()))
+        self._dataset = KeyedDataset(
+            dataset,
+            default_collate if collate_fn is None else collate_fn,
+            makes_samples=stream is None or stream.transform is not None,
+        )
+        self._plan = SlicePlan(lambda: iter(()))
         self._processes: DataLoader[Any] | None = None
         self._is_iterating = False
+        self._bookmark: Mapping[str, Any] = {}
+        self._present: tuple[EpochSamples, int] | None = None
 
     def __iter__(self) -> NoReturn:
         """Refuse to be looped over as a DataLoader is: the order of an epoch follows from its number."""
         raise TypeError(
             "A ShardedLoader cannot be iterated; iterate over one of its epochs: for batch in loader.epoch(epoch), "
-            "where epoch is 0, 1, ..."
+            "where epoch is 0, 1, ... (LS403)"
         )
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch."""
-        return self.num_samples // self.batch_size if self._drop_last else self.num_batches
+        """Return the number of steps of an epoch.
+
+        Raises:
+            TypeError: The data are a stream whose end is not known.
+        """
+        num_steps = self.num_steps
+        if num_steps is None:
+            raise TypeError(
+                "The data are a stream, whose length is known only at its end. Give ls.Stream the lengths of its "
+                "parts, or steps_per_epoch, if the number of steps is needed beforehand. (LS409)"
+            )
+        return num_steps
 
     @property
-    def num_batches(self) -> int:
-        """How many batches hold all samples, together with a last one that `drop_last` leaves out of an epoch."""
-        return math.ceil(self.num_samples / self.batch_size)
+    def num_steps(self) -> int | None:
+        """How many steps an epoch has; None for a stream whose end is not known."""
+        return self._count_steps(drops_last=self._drop_last)
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches hold all samples, together with a last one that `drop_last` leaves out of an epoch.
+
+        None for a stream whose end is not known.
+        """
+        return self._count_steps(drops_last=False)
+
+    def _count_steps(self, *, drops_last: bool) -> int | None:
+        if self.num_samples is None:
+            return None
+        return count_steps(self.num_samples, self.batch_size, drops_last=drops_last)
 
     @property
     def source(self) -> str:
@@ -150,12 +203,29 @@ class ShardedLoader:
         Raises:
             ValueError: A negative epoch, a step outside the epoch, or a data set that is longer or shorter than it was.
         """
-        self._check_length()
-        if epoch < 0 or not 0 <= start_step <= len(self):
+        self._samples.check_unchanged()
+        num_steps = self.num_steps
+        if epoch < 0 or start_step < 0 or (num_steps is not None and start_step > num_steps):
+            have = "" if num_steps is None else f" and have {num_steps} steps"
             raise ValueError(
-                f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0 and have {len(self)} steps."
+                f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0{have}. (LS404)"
             )
-        return self._iterate(epoch, range(start_step, len(self)))
+        return self._iterate(epoch, start_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where a stream is at the present batch, so that a resumed run need not read what comes before (local).
+
+            trainer.save(path, extra={"loader": loader})
+            trainer.load(path, extra={"loader": loader})
+
+        A state is not needed for the right samples, and empty for data sets with an index.
+        """
+        found = self._bookmark if self._present is None else self._present[0].bookmark(self._present[1])
+        return dict(found)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned (local); `epoch` uses it if it belongs to the epoch and step."""
+        self._bookmark, self._present = dict(state), None
 
     def for_one_worker(self) -> "ShardedLoader":
         """Return a loader of the same batches, of which this worker has all slices; it loads in this process."""
@@ -165,129 +235,143 @@ class ShardedLoader:
             _current_world=partial(_same_world, alone),
             _world=alone,
             _assignment=ShardAssignment(1, self.num_shards),
-            _plan=_Plan(lambda: iter(())),
+            _plan=SlicePlan(lambda: iter(())),
             _processes=None,
             _keeps_processes=False,
             _num_workers=0,
             _is_iterating=False,
+            _samples=self._samples.alone(),
+            _present=None,
         )
         return other
 
-    def fixed_assignment_epoch(self) -> Iterator[ShardedBatch]:
+    def fixed_assignment_epoch(self, *, each_once: bool = True) -> Iterator[ShardedBatch]:
         """Yield this worker's part of all batches of epoch 0, in which no shard moves to another worker.
 
         So one worker adds up all values of a shard, in the order of the data. No batch is left out.
-        """
-        self._check_length()
-        return self._iterate(0, range(self.num_batches), moves_shards=False)
 
-    def _iterate(self, epoch: int, steps: range, *, moves_shards: bool = True) -> Iterator[ShardedBatch]:
-        order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        cuts = partial(step_slices, order, batch_size=self.batch_size, num_shards=self.num_shards)
+        Args:
+            each_once: Whether each sample comes once; False to draw samples by their weights, as for training.
+        """
+        self._samples.check_unchanged()
+        return self._iterate(0, 0, is_fixed=True, each_once=each_once)
+
+    def _iterate(
+        self, epoch: int, step: int, *, is_fixed: bool = False, each_once: bool = False
+    ) -> Iterator[ShardedBatch]:
+        bookmark = {} if is_fixed else self._bookmark
+        samples = self._samples.epoch(
+            EpochBegin(epoch=epoch, first_step=step, keeps_last=is_fixed, each_once=each_once, bookmark=bookmark)
+        )
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
-        moves_shards &= not self._is_iterating
-        step, num_steps = steps.start, steps.stop
+        moves_shards = not is_fixed and not self._is_iterating
+        recorder = own_recorder()
+        source = self._describe()  # once: it reads all weights and lengths
         self._follow_world()
-        while step < num_steps:
+        while any(samples.cut(step)):
             world = self._world
             assignment = self._assignment if moves_shards else ShardAssignment(world.world_size, self.num_shards)
-            epoch_ranges = _EpochRanges(assignment, epoch)
-            keys = partial(_keys_of_slices, range(step, num_steps), cuts, epoch_ranges, world.rank, self._seed, epoch)
+            epoch_ranges = EpochRanges(assignment, epoch)
+            keys = partial(keys_of_slices, step, samples, epoch_ranges, world.rank)
             compared = [] if self._content else self._keys_to_compare()
-            with self._loaded(partial(_keys_after, compared, keys)) as loaded:
+            with self._loaded(partial(keys_after, compared, keys)) as loaded, loading_processes_explained():
                 if compared:
                     self._content = slice_number([_check_slice(next(loaded)) for _ in compared])
-                while step < num_steps and self._world == world:
-                    slices = cuts(step)
+                while self._world == world and any(slices := samples.cut(step)):
+                    event = recorder.begin(EventKind.LOADING, step, epoch, 0)
                     ranges = epoch_ranges.ranges(step)
+                    if moves_shards:
+                        self._present = samples, step
                     yield ShardedBatch(
                         cursor=Cursor(epoch, step),
-                        num_steps=num_steps,
+                        num_steps=samples.num_steps(step),
                         num_samples=sum(map(len, slices)),
                         num_shards=self.num_shards,
                         slices=tuple(
-                            Slice(shard=shard, num_samples=len(indices), data=_check_slice(next(loaded)))
-                            for shard, indices in _own(slices, ranges[world.rank])
+                            _take_slice(loaded, Cursor(epoch, step), shard, samples.indices(draws))
+                            for shard, draws in own_slices(slices, ranges[world.rank])
                         ),
                         ranges=ranges,
-                        source=self._describe(),
+                        source=source,
                         content=self._content,
+                        number=samples.number(step),
                         assignment=assignment,
                         world=world,
-                        recut=partial(self._recut, cuts),
+                        recut=_last(partial(self._recut, samples), recorder.end, event),
                     )
                     epoch_ranges.forget(step)
+                    samples.forget(step)
                     step += 1
-        self._check_length()
+        self._samples.check_unchanged()
 
-    def _keys_to_compare(self) -> list[list[SampleKey]]:
+    def _keys_to_compare(self) -> list[SliceKeys]:
         """Return the keys of slices that every worker loads, by which their data are compared.
 
         They are the first slices of epoch 0: whatever collates slices can collate these. Of a large one, torch's own
         function gets a part.
         """
-        order = epoch_order(self.num_samples, seed=self._seed, epoch=0, shuffle=self._shuffle)
-        found: list[list[SampleKey]] = []
-        for indices in step_slices(order, 0, batch_size=self.batch_size, num_shards=self.num_shards):
-            missing = _NUM_COMPARED - sum(map(len, found))
-            if missing > 0 and indices:
-                part = indices if self._has_own_collate else indices[:missing]
-                found.append(_sample_keys(part, self._seed, 0))
+        samples = self._samples.epoch(EpochBegin(epoch=0))
+        found: list[SliceKeys] = []
+        num_found = 0
+        for draws in samples.cut(0):
+            missing = _NUM_COMPARED - num_found
+            if missing > 0 and draws:
+                found.append(samples.keys(draws if self._has_own_collate else draws[:missing]))
+                num_found += len(draws)
         return found
 
-    def _recut(self, cuts: _Cuts, batch: ShardedBatch) -> ShardedBatch:
+    def _recut(self, samples: EpochSamples, batch: ShardedBatch) -> ShardedBatch:
         """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
         world = self._follow_world()
         ranges = self._assignment.ranges(batch.cursor)
         held = {part.shard: part for part in batch.slices}
         slices = tuple(
-            held[shard] if shard in held else self._load(batch.cursor.epoch, shard, indices)
-            for shard, indices in _own(cuts(batch.cursor.step), ranges[world.rank])
+            held[shard] if shard in held else self._load(samples, shard, draws)
+            for shard, draws in own_slices(samples.cut(batch.cursor.step), ranges[world.rank])
         )
         return replace(batch, slices=slices, ranges=ranges, assignment=self._assignment, world=world)
 
-    def _load(self, epoch: int, shard: int, indices: Sequence[int]) -> Slice:
+    def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
         """Load one slice in this process."""
-        data = self._dataset.__getitems__(_sample_keys(indices, self._seed, epoch))
-        return Slice(shard=shard, num_samples=len(indices), data=_check_slice(data))
+        data = _check_slice(self._dataset.__getitems__(samples.keys(draws)))
+        return Slice(shard=shard, num_samples=len(draws), data=data, indices=samples.indices(draws))
 
     def _follow_world(self) -> World:
         """Return the present workers; if they are others than before, assign the shards anew."""
         world = self._current_world()
         if world != self._world:
             self._assignment = ShardAssignment(world.world_size, self.num_shards)
-            self._content = self._content_of_tensors  # else loaded anew, as new workers load what it is now
+            self._content = self._known_content  # else loaded anew, as new workers load what it is now
         self._world = world
         return world
 
     @contextmanager
-    def _loaded(self, keys: _Keys) -> Iterator[Iterator[Any]]:
+    def _loaded(self, keys: Keys) -> Iterator[Iterator[Any]]:
         """Load the slices with these keys, in loading processes if there are any.
 
         An epoch that begins while another is under way gets processes of its own.
         """
-        if self._is_iterating:
-            yield iter(self._make_loader(_Plan(keys), persistent=False))
-            return
-        self._is_iterating = True
+        is_inner, self._is_iterating = self._is_iterating, True
         try:
-            if not self._keeps_processes:
-                yield iter(self._make_loader(_Plan(keys), persistent=False))
-                return
-            if self._processes is None:
-                self._processes = self._make_loader(self._plan, persistent=True)
-            self._plan.keys = keys
-            yield iter(self._processes)
+            if not self._num_workers and not self._pin_memory:
+                yield map(self._dataset.__getitems__, keys())
+            elif is_inner or not self._keeps_processes:
+                yield iter(self._make_loader(SlicePlan(keys), persistent=False))
+            else:
+                if self._processes is None:
+                    self._processes = self._make_loader(self._plan, persistent=True)
+                self._plan.keys = keys
+                yield iter(self._processes)
         finally:
-            self._is_iterating = False
+            self._is_iterating = is_inner
 
-    def _make_loader(self, plan: _Plan, *, persistent: bool) -> DataLoader[Any]:
+    def _make_loader(self, plan: SlicePlan, *, persistent: bool) -> DataLoader[Any]:
         # The parent-death signal is bound to the *thread* that starts a process, so only the main thread sets it:
         # another thread may end before the epoch does.
         in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(
             self._dataset,
-            batch_sampler=plan,
+            batch_sampler=plan,  # type: ignore[arg-type] # what it yields is handed on as it is
             num_workers=self._num_workers,
             prefetch_factor=_PREFETCH_FACTOR if self._num_workers else None,
             collate_fn=_as_it_is,
@@ -299,73 +383,31 @@ class ShardedLoader:
         )
 
     def _describe(self) -> str:
-        order = "in order" if not self._shuffle else "shuffled"
+        count = "samples" if self.num_samples is None else f"{self.num_samples} samples"
         return (
-            f"{self.num_samples} samples in batches of {self.batch_size}, {self.num_shards} shards, seed {self._seed}, "
-            f"{order}{', without the last batch where it is smaller' if self._drop_last else ''}"
+            f"{count} in batches of {self.batch_size}, {self.num_shards} shards, seed {self._seed}, "
+            f"{self._samples}{', without the last batch where it is smaller' if self._drop_last else ''}"
         )
 
-    def _check_length(self) -> None:
-        length = self._length()
-        if length != self.num_samples:
-            raise ValueError(
-                f"The data set had {self.num_samples} samples when its ShardedLoader was made, and has {length} now. "
-                "The order of the samples depends on their number: make a new loader, between two epochs, when a data "
-                "set has grown or shrunk."
-            )
 
-
-@final
-class _EpochRanges:
-    """The shards of every worker in the steps of an epoch; those of a step do not change after the first request."""
-
-    def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
-        self._assignment = assignment
-        self._epoch = epoch
-        self._ranges: dict[int, tuple[range, ...]] = {}
-
-    def ranges(self, step: int) -> tuple[range, ...]:
-        if step not in self._ranges:
-            self._ranges[step] = self._assignment.ranges(Cursor(self._epoch, step))
-        return self._ranges[step]
-
-    def forget(self, step: int) -> None:
-        self._ranges.pop(step, None)
-
-
-def _keys_of_slices(
-    steps: range, cuts: _Cuts, epoch_ranges: _EpochRanges, rank: int, seed: int, epoch: int
-) -> Iterator[list[SampleKey]]:
-    """Yield the keys of the samples of each slice of one worker.
-
-    Not a method of the loader: the DataLoader refers to this. In a reference cycle torch cannot signal the loading
-    processes to exit, and waits 5 s for them.
-    """
-    for step in steps:
-        for _, indices in _own(cuts(step), epoch_ranges.ranges(step)[rank]):
-            yield _sample_keys(indices, seed, epoch)
-
-
-def _keys_after(first: Sequence[list[SampleKey]], keys: _Keys) -> Iterator[list[SampleKey]]:
-    yield from first
-    yield from keys()
-
-
-def _sample_keys(indices: Sequence[int], seed: int, epoch: int) -> list[SampleKey]:
-    return [(derive_seed("sample", seed, epoch, index), index) for index in indices]
+def _last(value: Any, end: Callable[[int], object], event: int) -> Any:
+    """Return `value` when the event of which it is the last part has ended."""
+    end(event)
+    return value
 
 
 def _same_world(world: World) -> World:
     return world
 
 
-def _own(slices: list[Sequence[int]], shards: range) -> list[tuple[int, Sequence[int]]]:
-    """Return those of a worker's `shards` that have samples, with their samples."""
-    return [(shard, slices[shard]) for shard in shards if len(slices[shard]) > 0]
-
-
 def _as_it_is(collated: Any) -> Any:
     return collated
+
+
+def _take_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, indices: Sequence[int]) -> Slice:
+    with error_place_noted(cursor, shard, indices):
+        data = _check_slice(next(loaded))
+    return Slice(shard=shard, num_samples=len(indices), data=data, indices=indices)
 
 
 def _check_slice(data: Any) -> Any:
@@ -384,18 +426,11 @@ def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: in
     terminate_only_for(worker_pid)
 
 
-def _length_of(dataset: Dataset[Any]) -> int:
-    return int(type(dataset).__len__(dataset))  # type: ignore[attr-defined]
-
-
-def _check_dataset(dataset: Dataset[Any]) -> int:
-    length = getattr(type(dataset), "__len__", None)
-    if isinstance(dataset, IterableDataset) or length is None or getattr(dataset, "__getitem__", None) is None:
-        raise TypeError(
-            f"A ShardedLoader needs a data set with __len__ and __getitem__, but {type(dataset).__name__} is not "
-            "one: the order of the samples must be known beforehand."
-        )
-    num_samples = _length_of(dataset)
-    if num_samples < 1:
-        raise ValueError("The data set is empty; expected at least one sample.")
-    return num_samples
+def _stream_samples(stream: Stream, cut: Cut, weights: object, lengths: object) -> Samples:
+    for name, value in (("weights", weights), ("lengths", lengths)):
+        if value is not None:
+            raise ValueError(
+                f"{name} need samples that can be asked for by their index, and the data are a stream, which is read "
+                f"in its own order. Leave {name} out, or use a data set with __getitem__ and __len__. (LS409)"
+            )
+    return DividedSamples(stream, cut) if can_be_divided(stream, cut) else StreamedSamples(stream, cut)

@@ -4,7 +4,6 @@ It is a subclass of torch's: accelerate and Lightning check with `isinstance` be
 code computes the order. The subclass adds a mode without padding, and a warning when `set_epoch` was not called.
 """
 
-import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Self
 
@@ -13,7 +12,9 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset
 
 from lockstep.comm import current_world
+from lockstep.comm.user_line import warn_at_user_line
 from lockstep.errors import GroupError
+from lockstep.torch_private.loaders import is_before_first_batch
 
 _Order = tuple[int, int, int]
 """What the order of an epoch is identified by: calls of `set_epoch`, epoch, seed."""
@@ -31,10 +32,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
         DataLoader(test_set, batch_size=64, sampler=ls.DistributedSampler(test_set, shuffle=False, pad=False))
 
-    A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, in training: not with
-    `shuffle=False`, with `pad=False`, or under `torch.no_grad()`, which must be on when the epoch begins: around the
-    loop over the loader, not within it. An epoch that ends with a `break` is never warned of: it may only have
-    inspected a batch. If the data set grows or shrinks, the next epoch uses its new length.
+    A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, at the end of that
+    epoch, in training: not with `shuffle=False`, with `pad=False`, or under `torch.no_grad()`, which must be on when
+    the epoch begins: around the loop over the loader, not within it. An epoch that is left before its end is never
+    warned of: it may only have inspected a batch, as `next(iter(loader))` before `set_epoch` does. If the data set
+    grows or shrinks, the next epoch uses its new length.
 
     Args:
         dataset: Anything with a length.
@@ -62,13 +64,14 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         pad: bool = True,
     ) -> None:
         if drop_last and not pad:
-            raise ValueError("drop_last leaves samples out and pad=False keeps all of them: choose one.")
+            raise ValueError("drop_last leaves samples out and pad=False keeps all of them: choose one. (LS408)")
         world = current_world()
         if world.group is None and (num_replicas is None or rank is None):
             # With a default of one rank, every rank would get the whole data set.
             raise GroupError(
                 "DistributedSampler takes the number of ranks from the process group, and this process has none. Call "
-                "ls.init_process_group() first, start the function with ls.launch, or give num_replicas and rank."
+                "ls.init_process_group() first, start the function with ls.launch, or give num_replicas and "
+                "rank. (LS127)"
             )
         num_replicas = world.world_size if num_replicas is None else num_replicas
         super().__init__(dataset, num_replicas, world.rank if rank is None else rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
@@ -76,7 +79,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._length = -1
         self._num_epochs_set = 0
         self._finished: _Order | None = None
-        self._has_warned = False
+        self._repeated: _Order | None = None
+        self.is_order_told = False
+        """Whether this rank was warned that two epochs had the same order: here or by a wrapper."""
         self._follow_dataset()
 
     def __class_getitem__(cls, _item: Any) -> type[Self]:
@@ -95,9 +100,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         self._follow_dataset()
         order = (self._num_epochs_set, self.epoch, self.seed)
-        if order == self._finished and self._order_matters():
+        if order == self._repeated:  # and an epoch after that begins in this order, so it was not only inspected
             self._warn_of_repeated_order()
-        return self._hand_out(super().__iter__(), order)
+        is_repeated = order == self._finished and self._order_matters()
+        return self._hand_out(super().__iter__(), order, is_repeated=is_repeated)
 
     def _follow_dataset(self) -> None:
         """Set torch's attributes for the length that the data set has now."""
@@ -113,10 +119,18 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             self.num_samples = len(range(self.rank, length, self.num_replicas))
             self.total_size = length
 
-    def _hand_out(self, indices: Iterator[int], order: _Order) -> Iterator[int]:
+    def _hand_out(self, indices: Iterator[int], order: _Order, *, is_repeated: bool) -> Iterator[int]:
         yield from indices
         # Reached only when the epoch was iterated to its end.
         self._finished = order
+        if not is_repeated:
+            return
+        # Data-loading processes are sent indices ahead of the batches: with few batches, all of them before the first
+        # batch is returned, so this may still be somebody who looks at one batch.
+        if is_before_first_batch():
+            self._repeated = order
+        else:
+            self._warn_of_repeated_order()
 
     def _order_matters(self) -> bool:
         """Return whether this may be training: shuffled, padded, with gradients, not in a data-loading process.
@@ -127,13 +141,12 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return self.shuffle and self.pad and torch.is_grad_enabled() and not is_copy
 
     def _warn_of_repeated_order(self) -> None:
-        if self._has_warned:
+        if self.is_order_told:
             return
-        self._has_warned = True
-        warnings.warn(
-            f"Another epoch of this DistributedSampler begins, and set_epoch was not called since the last one: it "
-            f"shuffles by seed and epoch, so every epoch has the same order (epoch is still {self.epoch}). Call "
-            "sampler.set_epoch(epoch) before each epoch, on every rank, or use ls.ShardedLoader, whose epochs have "
-            "their number. For evaluation say shuffle=False, pad=False. This warning is shown once.",
-            stacklevel=3,
+        self.is_order_told = True
+        warn_at_user_line(
+            "Two epochs of this DistributedSampler had the same order, because set_epoch was not called between them: "
+            f"it shuffles by seed and epoch, and epoch is still {self.epoch}. Call sampler.set_epoch(epoch) before "
+            "each epoch, on every rank, or use ls.ShardedLoader, whose epochs have their number. For evaluation say "
+            "shuffle=False, pad=False. This warning is shown once. (LS316)",
         )

@@ -59,7 +59,7 @@ def choose_devices(
             free.
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
-        raise DeviceError(f"workers is {workers!r}, but a run needs a whole number of workers, 1 or more.")
+        raise DeviceError(f"workers is {workers!r}, but a run needs a whole number of workers, 1 or more. (LS905)")
     wanted = with_workers(request if isinstance(request, Auto | Cpu | Named) else parse_request(request), workers)
     if isinstance(wanted, Cpu):
         return _on_cpu(wanted.count or 1, "")
@@ -67,7 +67,7 @@ def choose_devices(
         return _choose_named(wanted, inventory, force=force)
     if inventory.is_faulty:
         raise DeviceError(
-            f"auto looks for GPUs, but {inventory.problem}. Repair that, or use cpu:2 to train on the CPU."
+            f"auto looks for GPUs, but {inventory.problem}. Repair that, or use cpu:2 to train on the CPU. (LS904)"
         )
     why_none = _why_no_gpu(inventory)
     if why_none and wanted.min_free_bytes is None:
@@ -75,7 +75,7 @@ def choose_devices(
     if why_none:
         raise DeviceError(
             f"device_ids asks for GPUs with {describe_bytes(wanted.min_free_bytes)} of free memory, but {why_none}. "
-            "Use auto to train on the CPU in that case."
+            "Use auto to train on the CPU in that case. (LS907)"
         )
     return _choose_free(wanted, inventory, force=force, max_workers=max_workers)
 
@@ -121,18 +121,18 @@ def _choose_named(wanted: Named, inventory: Inventory, *, force: bool) -> Placem
     _check_twice(gpus, [name for group in wanted.groups for name in group])
     for gpu in gpus:
         if gpu.problem:
-            raise DeviceError(f"device_ids asks for {label(gpu)}, which cannot be used: {gpu.problem}.")
+            raise DeviceError(f"device_ids asks for {label(gpu)}, which cannot be used: {gpu.problem}. (LS904)")
     if len(groups) > 1 and inventory.nccl_version < _NCCL_JOINS_INSTANCES and not force:
         for gpu, why in _first_of_each_card(gpus)[1].items():
             raise DeviceError(
                 f"device_ids asks for {short_label(gpu)}, which {why}. Name instances of different cards, or, if the "
-                "workers do not use NCCL, take these with --force (in Python force=True)."
+                "workers do not use NCCL, take these with --force (in Python force=True). (LS906)"
             )
     busy = [f"{short_label(gpu)} is {by}" for gpu in gpus if (by := find_occupants(gpu, inventory))]
     if busy and not force:
         raise DeviceError(
             f"device_ids asks for GPUs that are not free: {'; '.join(busy)}. Name others, use auto to get free ones, "
-            "or take these with --force (in Python force=True)."
+            "or take these with --force (in Python force=True). (LS903)"
         )
     return _place(groups, f"taken by force: {'; '.join(busy)}" if busy else "")
 
@@ -145,21 +145,21 @@ def _find(name: GpuName, inventory: Inventory) -> Gpu:
     """
     if inventory.problem or not inventory.gpus:
         why = inventory.problem or "no GPU can be seen here"
-        raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Use "cpu:2" to train on the CPU.')
+        raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Use "cpu:2" to train on the CPU. (LS902)')
     if isinstance(name, int) or ":" in name:
         found = [gpu for gpu in inventory.gpus if gpu_number(gpu) == str(name)]
     else:
         found = [gpu for gpu in inventory.gpus if (gpu.uuid or "").lower().startswith(name.lower())]
     if len(found) > 1:
         uuids = " and ".join(str(gpu.uuid) for gpu in found)
-        raise DeviceError(f"device_ids has {name!r}, but {uuids} begin with it. Give more letters of the UUID.")
+        raise DeviceError(f"device_ids has {name!r}, but {uuids} begin with it. Give more letters of the UUID. (LS901)")
     if not found:
-        raise DeviceError(f"device_ids asks for GPU {name}, but {_what_is_here(name, inventory.gpus)}.")
+        raise DeviceError(f"device_ids asks for GPU {name}, but {_what_is_here(name, inventory.gpus)}. (LS902)")
     if not found[0].is_visible:
         shown = ", ".join(short_label(gpu) for gpu in inventory.gpus if gpu.is_visible) or "none"
         raise DeviceError(
             f"device_ids asks for {short_label(found[0])}, which {_hidden_by(inventory)} from this process. Unset the "
-            f"variable, or name a GPU that it shows: {shown}."
+            f"variable, or name a GPU that it shows: {shown}. (LS906)"
         )
     return found[0]
 
@@ -177,7 +177,7 @@ def _check_twice(gpus: Sequence[Gpu], names: Sequence[GpuName]) -> None:
         if times > 1:
             used = [str(name) for gpu, name in zip(gpus, names, strict=True) if gpu_number(gpu) == number]
             how = f" (as {' and as '.join(used)})" if len(set(used)) > 1 else ""
-            raise DeviceError(f"device_ids names GPU {number} twice{how}; each worker needs a GPU of its own.")
+            raise DeviceError(f"device_ids names GPU {number} twice{how}; each worker needs a GPU of its own. (LS901)")
 
 
 def _choose_free(wanted: Auto, inventory: Inventory, *, force: bool, max_workers: int | None) -> Placement:
@@ -189,7 +189,7 @@ def _choose_free(wanted: Auto, inventory: Inventory, *, force: bool, max_workers
         obstacles = [apart.get(gpu, why) for gpu, why in zip(inventory.gpus, obstacles, strict=True)]
     num_workers = wanted.count or min(len(takeable), max_workers or len(takeable))
     if not num_workers or num_workers > len(takeable):
-        raise DeviceError(_too_few(wanted, inventory, obstacles))
+        raise DeviceError(f"{_too_few(wanted, inventory, obstacles)} (LS903)")
     chosen = [gpu for gpu in inventory.gpus if gpu in takeable[:num_workers]]
     refused = [f"{short_label(gpu)} {why}" for gpu, why in zip(inventory.gpus, obstacles, strict=True) if why]
     shared = [f"{short_label(gpu)} is also {by}" for gpu in chosen if (by := find_occupants(gpu, inventory))]
@@ -254,7 +254,7 @@ def _advise(wanted: Auto, inventory: Inventory, obstacles: Sequence[str]) -> str
     if num_held and (wanted.count or 1) <= len(usable):
         ways.append("wait")
         if wanted.min_free_bytes is None:
-            ways.append("share one (auto>=10GiB asks for free memory alone)")
+            ways.append("share one (auto@10GiB asks for free memory alone)")
             ways.append("take busy ones with --force (in Python force=True)")
     if wanted.min_free_bytes is not None and (wanted.count or 1) <= len(usable):
         ways.append("ask for less memory")

@@ -36,7 +36,7 @@ def take_gpu(local_rank: int) -> str:
     if local_rank >= num_gpus:
         return (
             f"Worker {local_rank} of host {socket.gethostname()!r} has no GPU of its own: {num_gpus} can be seen "
-            "there. Start at most one worker per GPU on a host."
+            "there. Start at most one worker per GPU on a host. (LS908)"
         )
     torch.accelerator.set_device_index(local_rank)
     return ""

@@ -64,6 +64,14 @@ class InputCopies:
                 leaf.record_stream(current)
         return pending.value
 
+    def move(self, value: Any) -> Any:
+        """Return a copy of a value that is needed at once: it does not come after what the device has to do."""
+        return self.finish(self.start(value))
+
+    def __reduce__(self) -> tuple[type["InputCopies"], tuple[torch.device]]:
+        """Return what a copy is made of: without the stream, which belongs to this process."""
+        return InputCopies, (self._device,)
+
     def _can_copy(self, value: Any) -> bool:
         """Return whether there is a tensor to copy, and whether all that is copied can be seen.
 

@@ -28,7 +28,8 @@ from lockstep.devices.placement import Placement
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
 from lockstep.errors import DeviceError, counted
-from lockstep.settings import VISIBLE_VARIABLES, VisibleDevices, read_visible_devices, read_visible_numbers
+from lockstep.settings import VisibleDevices, read_visible_devices, read_visible_numbers
+from lockstep.variables import VISIBLE_VARIABLES
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -98,7 +99,7 @@ def place_workers(
         num_workers = len(request.devices)
         if workers not in {None, num_workers}:
             placed = counted(num_workers, "worker")
-            raise DeviceError(f"devices is a placement of {placed}, but workers is {workers}. Give only one.")
+            raise DeviceError(f"devices is a placement of {placed}, but workers is {workers}. Give only one. (LS905)")
         return request
     return choose_devices(request, workers=workers, inventory=take_inventory(), force=force, max_workers=max_workers)
 

@@ -11,16 +11,17 @@ GpuName = int | str
 """The number in nvidia-smi, "0:1" for a MIG instance, or a UUID or its beginning: "GPU-5b2c", "MIG-..."."""
 
 DeviceRequest = str | Sequence[GpuName | Sequence[GpuName]] | None
-"""`"auto"`, `"auto:3"`, `"auto:3>=20GiB"`, `"cpu"`, `"cpu:2"`, `"0,2"`, `[0, 2, 5]`, `["GPU-5b2c", 1]`, for two GPUs
-per worker `[[0, 1], [2, 3]]`; None for `"auto"`."""
+"""`"auto"`, `"auto:3"`, `"auto:3@20GiB"`, `"cpu"`, `"cpu:2"`, `"0,2"`, `[0, 2, 5]`, `["GPU-5b2c", 1]`, for two GPUs
+per worker `[[0, 1], [2, 3]]`; None for `"auto"`. `"auto:3>=20GiB"` is the same as `"auto:3@20GiB"`, but a shell takes
+its `>` for a redirection, unless it stands in quotes."""
 
 FORMS = (
-    'use "auto", "auto:3", "auto:3>=20GiB" (free memory), "cpu", "cpu:2", or a list of GPU numbers or UUIDs such as '
+    'use "auto", "auto:3", "auto:3@20GiB" (free memory), "cpu", "cpu:2", or a list of GPU numbers or UUIDs such as '
     '[0, 2] or ["GPU-5b2c"]'
 )
 """The forms of a request, for messages."""
 
-_COUNTED = re.compile(r"(auto|cpu)\s*(?::\s*([+-]?\d+))?\s*(?:>=(.*))?")
+_COUNTED = re.compile(r"(auto|cpu)\s*(?::\s*([+-]?\d+))?\s*(?:(?:>=|@)(.*))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 _NAME = re.compile(r"\d+(:\d+)?|(GPU|MIG)-[\w/-]+", re.IGNORECASE | re.ASCII)
@@ -66,9 +67,9 @@ def parse_request(request: DeviceRequest) -> Request:
     if isinstance(request, str):
         return _parse_text(request)
     if not isinstance(request, list | tuple):
-        raise DeviceError(f"device_ids is {request!r}, which could be a count or the number of a GPU: {FORMS}.")
+        raise DeviceError(f"device_ids is {request!r}, which could be a count or the number of a GPU: {FORMS}. (LS901)")
     if not request:
-        raise DeviceError("device_ids is an empty list, but a run needs at least one worker.")
+        raise DeviceError("device_ids is an empty list, but a run needs at least one worker. (LS901)")
     return Named(tuple(_parse_group(entry, request) for entry in request))
 
 
@@ -84,13 +85,13 @@ def with_workers(request: Request, workers: int | None) -> Request:
         if workers != len(request.groups):
             raise DeviceError(
                 f"device_ids names {counted(len(request.groups), 'GPU')}, but workers is {workers}. Leave one of the "
-                "two out."
+                "two out. (LS905)"
             )
         return request
     if request.count not in {None, workers}:
         raise DeviceError(
             f"device_ids asks for {counted(request.count or 0, 'device')}, but workers is {workers}. Leave one of the "
-            "two out."
+            "two out. (LS905)"
         )
     return replace(request, count=workers)
 
@@ -105,7 +106,9 @@ def resized(request: Request, workers: int) -> Request:
         return replace(request, count=workers)
     if len(request.groups) < workers:
         named = counted(len(request.groups), "device")
-        raise DeviceError(f"device_ids names {named}, too few for {counted(workers, 'worker')}. Name more, or cpu.")
+        raise DeviceError(
+            f"device_ids names {named}, too few for {counted(workers, 'worker')}. Name more, or cpu. (LS905)"
+        )
     return Named(request.groups[:workers])
 
 
@@ -116,15 +119,15 @@ def _parse_text(text: str) -> Request:
     if match is None:
         names = [part.strip() for part in text.split(",")]
         if not all(_NAME.fullmatch(name) for name in names):
-            raise DeviceError(f"device_ids is {text!r}, which names no devices: {FORMS}.")
+            raise DeviceError(f"device_ids is {text!r}, which names no devices: {FORMS}. (LS901)")
         return Named(tuple((_as_name(name),) for name in names))
     kind, count, size = match[1], None if match[2] is None else int(match[2]), match[3]
     if count is not None and count < 1:
-        raise DeviceError(f"device_ids is {text!r}, but a run needs at least one worker.")
+        raise DeviceError(f"device_ids is {text!r}, but a run needs at least one worker. (LS901)")
     if kind == "auto":
         return Auto(count, None if size is None else _parse_size(size.strip(), text))
     if size is not None:
-        raise DeviceError(f'device_ids is {text!r}, but only "auto" asks for free memory: {FORMS}.')
+        raise DeviceError(f'device_ids is {text!r}, but only "auto" asks for free memory: {FORMS}. (LS901)')
     return Cpu(count)
 
 
@@ -143,7 +146,7 @@ def _parse_size(size: str, text: str) -> int:
     if match is None:
         raise DeviceError(
             f"device_ids is {text!r}, where {size!r} should be an amount of memory with its unit: GiB, GB, MiB or MB, "
-            'as in "auto:3>=20GiB".'
+            'as in "auto:3@20GiB". (LS901)'
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -151,7 +154,9 @@ def _parse_size(size: str, text: str) -> int:
 def _parse_group(entry: object, request: DeviceRequest) -> tuple[GpuName, ...]:
     if isinstance(entry, list | tuple):
         if not entry:
-            raise DeviceError(f"device_ids is {request!r}, where a worker gets no GPU: name one for each worker.")
+            raise DeviceError(
+                f"device_ids is {request!r}, where a worker gets no GPU: name one for each worker. (LS901)"
+            )
         return tuple(_parse_name(name) for name in entry)
     return (_parse_name(entry),)
 
@@ -162,7 +167,7 @@ def _parse_name(name: object) -> GpuName:
     if isinstance(name, str) and _NAME.fullmatch(name.strip()):
         return _as_name(name.strip())
     raise DeviceError(
-        f"device_ids holds {name!r}, but GPUs are named by whole numbers from 0 on, or by UUIDs: {FORMS}."
+        f"device_ids holds {name!r}, but GPUs are named by whole numbers from 0 on, or by UUIDs: {FORMS}. (LS901)"
     )
 
 

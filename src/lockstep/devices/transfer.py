@@ -19,6 +19,8 @@ def to_device(value: Any, device: torch.device) -> Any:
             would wait for all that the device has to do.
     """
     if isinstance(value, Tensor):
+        if value.device == device:
+            return value
         if value.device.type == "cpu" and value.layout is torch.strided and _is_accelerator(device):
             value = value.pin_memory()  # itself, where it lies there already
         return value.to(device, non_blocking=True)

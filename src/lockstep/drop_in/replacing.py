@@ -88,7 +88,7 @@ def _describe_kept(existing: frozenset[type[Any]], kept: list[type[Any]]) -> str
         what = f"These subclasses of torch's classes cannot become subclasses of Lockstep's: {names}."
     return (
         f"{what} They stay torch's, and Lockstep checks nothing there. Make `import lockstep.drop_in` the first line "
-        "of the script, before a model is wrapped, or start the script with `lockstep run --drop-in`."
+        "of the script, before a model is wrapped, or start the script with `lockstep run --drop-in`. (LS380)"
     )
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.errors import counted
 
 
 def check_cut(batch: Any, num_shards: int, world: World) -> None:
@@ -19,12 +20,12 @@ def check_cut(batch: Any, num_shards: int, world: World) -> None:
     if not isinstance(batch, ShardedBatch):
         raise TypeError(
             f"The batch is a {type(batch).__name__}, expected what a ShardedLoader yields: "
-            "for batch in loader.epoch(epoch): trainer.step(batch)."
+            "for batch in loader.epoch(epoch): trainer.step(batch). (LS511)"
         )
     if batch.num_shards != num_shards:
         raise ValueError(
             f"The batch is cut into {batch.num_shards} shards and the trainer has {num_shards}: give the loader and "
-            "the trainer the same num_shards."
+            "the trainer the same num_shards. (LS511)"
         )
     check_world(batch, world)
 
@@ -38,8 +39,8 @@ def check_world(batch: ShardedBatch, world: World) -> None:
     mine = batch.ranges[world.rank] if world.rank < len(batch.ranges) else range(0)
     if len(batch.ranges) != world.world_size or any(part.shard not in mine for part in batch.slices):
         raise ValueError(
-            f"The batch is rank {world.rank}'s of {len(batch.ranges)} workers, and the trainer has "
-            f"{world.world_size}: make the loader in the worker that uses it, after the process group."
+            f"The batch is rank {world.rank}'s of {counted(len(batch.ranges), 'worker')}, and the trainer has "
+            f"{world.world_size}: make the loader in the worker that uses it, after the process group. (LS511)"
         )
 
 
@@ -56,7 +57,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
         raise ValueError(
             f"The batch of {name_step(batch.cursor)} has {batch.num_samples} samples for {batch.num_shards} shards, "
             f"and {name or 'the model'} is SyncBatchNorm, in whose statistics every worker takes part: some have "
-            "nothing to give. Use BatchNorm, or a batch size that leaves a larger last batch."
+            "nothing to give. Use BatchNorm, or a batch size that leaves a larger last batch. (LS510)"
         )
 
 
@@ -90,27 +91,27 @@ class BatchSequenceCheck:
             raise ValueError(
                 f"The batch is of a loader of {batch.source}, and this run trains on one of {self.source}. A run has "
                 "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
-                "trainer of its own."
+                "trainer of its own. (LS512)"
             )
         epoch, content = self._last_content
         if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
             raise ValueError(
                 f"The batch of {name_step(batch.cursor)} is of other data than the one before it, of the same "
                 "length: an epoch is of one loader. Put several data sets into one with "
-                "torch.utils.data.ConcatDataset, or give each a trainer of its own."
+                "torch.utils.data.ConcatDataset, or give each a trainer of its own. (LS512)"
             )
         if self._is_restored and batch.cursor != cursor:
             raise ValueError(
                 f"The restored run continues at epoch {cursor.epoch}, step {cursor.step}, and the batch is "
                 f"that of {name_step(batch.cursor)}: samples would be seen twice, or never. Begin with "
-                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step)."
+                "loader.epoch(trainer.cursor.epoch, trainer.cursor.step). (LS512)"
             )
         if batch.cursor < cursor and not self._has_warned_of_repeating:
             self._has_warned_of_repeating = True
             warnings.warn(
                 f"The batch is that of {name_step(batch.cursor)}, which this trainer has taken already: the same "
                 "samples come in the same order, with the same random numbers. Give loader.epoch the number of the "
-                "epoch: for epoch in range(num_epochs): for batch in loader.epoch(epoch).",
+                "epoch: for epoch in range(num_epochs): for batch in loader.epoch(epoch). (LS512)",
                 stacklevel=5,
             )
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import World
 from lockstep.engine.fingerprint import Fingerprint
+from lockstep.errors import counted
 from lockstep.reduce import TrainedModel
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
@@ -24,7 +25,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         ValueError: Nothing to train, parameters without a shape, or gradients of another dtype than their parameter's.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.")
+        raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module. (LS509)")
     for name, module in model.named_modules():
         # By name: the modules of the wrappers may not be imported here.
         wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
@@ -32,28 +33,30 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             raise TypeError(
                 f"{f'The part {name} of the' if name else 'The'} model is wrapped already, in {wrapper}. Give the "
                 "trainer the module itself: it reduces by itself, and a communication hook, which may compress, would "
-                "give other weights on another number of workers."
+                "give other weights on another number of workers. (LS509)"
             )
     named = (*model.named_parameters(), *model.named_buffers())
     lazy = next((name for name, value in named if is_lazy(value)), None)
     if lazy is not None:
         raise ValueError(
             f"{lazy} of the model has no shape yet: a lazy module gets it in its first forward. Run one forward on a "
-            "sample before you make the optimizer and the trainer: model(inputs)."
+            "sample before you make the optimizer and the trainer: model(inputs). (LS509)"
         )
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train. (LS509)")
     devices = sorted({str(parameter.device) for _, parameter in parameters})
     if len(devices) > 1:
-        raise ValueError(f"The model's parameters are on {' and '.join(devices)}, expected one device: move the model.")
+        raise ValueError(
+            f"The model's parameters are on {' and '.join(devices)}, expected one device: move the model. (LS509)"
+        )
     for name, parameter in parameters:
         dtype = getattr(parameter, "grad_dtype", parameter.dtype)
         if dtype != parameter.dtype:
             raise ValueError(
                 f"Parameter {name} is of {parameter.dtype} and its grad_dtype is {dtype or 'left open'}, expected the "
                 "same: a gradient is added up over the workers in the dtype of its parameter. Leave grad_dtype alone, "
-                "or keep the parameter itself in the wider dtype and compute under torch.autocast."
+                "or keep the parameter itself in the wider dtype and compute under torch.autocast. (LS509)"
             )
     return parameters
 
@@ -66,7 +69,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         ValueError: Some are not.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
+        raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer. (LS504)")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_foreign = sum(id(parameter) not in known for parameter in held)
@@ -74,7 +77,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError(
             f"The optimizer holds {num_foreign} parameters that are not the model's: their gradients would not be "
             "reduced. Make the optimizer from model.parameters(), after the model is on its device; a loss with "
-            "parameters of its own must be a part of the model."
+            "parameters of its own must be a part of the model. (LS504)"
         )
 
 
@@ -91,14 +94,14 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
     cause = f"{named} SyncBatchNorm, whose statistics are those of what all workers compute at the same moment"
     if world.world_size != num_shards:
         raise ValueError(
-            f"{cause}: with {num_shards} shards on {world.world_size} workers the weights would depend on the number "
-            "of workers. Use BatchNorm, whose statistics are those of a shard, or GroupNorm; or as many shards as "
-            "workers."
+            f"{cause}: with {counted(num_shards, 'shard')} on {counted(world.world_size, 'worker')} the weights would "
+            "depend on the number of workers. Use BatchNorm, whose statistics are those of a shard, or GroupNorm; or "
+            "as many shards as workers. (LS510)"
         )
     if world.world_size > 1:
         warnings.warn(
             f"{cause}. This run has as many shards as workers, {num_shards}; on any other number of workers it will "
-            "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number.",
+            "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number. (LS510)",
             stacklevel=6,
         )
 
@@ -112,7 +115,7 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
             warnings.warn(
                 f"Ranks 0 and {rank} differ in what the last bits of the weights depend on: {'; '.join(differences)}. "
                 "The digest will depend on which worker runs which shard. Start all workers alike; for threads see "
-                "threads_per_worker and torch.set_num_threads.",
+                "threads_per_worker and torch.set_num_threads. (LS514)",
                 stacklevel=3,
             )
 
@@ -123,7 +126,7 @@ def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) 
     if differences:
         warnings.warn(
             f"The run is resumed with other settings than it was saved with: {'; '.join(differences)}. Its digest will "
-            "not be that of a run without an interruption.",
+            "not be that of a run without an interruption. (LS711)",
             stacklevel=3,
         )
 
@@ -166,7 +169,7 @@ class ModelChangeCheck:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
         raise ValueError(
             f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
-            "optimizer of its parameters, on every worker alike."
+            "optimizer of its parameters, on every worker alike. (LS513)"
         )
 
     def _look(self) -> list[int]:
@@ -190,7 +193,7 @@ class SettingsChangeCheck:
             self._at_first = now
             warnings.warn(
                 f"Since the trainer was made, a setting has changed: {' and '.join(changes)}. From this step on the "
-                "weights have other last bits. Set it before the trainer is made.",
+                "weights have other last bits. Set it before the trainer is made. (LS513)",
                 stacklevel=5,
             )
 

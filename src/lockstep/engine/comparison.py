@@ -72,7 +72,7 @@ class WorkerComparison:
             if options != first:
                 raise ValueError(
                     f"The optimizers of ranks {rank} and 0 differ at {place}: {describe_differences(options, first)}. "
-                    "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step."
+                    "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step. (LS515)"
                 )
 
     def check_values(self, numbers: Sequence[float], place: str) -> None:
@@ -96,7 +96,7 @@ class WorkerComparison:
                     f"Parameter {odd} has other values on rank {rank} than on rank 0 at {place}. Something other than "
                     "the optimizer has written to it on one rank (weights that were loaded after the trainer was made, "
                     "say, or the model's forward), or an update has failed there. Load weights on every rank, or "
-                    "before making the trainer, which sends rank 0's to all. Nothing was changed by this step."
+                    "before making the trainer, which sends rank 0's to all. Nothing was changed by this step. (LS515)"
                 )
 
     def _count_writes(self) -> int:

@@ -43,7 +43,7 @@ class Continued:
         who = ", ".join(f"rank {rank}: {_name_range(shards)}" for rank, shards in enumerate(self.shards))
         return (
             f"{lost[0].upper()}{lost[1:]}. {count} {how}, after {self.seconds:.2f} s. Shards: {who}. No sample is "
-            "lost, and no bit of the result changes."
+            "lost, and no bit of the result changes. (LS604)"
         )
 
 

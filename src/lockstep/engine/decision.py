@@ -71,7 +71,7 @@ class StepJudge:
     ) -> None:
         self._state = state
         self._skips_nonfinite = arguments.nonfinite == "skip"
-        self._max_grad_norm = arguments.max_grad_norm
+        self._max_grad_norm = arguments.norm_limit
         self._row = row
         self._update = update
         self._buffers = buffers
@@ -95,10 +95,15 @@ class StepJudge:
 
     def _decide_on_host(self, problem: str, sums: StepSums, norm: Tensor | None) -> Decision:
         if problem and not self._skips_nonfinite:
-            raise LossError(f"{problem} No parameter was changed.")
+            raise LossError(f"{problem} No parameter was changed. (LS516)")
         if problem:
-            warnings.warn(f"{problem} The step is skipped on every worker.", stacklevel=5)
-        outcome = StepOutcome(loss=sums.mean_loss, weight=sums.weight, is_skipped=bool(problem))
+            warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=5)
+        outcome = StepOutcome(
+            loss=sums.mean_loss,
+            weight=sums.weight,
+            is_skipped=bool(problem),
+            grad_norm=None if norm is None else float(norm),
+        )
         return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
 
     def _prepare_gradients(self, batch: ShardedBatch, sums: StepSums, weight: float | Tensor) -> Tensor | None:
@@ -128,7 +133,9 @@ class StepJudge:
         can_be_left_out = can_be_left_out and not sums.has_hooks
         if not (can_be_left_out and self._state.may_be_unread) or sums.statuses[0].has_new_layout:
             return self._decide_after_reading(batch, sums, norm, read_row())
-        pending = _LaunchedStep(self._state, batch, sums, read_row, skips_nonfinite=self._skips_nonfinite)
+        pending = _LaunchedStep(
+            self._state, batch, sums, read_row, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
+        )
         self._state.unread_step = pending
         return Decision(norm=norm, is_skipped=False, is_bad=is_bad, read=pending.read)
 
@@ -155,12 +162,14 @@ class _LaunchedStep:
         read_row: Callable[[], RowValues],
         *,
         skips_nonfinite: bool,
+        has_norm: bool,
     ) -> None:
         self._state = state
         self._batch = batch
         self._sums = sums
         self._read_row = read_row
         self._skips_nonfinite = skips_nonfinite
+        self._has_norm = has_norm
         self._restore_progress = state.record_progress()
         self._outcome: StepOutcome | None = None
         self.error: LossError | None = None
@@ -171,7 +180,12 @@ class _LaunchedStep:
             values = self._read()
             sums = _complete(self._sums, values)
             problem = self._find_problem(sums, values)
-            self._outcome = StepOutcome(loss=sums.mean_loss, weight=sums.weight, is_skipped=bool(problem))
+            self._outcome = StepOutcome(
+                loss=sums.mean_loss,
+                weight=sums.weight,
+                is_skipped=bool(problem),
+                grad_norm=values.norm if self._has_norm else None,
+            )
             if problem:
                 self._follow(problem)
         return self._outcome
@@ -195,12 +209,12 @@ class _LaunchedStep:
 
     def _follow(self, problem: str) -> None:
         if self._skips_nonfinite and self.error is None:
-            warnings.warn(f"{problem} The step was skipped on every worker.", stacklevel=6)
+            warnings.warn(f"{problem} The step was skipped on every worker. (LS516)", stacklevel=6)
             return
         self._restore_progress()
         self.error = self.error or LossError(
             f"{problem} No parameter was changed by it. The step was launched before its loss was known; the trainer's "
-            "cursor is at it again."
+            "cursor is at it again. (LS516)"
         )
 
 

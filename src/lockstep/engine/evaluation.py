@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Self, SupportsFloat, final
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.data import OTHER_DATA, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices.transfer import to_device
+from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.metrics import Mean, add_means
@@ -23,6 +25,7 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
 from lockstep.processes.reproducibility import reseed_generators
+from lockstep.recording import EventKind, own_recorder
 from lockstep.shards import derive_seed
 from lockstep.torch_private import tree_map_only
 
@@ -36,7 +39,13 @@ _PURPOSE = "Trainer.evaluate"
 
 
 @torch.no_grad()
-def evaluate(state: RunState, world: World, loader: ShardedLoader, metric: Metric | Any) -> Any:
+def evaluate(
+    state: RunState,
+    world: World,
+    loader: ShardedLoader,
+    metric: Metric | Any,
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Any:
     """Sum a metric over a data set (collective); `Trainer.evaluate` says what it returns and raises.
 
     Args:
@@ -44,34 +53,41 @@ def evaluate(state: RunState, world: World, loader: ShardedLoader, metric: Metri
         world: The workers.
         loader: The data.
         metric: A function, or an object of torchmetrics.
+        weights: Tensors that the model has meanwhile, by name.
     """
     if not isinstance(loader, ShardedLoader):
         raise TypeError(
             f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
-            "over all workers. Make one of the data set."
+            "over all workers. Make one of the data set. (LS528)"
         )
     try:
-        with evaluation_mode(state.model):
+        with (
+            own_recorder().during(EventKind.EVALUATING),
+            evaluation_mode(state.model),
+            weights_in_place(state.model, weights),
+        ):
             if is_torchmetrics(metric):
-                with _SliceCalls(state, _predict).changing_nothing() as calls:
+                with SliceCalls(state, _predict).changing_nothing() as calls:
                     return update_in_order(metric, loader, calls, world)
-            with _SliceCalls(state, metric).changing_nothing() as calls:
+            with SliceCalls(state, metric).changing_nothing() as calls:
                 return sum_by_shard(loader, calls, world)
     finally:  # what a worker has drawn depends on which shards it ran
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
 
 
 @final
-class _SliceCalls:
+class SliceCalls:
     """Calls a function for slices, each from the same mode, buffers and random states whatever this worker ran before.
 
     Args:
         state: The model, and the seed of the run.
         function: Called with the model and the data of a slice.
+        is_training: Whether the model is in training mode meanwhile.
     """
 
-    def __init__(self, state: RunState, function: Metric | Any) -> None:
+    def __init__(self, state: RunState, function: Metric | Any, *, is_training: bool = False) -> None:
         self._state = state
+        self._is_training = is_training
         self._function = UserFunction(function, OwnGenerators(state.model, function))
         self._buffers = BufferSnapshot(buffer_parts(state.model))
 
@@ -86,17 +102,19 @@ class _SliceCalls:
             self._function.generators.restore()
 
     def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
-        self._state.model.eval()
+        """Return what the function returns for a slice."""
+        self._state.model.train(self._is_training)
         self._buffers.put_back()
         seed_slice("evaluate", self._state.seed, batch, part)
-        return self._function(self._state.model, to_device(part.data, self._state.device))
+        with self._state.autocast():
+            return self._function(self._state.model, to_device(part.data, self._state.device))
 
 
 def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:
     if not (isinstance(data, tuple | list) and len(data) == 2):  # noqa: PLR2004 - input and target
         raise TypeError(
             f"The loader's batches are of type {type(data).__name__}, and an object of torchmetrics needs pairs "
-            "(input, target). For others give a function metric(model, batch)."
+            "(input, target). For others give a function metric(model, batch). (LS528)"
         )
     return model(data[0]), data[1]
 
@@ -122,7 +140,7 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
         content = 0
         for batch in loader.fixed_assignment_epoch():
             check_world(batch, world)
-            content = batch.content
+            content = batch.identity
             for part in batch.slices:
                 _add_values(sums.setdefault(part.shard, {}), values_of(batch, part))
         return loader.source, content, sums
@@ -164,11 +182,11 @@ def _read_mean(name: str, value: Any) -> Mean:
         what = "The metric" if name == "metric" else f"The metric {name}"
         raise TypeError(
             f"{what} returned {found}, expected a pair: a sum over the slice, and its weight (how many samples, say). "
-            "A mean of its own would count small slices too much."
+            "A mean of its own would count small slices too much. (LS528)"
         )
     total, weight = map(float, value)
     if weight < 0 or math.isnan(weight):
-        raise ValueError(f"The weight of the metric {name} is {weight} for a slice, expected zero or more.")
+        raise ValueError(f"The weight of the metric {name} is {weight} for a slice, expected zero or more. (LS528)")
     return Mean(total=total, weight=weight)
 
 
@@ -180,10 +198,20 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _check_same_content(contents: Sequence[int]) -> None:
+def check_same_data(sources: Sequence[str], contents: Sequence[int | None]) -> None:
+    """Check what the workers have said of their data, by rank.
+
+    Raises:
+        ValueError: They are different.
+    """
+    _check_same_loader(sources)
+    _check_same_content(contents)
+
+
+def _check_same_content(contents: Sequence[int | None]) -> None:
     odd = next((rank for rank, content in enumerate(contents) if content != contents[0]), None)
     if odd is not None:
-        raise ValueError(f"The workers evaluate on different data: rank {odd}'s are not rank 0's. {OTHER_DATA}")
+        raise ValueError(f"The workers evaluate on different data: rank {odd}'s are not rank 0's. {OTHER_DATA} (LS528)")
 
 
 def _check_same_loader(sources: Sequence[str]) -> None:
@@ -191,7 +219,7 @@ def _check_same_loader(sources: Sequence[str]) -> None:
     if odd is not None:
         raise ValueError(
             f"The workers evaluate on different data: rank {odd}'s loader is of {sources[odd]}, and rank 0's of "
-            f"{sources[0]}. Make the loader with the same arguments on every rank."
+            f"{sources[0]}. Make the loader with the same arguments on every rank. (LS528)"
         )
 
 
@@ -223,32 +251,34 @@ def update_in_order(
     _check_same_loader(gather_results(world, lambda: loader.source, _PURPOSE))
     device = next(part.device for part in _singles(metric))
     batches = loader.fixed_assignment_epoch()
-    found: list[tuple[int, list[tuple[int, Any]]]] = []
+    found: list[tuple[int | None, list[tuple[int, Any]]]] = []
 
     def update() -> None:
         seen = itertools.chain.from_iterable(predictions for _, predictions in found)
         for _, (prediction, target) in sorted(seen, key=itemgetter(0)):
             metric.update(*tree_map_only(Tensor, lambda tensor: tensor.to(device), (prediction, target)))
 
-    def predict() -> tuple[int, list[tuple[int, Any]]]:
+    def predict() -> tuple[int | None, list[tuple[int, Any]]]:
         if world.rank == 0:
             update()  # with those of the step before: an error in it is raised with this step's
-        batch = next(batches)
+        batch = next(batches, None)
+        if batch is None:
+            return None, []
         check_world(batch, world)
         mine = [(part.shard, update_of(batch, part)) for part in batch.slices]
-        return batch.content, mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
+        return batch.identity, mine if world.group is None else tree_map_only(Tensor, Tensor.cpu, mine)
 
     def compute() -> Any:
-        next(batches, None)  # so that the epoch ends
         if world.rank != 0:
             return None
-        update()
         with _without_synchronisation(metric):
             return tree_map_only(Tensor, Tensor.cpu, metric.compute())
 
-    for _ in range(loader.num_batches):
+    while True:
         found = gather_results(world, predict, _PURPOSE)
         _check_same_content([content for content, _ in found])
+        if found[0][0] is None:
+            break
     return gather_results(world, compute, _PURPOSE)[0]
 
 

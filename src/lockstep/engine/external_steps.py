@@ -27,7 +27,7 @@ class StepGuard:
         if self._trainers and not self._is_allowed:
             raise ValueError(
                 "optimizer.step() was called outside of Trainer.step, which has made the update already. Leave it out "
-                "of the loop, and zero_grad and backward with it."
+                "of the loop, and zero_grad and backward with it. (LS517)"
             )
 
     def add(self, trainer: Any) -> None:
@@ -58,13 +58,13 @@ class StepGuards:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)  # which holds this: a cycle would keep its group open for long
         self._guards = [_guard_steps(each, trainer) for each in optimizers]
 
     def remove(self) -> None:
         """Forget the trainer, which takes no steps any more."""
         for guard in self._guards:
-            guard.remove(self._trainer)
+            guard.remove(self._trainer())
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class SchedulerStepCheck:
             warnings.warn(
                 "The scheduler was stepped outside of Trainer.step, which steps it once per step: the learning rate "
                 "changes faster than it says. Leave scheduler.step() out of the loop; or, for one that counts epochs, "
-                "leave scheduler= out of the trainer.",
+                "leave scheduler= out of the trainer. (LS517)",
                 stacklevel=5,
             )
         self.note()

@@ -70,8 +70,15 @@ class Fingerprint:
         return cls(**{**values, "switches": in_present_names(values.get("switches", {}))})
 
 
-def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fingerprint:
-    """Return what the bits of a run on `device` depend on, as this process is set now (local)."""
+def take_fingerprint(device: torch.device, *, num_shards: int, seed: int, is_compiled: bool = False) -> Fingerprint:
+    """Return what the bits of a run on `device` depend on, as this process is set now (local).
+
+    Args:
+        device: Of the model.
+        num_shards: Number of shards of the run.
+        seed: Seed of the run.
+        is_compiled: Whether torch.compile has compiled the model or a part of it.
+    """
     return Fingerprint(
         torch=str(torch.__version__),  # it is of a class of its own
         device=_describe_device(device),
@@ -80,7 +87,7 @@ def take_fingerprint(device: torch.device, *, num_shards: int, seed: int) -> Fin
         seed=seed,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         matmul_precision=describe_matmul_precision(),
-        switches=read_kernel_choice(device),
+        switches={**read_kernel_choice(device), "compiled": is_compiled},
     )
 
 

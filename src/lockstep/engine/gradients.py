@@ -22,7 +22,7 @@ def require_gradients(parameters: Iterable[nn.Parameter], place: str) -> list[Te
     if not gradients:
         raise LossError(
             f"No parameter of the optimizer has a gradient at {place}: the losses depend on none of them. Compute the "
-            "loss from what the model, which the loss function is given, returns."
+            "loss from what the model, which the loss function is given, returns. (LS508)"
         )
     return gradients
 

@@ -16,6 +16,7 @@ Facts = Mapping[str, bool | str]
 """Values of switches and versions, by name."""
 
 USUAL: Facts = {
+    "compiled": False,
     "default dtype": "float32",
     "flush denormal": False,
     "deterministic.warn_only": False,

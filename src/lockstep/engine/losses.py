@@ -39,7 +39,7 @@ def read_loss(result: Any, part: Slice) -> SliceLoss:
         if "loss" not in result:
             raise LossError(
                 f"The loss function returned a dictionary of {', '.join(map(str, result)) or 'nothing'}, expected one "
-                'with the mean loss of the slice, or a pair of it and its weight, as "loss".'
+                'with the mean loss of the slice, or a pair of it and its weight, as "loss". (LS507)'
             )
         others = {name: value for name, value in result.items() if name != "loss"}
         result = result["loss"]
@@ -48,16 +48,20 @@ def read_loss(result: Any, part: Slice) -> SliceLoss:
         if len(result) != 2:  # noqa: PLR2004 - loss and weight
             raise LossError(
                 f"The loss function returned a tuple of {len(result)}, expected the mean loss of a slice, or a pair of "
-                "it and its weight."
+                "it and its weight. (LS507)"
             )
         loss, given = result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise LossError(
             f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
-            "model's parameters."
+            "model's parameters. (LS507)"
         )
     weight = _read_weight(given, part.shard)
-    return SliceLoss(loss=loss.reshape(()), weight=weight, values=check_values(others, weight) if others else {})
+    return SliceLoss(
+        loss=loss.reshape(()) if loss.ndim else loss,
+        weight=weight,
+        values=check_values(others, weight) if others else {},
+    )
 
 
 def scale_by_weight(loss: Tensor, weight: float | Tensor, num_samples: int) -> Tensor:
@@ -68,17 +72,20 @@ def scale_by_weight(loss: Tensor, weight: float | Tensor, num_samples: int) -> T
 
 
 def _read_weight(weight: Any, shard: int) -> float | Tensor:
-    is_number = isinstance(weight, SupportsFloat) and not (isinstance(weight, Tensor) and weight.numel() != 1)
+    # Plain numbers first: to ask for a protocol takes longer than all else here.
+    is_number = isinstance(weight, (int, float, SupportsFloat)) and not (
+        isinstance(weight, Tensor) and weight.numel() != 1
+    )
     if not is_number:
         raise LossError(
             f"The loss of shard {shard} has as its weight {_describe(weight)}, expected one number: how much the "
-            "slice's mean counts, say its samples or tokens."
+            "slice's mean counts, say its samples or tokens. (LS507)"
         )
     if isinstance(weight, Tensor) and is_asynchronous(weight.device):
         return weight.detach().reshape(())
     number = float(weight)
     if number < 0 or not math.isfinite(number):
-        raise LossError(f"The loss of shard {shard} has weight {number}, expected zero or more, and finite.")
+        raise LossError(f"The loss of shard {shard} has weight {number}, expected zero or more, and finite. (LS507)")
     return number
 
 

@@ -58,7 +58,9 @@ class CallOutcome:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, LockstepError) and not issubclass(kind, PeerLostError):
             raise kind(text)
-        raise PeerFailedError(f"The call has failed on another rank, and was not completed here: {name}: {text}")
+        raise PeerFailedError(
+            f"The call has failed on another rank, and was not completed here: {name}: {text} (LS213)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class Member:
 
     def __init__(self, generations: Generations) -> None:
         self.generations = generations
+        generations.num_calls = lambda: self._num_calls
         self._trainers: dict[int, weakref.ref[Any]] = {}
         self._num_trainers = 0
         self._num_calls = 0
@@ -92,6 +95,8 @@ class Member:
         self._failed_at = 0.0
         self._callbacks: list[Callable[[World], object]] = []
         self._caller: weakref.ref[Any] = weakref.ref(self)
+        self._leader: weakref.ref[Any] | None = None
+        self.before_leaving: Callable[[], object] = _do_nothing
 
     # -- Trainers ------------------------------------------------------------------------------------------------------
 
@@ -106,6 +111,12 @@ class Member:
         for number in [number for number, trainer in found.items() if trainer is None]:
             del self._trainers[number], found[number]
         return found
+
+    def leads(self, trainer: Any) -> bool:
+        """Return whether a trainer is the one of whose steps the workers change before the next (local)."""
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(trainer)
+        return self._leader() is trainer
 
     # -- Calls ---------------------------------------------------------------------------------------------------------
 
@@ -192,30 +203,37 @@ class Member:
 
     # -- Other workers -------------------------------------------------------------------------------------------------
 
-    def change(self, number: int, world: World) -> None:
-        """Continue with the workers of a planned generation, after a step (collective).
+    def begin_step(self, number: int, world: World) -> None:
+        """Continue with other workers before a step, if that is planned or if one is lost (collective).
 
         Args:
-            number: The generation.
+            number: The generation that all workers have known of in the step before; 0 for none.
             world: The present workers.
 
         Raises:
             SystemExit: This worker leaves.
         """
-        if number <= self.generations.number:
-            return  # a worker was lost, so it was given up
+        is_planned = number > self.generations.number  # else a worker was lost, so it was given up
+        if self._is_in_call or not (is_planned or self.generations.has_next):
+            return
         self._is_between, self._failed_at = True, time.monotonic()
         try:
-            try:
-                if not self.generations.meet_at_boundary(number, world.world_size):
-                    self.generations.has_left = True
-                    raise SystemExit(0)
-                self._meet()
-            except GroupError as error:
-                self._meet_others(error)
+            if self.generations.has_next:
+                self._meet_others(GroupError("A worker was lost. (LS602)"))
+            else:
+                self._meet_planned(number, world.world_size)
             self._adopt(is_repeated=False)
         finally:
             self._is_between = False
+
+    def _meet_planned(self, number: int, world_size: int) -> None:
+        try:
+            if not self.generations.meet_at_boundary(number, world_size, self.before_leaving):
+                self.generations.has_left = True
+                raise SystemExit(0)
+            self._meet()
+        except GroupError as error:
+            self._meet_others(error)
 
     def join(self) -> None:
         """Join the others, as a new worker (collective).
@@ -231,9 +249,9 @@ class Member:
                 raise SystemExit(0)
             try:
                 self._meet()
-            except GroupError:  # a worker was lost meanwhile: the launcher sends the next generation
+            except GroupError:  # a worker was lost meanwhile: the launcher sends another generation later
                 continue
-            self.generations.is_joiner = False
+            self.generations.become_member()
         self._is_between = False
         self._adopt(is_repeated=False)
 
@@ -278,12 +296,14 @@ class Member:
             found: list[_Standing] = world.gather_objects(mine)
             old = [rank for rank, each in enumerate(found) if each.has_state]
             if not old:
-                raise GroupError("No worker is left that has the state of the run. Resume it from a checkpoint.")
+                raise GroupError(
+                    "No worker is left that has the state of the run. Resume it from a checkpoint. (LS602)"
+                )
             most = max(found[rank].calls for rank in old)
             if any(found[rank].calls < most - 1 for rank in old):
                 raise GroupError(
                     f"The workers have completed different numbers of a trainer's calls: "
-                    f"{', '.join(str(found[rank].calls) for rank in old)}. Make the same calls on every rank."
+                    f"{', '.join(str(found[rank].calls) for rank in old)}. Make the same calls on every rank. (LS602)"
                 )
             ahead = [rank for rank in old if found[rank].calls == most]
             outcome: CallOutcome | None = None
@@ -305,7 +325,9 @@ class Member:
             states = receive_state(world, source)
             for number, each in trainers.items():
                 if number not in states:
-                    raise GroupError("A new worker has made a trainer that the others do not have, or not any more.")
+                    raise GroupError(
+                        "A new worker has made a trainer that the others do not have, or not any more. (LS602)"
+                    )
                 each.take_state(states[number])
 
     def _adopt(self, *, is_repeated: bool) -> None:
@@ -330,6 +352,10 @@ class Member:
             caller = self._caller() if self._is_in_call else next(iter(trainers.values()), None)
             if caller is not None:
                 caller.report_change(dataclasses.replace(joined, lost=lost), world, seconds, is_repeated=is_repeated)
+
+
+def _do_nothing() -> None:
+    """Do nothing: this worker does nothing alone."""
 
 
 def _release(error: BaseException) -> None:

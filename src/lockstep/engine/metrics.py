@@ -55,7 +55,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
     if dim is None:
         raise ValueError(
             f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together, "
-            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]."
+            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]. (LS528)"
         )
     right = output.argmax(dim) == target
     return float(right.sum()), target.numel()

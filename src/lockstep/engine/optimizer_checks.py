@@ -33,7 +33,7 @@ def check_can_be_saved(optimizer: Optimizer) -> None:
         raise ValueError(
             f"The optimizer is a {kind.__name__} that holds another one, {name} ({type(part).__name__}), and has no "
             "state_dict and load_state_dict of its own. Optimizer's save nothing of the state of that one, so a "
-            "resumed run would differ. Define both, with the state of each optimizer within."
+            "resumed run would differ. Define both, with the state of each optimizer within. (LS504)"
         )
 
 
@@ -47,7 +47,7 @@ def check_takes_dense_gradients(optimizer: Optimizer) -> None:
     if any(isinstance(part, SparseAdam) for part in parts):
         raise ValueError(
             "The optimizer is a SparseAdam, which takes sparse gradients alone. The trainer adds up dense ones, also "
-            "of an embedding with sparse=True. Use torch.optim.Adam or AdamW."
+            "of an embedding with sparse=True. Use torch.optim.Adam or AdamW. (LS504)"
         )
 
 
@@ -62,26 +62,28 @@ def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str
         if every:
             raise ValueError(
                 f"every={dict(every)!r} says when each of several optimizers steps, and there is one. Give several by "
-                'name: optimizer={"critic": ..., "generator": ...}.'
+                'name: optimizer={"critic": ..., "generator": ...}. (LS505)'
             )
         return {"": optimizer}
     odd = next((name for name in optimizer if not isinstance(name, str) or not name or "/" in name), None)
     if not optimizer or odd is not None:
         raise ValueError(
-            f"The optimizers have the names {list(optimizer)!r}, expected at least one, and names without a slash."
+            f"The optimizers have the names {list(optimizer)!r}, expected at least one, and names without a "
+            "slash. (LS505)"
         )
     every = {} if every is None else every
     if not isinstance(every, Mapping) or not set(every) <= set(optimizer):
         raise ValueError(
             f"every is {every!r}, expected a dictionary with names of optimizers, of {', '.join(optimizer)}: in every "
-            "how many steps each of them steps."
+            "how many steps each of them steps. (LS505)"
         )
     for name, number in every.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"every[{name!r}] is {number!r}, expected a whole number of steps, at least 1.")
+            raise ValueError(f"every[{name!r}] is {number!r}, expected a whole number of steps, at least 1. (LS505)")
     if all(every.get(name, 1) > 1 for name in optimizer):
         raise ValueError(
-            f"every is {dict(every)!r}: in most steps no optimizer would step. Let at least one step in every step."
+            f"every is {dict(every)!r}: in most steps no optimizer would step. "
+            "Let at least one step in every step. (LS505)"
         )
     return dict(optimizer)
 
@@ -98,7 +100,7 @@ def list_losses(loss: Any, optimizer: Any) -> list[Any]:
         expected = ", ".join(optimizer) if isinstance(optimizer, Mapping) else "one optimizer, without a name"
         raise ValueError(
             f"There are loss functions for {', '.join(map(str, loss)) or 'no optimizer'}, expected one for each of "
-            f"{expected}: optimizer= and loss= have the same names, or loss= is one function."
+            f"{expected}: optimizer= and loss= have the same names, or loss= is one function. (LS505)"
         )
     return list(loss.values())
 
@@ -114,14 +116,14 @@ def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
     if isinstance(optimizer, Mapping) != isinstance(scheduler, Mapping):
         raise ValueError(
             "Several optimizers have a scheduler each: scheduler= is a dictionary with the names of optimizers, as "
-            "optimizer= is."
+            "optimizer= is. (LS505)"
         )
     if not isinstance(scheduler, Mapping):
         return {"": scheduler}
     if not scheduler or not set(scheduler) <= set(optimizer):
         raise ValueError(
             f"There are schedulers for {', '.join(map(str, scheduler)) or 'no optimizer'}, expected names of "
-            f"{', '.join(optimizer)}."
+            f"{', '.join(optimizer)}. (LS505)"
         )
     return dict(scheduler)
 
@@ -140,7 +142,7 @@ def check_separate(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
             if other != name:
                 raise ValueError(
                     f"The optimizers {other} and {name} both hold {names[id(parameter)]}: each parameter belongs to "
-                    "one of them."
+                    "one of them. (LS504)"
                 )
 
 
@@ -164,7 +166,7 @@ class UnsavedAttributes:
                 f"Steps have changed {', '.join(changed)} of the optimizer, a {type(self._optimizer).__name__}, whose "
                 "state_dict does not save that: a run that resumes begins with other values there, and may end in "
                 "others. Keep it in self.state[parameter] or in the parameter groups, or define state_dict and "
-                "load_state_dict.",
+                "load_state_dict. (LS519)",
                 stacklevel=4,
             )
 

@@ -103,7 +103,7 @@ class OptimizerSet(Optimizer):
             raise CheckpointError(
                 f"The state is of the optimizers {describe_frequencies(every)}, and this run has "
                 f"{describe_frequencies(self.every)}: the result would differ. Make the trainer as it was made when "
-                "the state was saved."
+                "the state was saved. (LS708)"
             )
         for name, part in self.parts.items():
             part.load_state_dict(saved[name])

@@ -76,7 +76,8 @@ class ParameterHooks:
                 names = [name for name in {**found[0], **numbers} if found[0].get(name) != numbers.get(name)]
                 raise ValueError(
                     f"The hooks on parameter {names[0]} give another gradient on rank {rank} than on rank 0. Register "
-                    "the same hooks on every rank, and let them depend on the gradient alone. No parameter was changed."
+                    "the same hooks on every rank, and let them depend on the gradient alone. "
+                    "No parameter was changed. (LS520)"
                 )
 
     def _call(self) -> dict[str, int | None]:

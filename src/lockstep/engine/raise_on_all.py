@@ -38,5 +38,5 @@ def gather_results(world: World, compute: Callable[[], Result], purpose: str) ->
         del failure  # its traceback refers to this frame: a cycle that would keep all that the callers hold
     for rank, (_, other) in enumerate(found):
         if other is not None:
-            raise PeerFailedError(f"Rank {rank} has failed in {purpose}: {other}")
+            raise PeerFailedError(f"Rank {rank} has failed in {purpose}: {other} (LS213)")
     return [value for value, _ in found]

@@ -93,7 +93,7 @@ class ReachedNetworks:
                 f"The loss function uses a network that is no part of the model, and gives {odd[0]} "
                 f"{f'and {len(odd) - 1} more of its parameters gradients' if len(odd) > 1 else 'a gradient'}, by which "
                 "nothing is trained. If it is to be trained, make it a part of the model, and its parameters of an "
-                "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad().",
+                "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad(). (LS521)",
                 stacklevel=6,
             )
 
@@ -116,7 +116,9 @@ def _tensors(network: nn.Module) -> Iterator[Tensor]:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Return what an object holds, by name."""
     if isinstance(value, dict):
-        yield from ((str(name), part) for name, part in islice(value.items(), _NUM_ITEMS))
+        for number, (name, part) in enumerate(islice(value.items(), _NUM_ITEMS)):
+            # The text of a tensor, as in an optimizer's state, takes milliseconds, and changes with its values.
+            yield str(number if isinstance(name, Tensor) else name), part
     elif isinstance(value, list | tuple):
         yield from ((str(number), part) for number, part in enumerate(value[:_NUM_ITEMS]))
     elif isinstance(value, partial):

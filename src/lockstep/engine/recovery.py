@@ -5,7 +5,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _LOGGER = logging.getLogger("lockstep")
+
+
+class LoopState(Protocol):
+    """What a training loop keeps beside the trainer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a new worker needs."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Take what `state_dict` has returned on another worker."""
 
 
 @final
@@ -49,6 +59,7 @@ class Recovery:
         self._state = state
         self._continue_with = weakref.WeakMethod(continue_with)
         self._is_in_step = False
+        self._loop: LoopState | None = None
         self.has_moved = False
         self.on_continued: Callable[[Continued, World], None] = _log
         # With NCCL, a group of which a rank is lost can only be aborted, and that was never tried.
@@ -60,8 +71,11 @@ class Recovery:
 
     @property
     def planned_number(self) -> int:
-        """The number of the generation that is planned after the next step; 0 for none."""
-        return 0 if self.member is None else self.member.generations.planned_number
+        """The number of the generation that is planned after the next step; 0 for none.
+
+        Of several trainers in a loop the first to step decides: a new worker begins with it.
+        """
+        return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
 
     def step(self, call: "Callable[[], StepResult]", engine: "Callable[[], StepEngine]") -> "StepResult":
         """Make a call that takes a step (collective).
@@ -73,16 +87,15 @@ class Recovery:
         member = self.member
         if member is None:
             return call()
-        self._is_in_step = True
-        try:
-            result = member.call(self, call, lambda: engine().agreement)
-        finally:
-            self._is_in_step = False
+        # Not after the step before: what the loop does between two steps, new workers do not do.
         agreement = engine().agreement
         planned = 0 if agreement is None else max(status.planned for status in agreement.sums.statuses)
-        if planned:
-            member.change(planned, engine().world)
-        return result
+        member.begin_step(planned, engine().world)
+        self._is_in_step = True
+        try:
+            return member.call(self, call, lambda: engine().agreement)
+        finally:
+            self._is_in_step = False
 
     def repeatable(self, call: Callable[[], Result], world: Callable[[], World]) -> Result:
         """Make a call that changes no state, or that may be made again (collective).
@@ -127,9 +140,14 @@ class Recovery:
 
         member.call(self, lambda: member.confirmed(lambda: callback(world()), world), add)
 
-    def join(self) -> bool:
-        """Join the others if this worker is new (collective); return whether it is."""
-        if self.member is None or not self.member.generations.is_joiner:
+    def join(self, loop: LoopState | None, before_leaving: Callable[[], object] | None) -> bool:
+        """Join the others if this worker is new (collective); return whether it is. See `Trainer.join`."""
+        self._loop = loop
+        if self.member is None:
+            return False
+        if before_leaving is not None:
+            self.member.before_leaving = before_leaving
+        if not self.member.generations.is_joiner:
             return False
         self.member.join()
         return True
@@ -153,11 +171,14 @@ class Recovery:
             "python": random.getstate(),
             "numpy": None if numpy is None else numpy.random.get_state(),
             "torch": torch.get_rng_state(),
+            "loop": None if self._loop is None else self._loop.state_dict(),
         }
 
     def take_state(self, found: dict[str, Any]) -> None:
         """Take what `state_for_new_worker` has returned on another worker (local)."""
         self._state.take_from_worker(found)
+        if self._loop is not None and found["loop"] is not None:
+            self._loop.load_state_dict(found["loop"])
         random.setstate(found["python"])
         torch.set_rng_state(found["torch"])
         numpy = sys.modules.get("numpy")

@@ -44,27 +44,27 @@ def check_state(state: Any, expected: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"The state has no {', '.join(missing)}: it is not what trainer.state_dict() returns. Save that, for the "
             "state of a model alone does not hold the position of the run; weights alone go into the model, before the "
-            "trainer is made."
+            "trainer is made. (LS708)"
         )
     for name in ("num_shards", "seed"):
         if state[name] != expected[name]:
             raise CheckpointError(
                 f"The state was saved with {name} {state[name]}, and this run has {expected[name]}: the result "
-                f"would differ. Set {name} to {state[name]}."
+                f"would differ. Set {name} to {state[name]}. (LS708)"
             )
     for name in ("optimizer_class", "scheduler_class"):
         if name in state and state[name] != expected[name]:
             what = name.removesuffix("_class")
             raise CheckpointError(
                 f"The state was saved with {what} {state[name]}, and this run has {expected[name]}: the result would "
-                f"differ. Make the trainer with the same {what}."
+                f"differ. Make the trainer with the same {what}. (LS708)"
             )
     for name in ("scheduler", "scaler"):
         if bool(state.get(name)) != bool(expected[name]):
             has, lacks = ("The state", "this trainer") if state.get(name) else ("This trainer", "the state")
             raise CheckpointError(
                 f"{has} has a {name}, and {lacks} has none: the result would differ. Make the trainer as "
-                "it was made when the state was saved."
+                "it was made when the state was saved. (LS708)"
             )
 
 
@@ -87,7 +87,8 @@ def check_options(optimizer: Optimizer, before: Sequence[set[str]]) -> None:
         missing = sorted(options - set(group))
         if missing:
             raise ValueError(
-                f"The state is of another optimizer than {type(optimizer).__name__}: it has no {', '.join(missing)}."
+                f"The state is of another optimizer than {type(optimizer).__name__}: "
+                f"it has no {', '.join(missing)}. (LS708)"
             )
 
 
@@ -130,7 +131,7 @@ def restored_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[S
             raise
         raise CheckpointError(
             "The state does not fit this model, optimizer, scheduler or scaler, which are as they were. "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error} (LS708)"
         ) from error
 
 
@@ -168,7 +169,7 @@ def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
     if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
         warnings.warn(
             f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
-            "run that resumes from here would leave that out. Step it first, then save.",
+            "run that resumes from here would leave that out. Step it first, then save. (LS711)",
             stacklevel=3,
         )
 
@@ -187,6 +188,6 @@ def warn_of_other_options(made: Description, loaded: Description) -> None:
         listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in odd)
         warnings.warn(
             f"The optimizer continues with the options of the checkpoint: {listed}. To change one, set it in "
-            "optimizer.param_groups after loading.",
+            "optimizer.param_groups after loading. (LS711)",
             stacklevel=3,
         )

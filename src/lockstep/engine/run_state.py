@@ -6,8 +6,8 @@ Nothing here holds a `World`: a run may continue with other workers, and each se
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, final
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.checkpoint import state_digest
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.batches import BatchSequenceCheck
+from lockstep.engine.callbacks import Callbacks
 from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
 from lockstep.engine.optimizer_checks import UnsavedAttributes
@@ -30,6 +31,7 @@ from lockstep.engine.optimizers import (
     separate_optimizers,
 )
 from lockstep.engine.restoring import (
+    Stateful,
     UnsavedBuffers,
     check_options,
     check_state,
@@ -38,7 +40,8 @@ from lockstep.engine.restoring import (
     restored_on_error,
 )
 from lockstep.engine.state_file import Scheduler
-from lockstep.errors import LossError, UnusableStateError
+from lockstep.errors import LossError, UnusableStateError, clause
+from lockstep.torch_private import has_compiled_part
 
 
 class UnreadStep(Protocol):
@@ -68,6 +71,10 @@ class RunState:
         unread_step: The last step, where its loss may still be on the device.
         may_be_unread: Whether there may be such a step. Not where workers continue without one that is lost: they must
             know that the step was complete on all devices before its update is launched.
+        callbacks: The user's, with their states.
+        is_ending: Whether a callback has ended the training; the same on all workers between two calls.
+        end_reason: Why; empty on workers on which none has, until they have agreed.
+        end_reason_after_step: Why it is to end with the next step; empty if it is not.
     """
 
     def __init__(self, arguments: TrainerArguments) -> None:
@@ -76,12 +83,17 @@ class RunState:
         self.plan = UpdatePlan(self.optimizer, arguments.loss)
         self.scheduler: Scheduler | None = combine_schedulers(arguments.scheduler, self.optimizer)
         self.scaler = arguments.scaler
+        self.precision = None if arguments.precision == "float32" else getattr(torch, arguments.precision)
         self.num_shards = int(arguments.num_shards)
         self.seed = int(arguments.seed)
         self.cursor = Cursor()
         self.global_step = 0
         self.device: torch.device = next(each.device for each in self.model.parameters() if each.requires_grad)
         self.data = BatchSequenceCheck()
+        self.callbacks = Callbacks(arguments.callbacks)
+        self.is_ending = False
+        self.end_reason = ""
+        self.end_reason_after_step = ""
         self.scheduler_check = SchedulerStepCheck(self.scheduler)
         self.unread_step: UnreadStep | None = None
         self.may_be_unread = True
@@ -89,6 +101,12 @@ class RunState:
         self._unusable_because = ""
         self._failed_step = ""
         self._unsaved_attributes = list(map(UnsavedAttributes, separate_optimizers(self.optimizer)))
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which loss functions and metrics are computed."""
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.precision)
 
     @property
     def chosen_optimizers(self) -> tuple[str, ...]:
@@ -189,10 +207,15 @@ class RunState:
         """
         self._unusable_because = self._unusable_because or reason
 
+    def note_end(self) -> None:
+        """Note that a callback, of this worker or another one, has ended the training with the present step."""
+        self.is_ending = True
+        self.end_reason, self.end_reason_after_step = self.end_reason or self.end_reason_after_step, ""
+
     def note_failed_step(self, place: str, error: BaseException) -> None:
         """Note that a step has failed when other workers may have finished it."""
         left = self._unusable_because or "Nothing was changed by it there."
-        self._failed_step = f"{place} failed with {type(error).__name__}: {str(error).removesuffix('.')}. {left}"
+        self._failed_step = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
 
     def forget_failed_step(self) -> None:
         """Note that no other worker has finished the step that has failed here."""
@@ -207,7 +230,7 @@ class RunState:
         if self._unusable_because:
             raise UnusableStateError(
                 f"{self._failed_step or self._unusable_because} This trainer cannot continue. Load a checkpoint on "
-                "every rank: trainer.load(path)."
+                "every rank: trainer.load(path). (LS524)"
             )
 
     def digest(self) -> str:
@@ -216,7 +239,12 @@ class RunState:
 
     def fingerprint(self) -> Fingerprint:
         """Return what the digest depends on besides code and data, as this process is set now."""
-        return take_fingerprint(self.device, num_shards=self.num_shards, seed=self.seed)
+        return take_fingerprint(
+            self.device,
+            num_shards=self.num_shards,
+            seed=self.seed,
+            is_compiled=has_compiled_part(self.model),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the run needs to resume: plain values, and the live tensors.
@@ -231,7 +259,7 @@ class RunState:
             warnings.warn(
                 f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that "
                 "resumes from it begins with other values there, and may end in others. Register it with "
-                "persistent=True, unless it only keeps what is computed anyway.",
+                "persistent=True, unless it only keeps what is computed anyway. (LS519)",
                 stacklevel=3,
             )
         for each in self._unsaved_attributes:
@@ -240,7 +268,13 @@ class RunState:
 
     @contextmanager
     def restored_from(
-        self, state: Mapping[str, Any], scheduler: Scheduler | None = None, of_scheduler: dict[str, Any] | None = None
+        self,
+        state: Mapping[str, Any],
+        scheduler: Scheduler | None = None,
+        of_scheduler: dict[str, Any] | None = None,
+        others: Sequence[Stateful] = (),
+        *,
+        has_callbacks: bool = True,
     ) -> Iterator[None]:
         """Load what `to_dict` returned; if the block raises, restore the state before.
 
@@ -248,6 +282,8 @@ class RunState:
             state: The state.
             scheduler: One that this run does not step by itself, and that is to be resumed as well.
             of_scheduler: Its state.
+            others: Objects that the block loads.
+            has_callbacks: Whether the callbacks take their states, too.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
@@ -257,7 +293,12 @@ class RunState:
         self.unread_step = None  # what it was is replaced
         check_state(state, self._collect())
         options = option_names(self.optimizer)
-        with restored_on_error(self.model, self.optimizer, [self.scheduler, self.scaler, scheduler]):
+        of_callbacks = (state.get("callbacks") or {}) if has_callbacks else {}
+        parts = [self.scheduler, self.scaler, scheduler, *others]
+        if has_callbacks:
+            self.callbacks.check_state(of_callbacks)
+            parts.append(self.callbacks)
+        with restored_on_error(self.model, self.optimizer, parts):
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             check_options(self.optimizer, options)
@@ -267,12 +308,14 @@ class RunState:
                 self.scheduler.load_state_dict(state["scheduler"])
             if scheduler is not None and of_scheduler is not None:
                 scheduler.load_state_dict(of_scheduler)
+            self.callbacks.load_state_dict(of_callbacks)
             cursor, global_step = Cursor(state["epoch"], state["step"]), state["global_step"]
             yield
         self.cursor, self.global_step = cursor, global_step
         self.scheduler_check.note()
         self.data.restore(state.get("loader"))
         self._unusable_because = self._failed_step = ""
+        self.is_ending, self.end_reason, self.end_reason_after_step = False, "", ""
 
     def for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker of the run needs: plain values, and the live tensors (local)."""
@@ -281,6 +324,7 @@ class RunState:
             "buffers": dict(self.model.named_buffers()),
             "unusable": self._unusable_because,
             "failed_step": self._failed_step,
+            "ending": (self.is_ending, self.end_reason, self.end_reason_after_step),
         }
 
     @torch.no_grad()
@@ -300,6 +344,7 @@ class RunState:
             for name, mine in self.model.named_buffers():
                 mine.copy_(buffers[name])  # also those that are not part of the model's state
         self._unusable_because, self._failed_step = found["unusable"], found["failed_step"]
+        self.is_ending, self.end_reason, self.end_reason_after_step = found["ending"]
 
     def _collect(self) -> dict[str, Any]:
         return {
@@ -309,6 +354,7 @@ class RunState:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scheduler_class": class_name(self.scheduler),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             "epoch": self.cursor.epoch,
             "step": self.cursor.step,
             "global_step": self.global_step,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch, Slice
+from lockstep.data.batch import error_place_noted
 from lockstep.devices.input_copies import InputCopies
 from lockstep.devices.transfer import to_device
 from lockstep.engine.balance import Stopwatch
@@ -22,6 +23,7 @@ from lockstep.engine.step_values import StepValues
 from lockstep.engine.user_function import UserFunction, explained_errors
 from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
+from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private import tree_leaves, version_of
@@ -59,6 +61,7 @@ class ShardRuns:
         self._buffers = buffers
         self._values = values
         self._copies = InputCopies(state.device)
+        self._recorder = own_recorder()
 
     def begin(self, update: UpdateSpec) -> None:
         """Begin with an update: its loss function is called from here on (local)."""
@@ -94,9 +97,14 @@ class ShardRuns:
             if task.shard in slices:
                 part, data = slices[task.shard], next(inputs)
                 versions = _versions_of(part.data) if number == 1 and before is not None else ()
-                loss = self._run_shard(batch, part, task, table, data)
+                event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
+                with error_place_noted(batch.cursor, part.shard, part.indices):
+                    loss = self._run_shard(batch, part, task, table, data)
+                self._recorder.end(event)
                 if number == 1 and before is not None:
-                    can_repeat = versions == _versions_of(part.data)
+                    # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
+                    # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
+                    can_repeat = part.shard == 0 and versions == _versions_of(part.data)
                     self._look_for_state(before, loss, batch, part, can_repeat=can_repeat)
             if number < len(tasks):  # the end of the last one waits for others
                 self._gradients.end(task)
@@ -174,7 +182,10 @@ class ShardRuns:
                 shard=part.shard,
                 num_shards=batch.num_shards,
             )
-        return self._loss(self._state.model, data, place)
+        if self._state.precision is None:
+            return self._loss(self._state.model, data, place)
+        with self._state.autocast():
+            return self._loss(self._state.model, data, place)
 
 
 def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:

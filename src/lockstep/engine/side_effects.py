@@ -1,9 +1,10 @@
 """State that a forward or a loss function leaves behind in plain attributes, closures and global names.
 
 Each worker runs other shards, so such state would differ between workers. In the first step, what modules and loss
-functions hold is compared before and after shard 0. Numbers, texts, and tensors that are written in place are warned of
-at once. A list that has grown, or an attribute that is another tensor now, is often only kept for somebody to look at:
-so the loss of shard 0 is computed once more, and if it is another one, the state matters.
+functions hold is compared before and after each worker's first shard. Numbers, texts, and tensors that are written in
+place are warned of at once, on that worker. A list that has grown, or an attribute that is another tensor now, is often
+only kept for somebody to look at: so the loss of shard 0 is computed once more, and if it is another one, the state
+matters.
 """
 
 import types
@@ -110,7 +111,7 @@ def warn_of_state(changes: StateChanges) -> None:
         warnings.warn(
             f"The forward of a shard has changed {names[0]}{more}, and each worker runs other shards. "
             f"{matters}Keep such state in a buffer (register_buffer), of which every shard of a step sees the same; a "
-            "loss function that counts steps gets them as place: loss(model, batch, place).",
+            "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
             stacklevel=6,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -21,8 +22,10 @@ from lockstep.checkpoint.step_files import checkpoint_name, find_newest_intact
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.engine.raise_on_all import gather_results
-from lockstep.engine.restoring import class_name
+from lockstep.engine.restoring import Stateful, class_name
 from lockstep.errors import CheckpointError, PeerFailedError
+from lockstep.recording import EventKind, own_recorder
+from lockstep.version import VERSION
 
 Result = TypeVar("Result")
 _CLASSES = ("optimizer", "scheduler", "other_scheduler")
@@ -60,6 +63,7 @@ def pack_state(
     scheduler: Scheduler | None,
     config: Mapping[str, Any] | None,
     metrics: Mapping[str, float | None],
+    extra: Mapping[str, Stateful] = MappingProxyType({}),
 ) -> Checkpoint:
     """Return a state as a checkpoint; its tensors are the live ones, and its digest is left open (local).
 
@@ -68,12 +72,14 @@ def pack_state(
         scheduler: The scheduler, stepped by the trainer or by the user.
         config: Of the run, if it has one.
         metrics: What was measured, by name.
+        extra: Further objects whose states are saved, by name.
 
     Raises:
         CheckpointError: The state holds something that a checkpoint cannot store.
     """
     model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
-    extra = {name: value for name, value in state["model"].items() if name not in model}
+    of_modules = {name: value for name, value in state["model"].items() if name not in model}
+    others = {name: each.state_dict() for name, each in extra.items()}
     tensors: dict[str, Tensor] = {}
     manifest = Manifest(
         epoch=state["epoch"],
@@ -92,13 +98,15 @@ def pack_state(
             "scheduler": state["scheduler_class"],
             "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
         },
-        model_extra=encode_state(extra, "optimizer/model", tensors) if extra else None,
+        callbacks=encode_state(state["callbacks"], "optimizer/callbacks", tensors) if state.get("callbacks") else None,
+        model_extra=encode_state(of_modules, "optimizer/model", tensors) if of_modules else None,
+        extra=encode_state(others, "optimizer/extra", tensors) if others else None,
         config=config,
         metrics={
             name: float(value) if value is not None and math.isfinite(value) else None
             for name, value in metrics.items()
         },
-        versions={name: version(name) for name in ("lockstep", "torch", "safetensors")},
+        versions={"lockstep": VERSION} | {name: version(name) for name in ("torch", "safetensors")},
     )
     return Checkpoint(model=model, optimizer=tensors, manifest=manifest)
 
@@ -112,6 +120,7 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
         "optimizer": decode_state(manifest.optimizer, tensors),
         "scheduler": decode_state(manifest.scheduler, tensors),
         "scaler": decode_state(manifest.scaler, tensors),
+        "callbacks": decode_state(manifest.callbacks or {}, tensors),
         "loader": manifest.loader,
         "fingerprint": manifest.fingerprint,
         "epoch": manifest.epoch,
@@ -143,7 +152,7 @@ def split_scheduler_state(
             raise CheckpointError(
                 f"The checkpoint has a {other} that was not stepped by the trainer, which steps its own once per step: "
                 "the result would differ. Make the trainer without it, step it as before, and give it to load: "
-                "trainer.load(path, scheduler=...)."
+                "trainer.load(path, scheduler=...). (LS708)"
             )
         return known, None
     made = state["scheduler"]
@@ -151,17 +160,19 @@ def split_scheduler_state(
         has, lacks = ("The checkpoint", "this run") if own is None else ("This run", "the checkpoint")
         raise CheckpointError(
             f"{has} has a scheduler, and {lacks} has none: the result would differ. Make the same scheduler as "
-            "before; one that the trainer does not step is given to save and load: trainer.load(path, scheduler=...)."
+            "before; one that the trainer does not step is given to save and load: "
+            "trainer.load(path, scheduler=...). (LS708)"
         )
     if state.get("scheduler_class") is not None:
         raise CheckpointError(
             f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and that "
-            "this trainer does not step: the result would differ. Give it to the trainer: Trainer(..., scheduler=...)."
+            "this trainer does not step: the result would differ. Give it to the trainer: "
+            "Trainer(..., scheduler=...). (LS708)"
         )
     if "other_scheduler_class" in state and other != class_name(own):
         raise CheckpointError(
             f"The checkpoint has a {other}, and this run a {class_name(own)}: the result would differ. Make the "
-            "same scheduler as before."
+            "same scheduler as before. (LS708)"
         )
     return {**known, "scheduler": None}, made
 
@@ -184,9 +195,12 @@ def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) ->
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"The directory of the checkpoint {file} cannot be created: {error}.") from error
-        manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
-        save_checkpoint(file, replace(checkpoint, manifest=manifest))
+            raise CheckpointError(
+                f"The directory of the checkpoint {file} cannot be created: {error}. (LS703)"
+            ) from error
+        with own_recorder().during(EventKind.SAVING, text="save"):
+            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
+            save_checkpoint(file, replace(checkpoint, manifest=manifest))
         return file
 
     return world.from_first(write)
@@ -215,7 +229,7 @@ def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
         if number != seen[0][1]:
             raise CheckpointError(
                 f"The ranks have read different checkpoints: rank 0 {seen[0][0]}, and rank {rank} {described}. Give "
-                "all of them the same file, or copies of it."
+                "all of them the same file, or copies of it. (LS712)"
             )
     return file, checkpoint
 
@@ -243,4 +257,4 @@ def _describe(path: Path, manifest: Manifest) -> str:
 
 
 def _warn_of_broken(error: CheckpointError) -> None:
-    warnings.warn(f"{error} The one before is loaded.", stacklevel=2)
+    warnings.warn(f"{error} The one before is loaded. (LS713)", stacklevel=2)

@@ -34,13 +34,13 @@ def check_progress(sums: StepSums, world: World, failed_step: str) -> None:
         odd = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
         raise UnusableStateError(
             f"Rank {odd} has taken {counts[odd]} steps of this run and rank 0 {counts[0]}. Load the same checkpoint on "
-            "every rank: trainer.load(path). This step has changed nothing."
+            "every rank: trainer.load(path). This step has changed nothing. (LS524)"
         )
     done = [str(rank) for rank, count in enumerate(counts) if count == max(counts) and count > min(counts)]
     finished = f" It was finished on rank {', '.join(done)}." if done else ""
     raise UnusableStateError(
         f"{' '.join(texts)}{finished} No further step can be taken. Load a checkpoint on every rank: "
-        "trainer.load(path)."
+        "trainer.load(path). (LS524)"
     )
 
 
@@ -64,13 +64,13 @@ def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None
     if cause is not None:
         rank, text = cause
         raise ReductionError(
-            f"Rank {rank} raised an error in this step. No parameter was changed on any rank. The error: {text}"
+            f"Rank {rank} raised an error in this step. No parameter was changed on any rank. The error: {text} (LS523)"
         )
     if sums.statuses[world.rank].failure is Failure.NONE:
         ranks = [rank for rank, status in enumerate(sums.statuses) if status.failure is not Failure.NONE]
         raise ReductionError(
             f"The gradients of this step could not be reduced on rank {', '.join(map(str, ranks))}, whose error says "
-            "why. No parameter was changed on any rank."
+            "why. No parameter was changed on any rank. (LS523)"
         )
 
 
@@ -94,7 +94,7 @@ def check_places(sums: StepSums) -> None:
         remedy = "Make the loader with the same arguments on every rank, and skip no batch on one of them alone."
         what = f"epoch {other_epoch:.0f}, step {other_step:.0f}, and rank 0's epoch {epoch:.0f}, step {step:.0f}"
     raise ValueError(
-        f"The workers train on different batches: rank {odd}'s is {what}. {remedy} No parameter was changed."
+        f"The workers train on different batches: rank {odd}'s is {what}. {remedy} No parameter was changed. (LS512)"
     )
 
 
@@ -122,7 +122,7 @@ def check_written(sums: StepSums, names: Sequence[str], lost: Sequence[str], bat
             f"Parameter {names[number - 1]} was written on rank {rank} while the shards of "
             f"{name_step(batch.cursor)} ran, by a forward, the loss function or a hook. Each worker runs other "
             "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
-            f"buffers, or update it between two steps; do without max_norm in an embedding. {left}"
+            f"buffers, or update it between two steps; do without max_norm in an embedding. {left} (LS518)"
         )
 
 
@@ -143,7 +143,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
     if not sums.weight > 0:
         raise LossError(
             f"The summed weight of the losses is {sums.weight} at {name_step(batch.cursor)}, expected more than "
-            "zero: no shard had anything to learn from."
+            "zero: no shard had anything to learn from. (LS507)"
         )
     return ""
 
@@ -189,5 +189,5 @@ class NestedBackwardCheck:
                 f"does, at {name_step(batch.cursor)}; in no step before has one. Depending on the number of workers, "
                 "gradients may have been added in another order. Use torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False). From now on it is expected: this step may be taken again. No parameter was "
-                "changed."
+                "changed. (LS522)"
             )

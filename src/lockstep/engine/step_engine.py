@@ -28,6 +28,7 @@ from torch import Tensor
 from lockstep.comm import World, broadcast_tensors
 from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_same_arguments
 from lockstep.engine.balance import Balancer, Stopwatch
 from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
@@ -60,6 +61,7 @@ from lockstep.engine.step_values import StepValues
 from lockstep.engine.update import Update
 from lockstep.engine.written_parameters import WrittenParameterCheck
 from lockstep.errors import GroupError, UnusableStateError
+from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel, check_same_model
 from lockstep.reduce.optimizer_options import Description
 from lockstep.shards import ShardTask, derive_seed
@@ -96,6 +98,7 @@ class StepEngine:
     def __init__(
         self, state: RunState, arguments: TrainerArguments, world: World, descriptions: Sequence[Description] | None
     ) -> None:
+        record_this_worker(world.rank, world.world_size)
         model, optimizer = state.model, state.optimizer
         trained = TrainedModel(model)
         if descriptions is not None:
@@ -106,13 +109,14 @@ class StepEngine:
                 broadcast_tensors(list(map(without_repeats, trained.tensors())), world.group)
         self.world = world
         self.phase = StepPhase.IDLE
+        self._recorder = own_recorder()
         self.stop_requested = False
         self.planned = 0
         self.agreement: StepAgreement | None = None
         self.ask_others: Callable[[GroupError], StepAgreement] = _raise
         self._state = state
         # The scaler, or the norm, shows where a gradient is not finite.
-        self._looks_at_gradients = state.scaler is None and arguments.max_grad_norm is None
+        self._looks_at_gradients = state.scaler is None and arguments.norm_limit is None
         self._balancer = Balancer() if arguments.balance == "speed" and world.world_size > 1 else None
         self.stopwatch = Stopwatch(state.device, is_used=self._balancer is not None)
         self._row = DeviceRow(world, state.num_shards, state.device) if is_asynchronous(state.device) else None
@@ -132,17 +136,17 @@ class StepEngine:
         self._failed_step = FailedStep(state, world, self._gradients, self._written_parameters)
         self._model_changes = ModelChangeCheck(model, optimizer, trained)
         self._settings = SettingsChangeCheck()
-        self._nested_backwards = NestedBackwardCheck(
-            lambda adds_once: self._gradients.note_single_additions(adds_once=adds_once)
-        )
+        note = self._gradients.note_single_additions
+        self._nested_backwards = NestedBackwardCheck(lambda adds_once: note(adds_once=adds_once))
         self._comparison = WorkerComparison(model, optimizer, world)
         self._guards = StepGuards(separate_optimizers(optimizer), self)
-        self._update = Update(state, arguments.max_grad_norm, self._guards)
+        self._update = Update(state, arguments.norm_limit, self._guards)
         self._hooks = ParameterHooks(trained.trained, world)
         self._judge = StepJudge(state, arguments, self._row, self._update, self._buffers, self._hooks)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective); `Trainer.step` says what it raises."""
+        self._recorder.set_step(self._state.global_step)
         updates = self._state.plan.updates(self._state.global_step)
         reads: dict[str, Callable[[], StepOutcome]] = {}
         should_stop = False
@@ -150,7 +154,7 @@ class StepEngine:
             with self._hooks.taken_off():
                 reads[update.name], should_stop = self._make_update(batch, update, is_last=number == len(updates))
         self._networks.check_gradients()
-        is_end = self._state.cursor.step == 0 and batch.num_steps > 1
+        is_end = self._state.cursor.step == 0 and batch.num_steps != 1
         read = reads[""] if "" in reads else merge_updates(reads, self._state.plan.main)
         return StepResult(cursor=batch.cursor, should_stop=should_stop and not is_end, read=read)
 
@@ -182,7 +186,9 @@ class StepEngine:
             raise
         self._enter(StepPhase.IDLE)
         read = decision.read if read_values is None else with_values(decision.read, read_values)
-        return read, any(status.stop_requested for status in sums.statuses)
+        if any(status.end_requested for status in sums.statuses):
+            self._state.note_end()
+        return read, self._state.is_ending or any(status.stop_requested for status in sums.statuses)
 
     def number_shards(self, batch: ShardedBatch, order: Sequence[int]) -> dict[int, dict[str, str]]:
         """Compute shards in an order, and change nothing; return a hash of each loss and gradient by name (local).
@@ -234,9 +240,14 @@ class StepEngine:
         """Enter another phase; every transition is made here."""
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             if self.phase is StepPhase.CLOSED:
-                raise ValueError("The trainer was closed: no step can be taken any more. Make a new trainer.")
-            raise ValueError(f"The trainer is in the {self.phase.name} phase of a step: let the step end first.")
+                raise ValueError("The trainer was closed: no step can be taken any more. Make a new trainer. (LS529)")
+            raise ValueError(
+                f"The trainer is in the {self.phase.name} phase of a step: let the step end first. (LS529)"
+            )
         self.phase = phase
+        if phase is StepPhase.IDLE:
+            self._recorder.set_step(self._state.global_step)
+        self._recorder.mark(EventKind.PHASE, phase.value, 0, 0)
 
     # -- The phases ----------------------------------------------------------------------------------------------------
 
@@ -267,9 +278,8 @@ class StepEngine:
         if not is_known:
             self._gradients.expect_nested_backward()
         self._runs.begin(update)
-        watches_attributes = not is_known and self.world.rank == 0
         self.stopwatch.start()
-        self._runs.run(batch, tasks, table, self.stopwatch, watches_attributes=watches_attributes)
+        self._runs.run(batch, tasks, table, self.stopwatch, watches_attributes=not is_known)
         self._enter(StepPhase.REDUCE)
         self._runs.end_last(tasks)
 
@@ -367,6 +377,7 @@ class StepEngine:
             stop_requested=self.stop_requested,
             has_hooks=self._hooks.are_there,
             planned=self.planned,
+            end_requested=bool(self._state.end_reason or self._state.end_reason_after_step),
         )
 
     def _take_numbers(self) -> WorkerNumbers:

@@ -19,6 +19,8 @@ class StepOutcome:
     """See `StepResult`."""
     values: Mapping[str, float] = field(default_factory=dict)
     """See `StepResult`."""
+    grad_norm: float | None = None
+    """See `StepResult`."""
 
 
 @final
@@ -35,9 +37,10 @@ class StepResult:
 
     Attributes:
         cursor: The step that was taken.
-        should_stop: Whether some worker was asked to stop (`Trainer.request_stop`); the same on all workers after the
-            same step. Not after the last step of an epoch, unless it is the only one: what a loop does between two
-            epochs (step a scheduler, evaluate) belongs to it.
+        should_stop: Whether some worker was asked to stop (`Trainer.request_stop`), or a callback has ended the
+            training (`Trainer.is_ending`); the same on all workers after the same step. Not after the last step of an
+            epoch, unless it is the only one: what a loop does between two epochs (step a scheduler, evaluate) belongs
+            to it.
     """
 
     __slots__ = ("_read", "cursor", "should_stop")
@@ -65,6 +68,14 @@ class StepResult:
         function returned besides as `name/value`.
         """
         return self._read().values
+
+    @property
+    def grad_norm(self) -> float | None:
+        """2-norm of the reduced gradient before it is clipped; None if it was not computed.
+
+        It is where the trainer clips (`max_grad_norm`) or was made with `track_grad_norm`, and has no scaler.
+        """
+        return self._read().grad_norm
 
     @property
     def is_skipped(self) -> bool:
@@ -117,7 +128,9 @@ def merge_updates(reads: Mapping[str, Callable[[], StepOutcome]], main: str) -> 
         for name, each in outcomes.items():
             values.update({f"{name}/{key}": value for key, value in each.values.items()})
         is_skipped = any(each.is_skipped for each in outcomes.values())
-        return StepOutcome(loss=first.loss, weight=first.weight, is_skipped=is_skipped, values=values)
+        return StepOutcome(
+            loss=first.loss, weight=first.weight, is_skipped=is_skipped, values=values, grad_norm=first.grad_norm
+        )
 
     return read
 

@@ -71,9 +71,11 @@ class WorkerStatus:
     """Whether its parameters have hooks of the user's."""
     planned: int = 0
     """The generation of workers that it knows to be planned after this step; 0 for none."""
+    end_requested: bool = False
+    """Whether a callback on it has ended the training."""
 
 
-_STATUS_COLUMNS: Final = 11
+_STATUS_COLUMNS: Final = 12
 _NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
 ON_DEVICE: Final = -1.0
 """Stands for a weight that is on the device; a weight is not negative."""
@@ -192,7 +194,7 @@ class StepTable:
             status: The status of this worker.
             numbers: What there is to compare between workers.
         """
-        source = zlib.crc32(f"{batch.source} {batch.content}".encode())
+        source = zlib.crc32(f"{batch.source} {batch.identity}".encode())
         self._place = (batch.cursor.epoch, batch.cursor.step, source)
         self._status, self._numbers = status, numbers
 
@@ -253,12 +255,12 @@ def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
     last_requested = status.last_requested
     flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested, status.has_hooks
     place = last_requested.epoch, last_requested.step
-    return float(status.failure), status.num_steps, status.seconds, *place, *flags, status.planned
+    return float(status.failure), status.num_steps, status.seconds, *place, *flags, status.planned, status.end_requested
 
 
 def _to_status(numbers: Sequence[float]) -> WorkerStatus:
     failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, *flags = numbers
-    stop_requested, has_hooks, planned = flags
+    stop_requested, has_hooks, planned, end_requested = flags
     return WorkerStatus(
         failure=Failure(int(failure)),
         num_steps=int(num_steps),
@@ -270,6 +272,7 @@ def _to_status(numbers: Sequence[float]) -> WorkerStatus:
         stop_requested=bool(stop_requested),
         has_hooks=bool(has_hooks),
         planned=int(planned),
+        end_requested=bool(end_requested),
     )
 
 

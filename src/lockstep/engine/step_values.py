@@ -75,7 +75,7 @@ class StepValues:
             raise LossError(
                 f"The loss function returned values of other names for shard {odd} than for shard {first}. Return the "
                 "same names for every slice; a value that a slice does not have gets weight 0: (0.0, 0). No parameter "
-                "was changed."
+                "was changed. (LS507)"
             )
         names = self._find_names(int(found[first][1]))
         sums = self._fill_in(names)
@@ -139,7 +139,7 @@ def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValu
         if len(parts) != 2 or not all(map(_is_number, parts)):  # noqa: PLR2004 - mean and weight
             raise LossError(
                 f"The loss function returned {name!r} as a {type(value).__name__}, expected the mean of a slice as one "
-                "number, or a pair of it and its weight."
+                "number, or a pair of it and its weight. (LS507)"
             )
         mean, own_weight = (each.detach().reshape(()) if isinstance(each, Tensor) else each for each in parts)
         found[str(name)] = mean, own_weight

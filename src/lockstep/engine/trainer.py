@@ -1,7 +1,10 @@
-"""`Trainer`: what a training loop calls. The state of the run is in `RunState`, and `StepEngine` takes its steps."""
+"""`Trainer`: what a training loop calls.
+
+A face over three objects, and the reference of what they offer: `RunState` is the state of the run; `PresentEngine` has
+a `StepEngine`, which takes the steps, and makes another one when the workers are others; `Moments` calls the callbacks.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, final
@@ -11,25 +14,30 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.comm import World, current_world, join_world
+from lockstep.comm import World, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
-from lockstep.engine.arguments import TrainerArguments, check_arguments
+from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type
+from lockstep.engine.averaging import SWA, AveragedWeights
+from lockstep.engine.batchnorm_update import Forward, compute_statistics
+from lockstep.engine.callbacks import Callback
 from lockstep.engine.checks import warn_of_other_conditions
 from lockstep.engine.continued import Continued
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
 from lockstep.engine.fingerprint import Fingerprint
-from lockstep.engine.recovery import Recovery
+from lockstep.engine.moments import Moments
+from lockstep.engine.present_engine import PresentEngine
+from lockstep.engine.recovery import LoopState
+from lockstep.engine.restoring import Stateful
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import load_state, save_state
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState, Scheduler
 from lockstep.engine.step_engine import StepEngine
-from lockstep.engine.step_phase import StepPhase
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.verification import verify
 from lockstep.reduce import BucketLimits
-from lockstep.reduce.optimizer_options import Description
+from lockstep.torch_private import compile_module
 
 Result = TypeVar("Result")
 
@@ -54,8 +62,8 @@ class Trainer:
         model: On the device where it is to train. Not wrapped in DistributedDataParallel.
         optimizer: Over the model's parameters; or several by name, no two with a parameter in common.
         loss: `loss(model, batch)`, called for each shard with the collated slice on the model's device. Returns the
-            slice's mean loss, or a pair of a mean and its weight, say over tokens; mixed precision goes in there:
-            `with torch.autocast("cuda", torch.bfloat16): ...`. A weight that is a tensor on a GPU is not read: where a
+            slice's mean loss, or a pair of a mean and its weight, say over tokens; for mixed
+            precision see `precision`. A weight that is a tensor on a GPU is not read: where a
             slice may have weight 0, its gradient must be finite, as with `/ count.clamp(min=1)`.
             It may return `{"loss": ..., "kl": ...}` instead: `StepResult.values` has the mean of each further number,
             which may be a pair with a weight of its own. A third parameter called `place` gets a `StepPlace`: epoch,
@@ -69,7 +77,13 @@ class Trainer:
         scheduler: Learning-rate scheduler; stepped once per step. Step one that counts epochs in the loop instead. Of
             several optimizers a dictionary with their names: each is stepped when its optimizer has stepped.
         scaler: Scales the loss for float16, and leaves steps out whose gradients overflow; on all workers alike.
+        precision: The dtype of autocast, for loss functions and in `evaluate` for metrics; parameters keep theirs.
+            "float16" makes a scaler, if none is given.
         max_grad_norm: Clip the gradient's 2-norm to this.
+        track_grad_norm: Let `StepResult` have the norm where it is not clipped, too.
+        compile: Compile the model, in its place: each call runs a graph that torch.compile makes for its shapes.
+            "aot_eager" and the like name another backend of torch.compile. Other bits than without, and the same on
+            any number of workers.
         nonfinite: What to do with a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
             parameters, buffers and optimizer as they were, on all workers alike, and continues. On a GPU, with an
             optimizer of torch's that has fused=True and without a scaler, no step waits for its loss: "stop" raises in
@@ -85,11 +99,12 @@ class Trainer:
             left divide its shards and finish the call, with the bits that it would have had; ranks may be others then.
             What the loop does between two calls keeps its effect. Not for several optimizers that have a loss each.
         min_workers: With fewer workers left the run ends with an error; for `on_worker_loss="continue"`.
+        callbacks: Called at named moments; their state is saved with the run. See `Callback`.
         world: The workers; None for the default group, which is made if torchrun or another launcher started
             this worker and it is not there, or alone.
 
     Attributes:
-        engine: Takes the steps, with the present workers.
+        moments: Calls the callbacks, also for a loop that evaluates or saves in another way than with this trainer.
         optimizer: The optimizer; several as one, with the groups of all, and each in `parts` by its name.
 
     Raises:
@@ -112,7 +127,10 @@ class Trainer:
         every: Mapping[str, int] | None = None,
         scheduler: Scheduler | LRScheduler | Mapping[str, Scheduler | LRScheduler] | None = None,
         scaler: GradScaler | None = None,
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
         max_grad_norm: float | None = None,
+        track_grad_norm: bool = False,
+        compile: bool | str = False,  # noqa: A002 - torch's word
         nonfinite: Literal["stop", "skip"] = "stop",
         balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
@@ -120,9 +138,12 @@ class Trainer:
         on_worker_loss: Literal["stop", "continue"] = "stop",
         min_workers: int = 1,
         world: World | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         world = join_world() if world is None else world
-        self._arguments = TrainerArguments(
+        if precision == "float16" and scaler is None:
+            scaler = GradScaler(find_device_type(model))
+        arguments = TrainerArguments(
             model=model,
             optimizer=optimizer,
             loss=loss,
@@ -131,14 +152,22 @@ class Trainer:
             seed=seed,
             scheduler=scheduler,
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            precision=precision,
             max_grad_norm=max_grad_norm,
+            track_grad_norm=track_grad_norm,
+            compile=compile,
             nonfinite=nonfinite,
             balance=balance,
             deterministic=deterministic,
             bucket_limits=bucket_limits or BucketLimits(),
+            on_worker_loss=on_worker_loss,
+            min_workers=min_workers,
+            callbacks=tuple(callbacks),
         )
-        descriptions = check_arguments(self._arguments, world)
-        self._state = RunState(self._arguments)
+        descriptions = check_arguments(arguments, world)
+        if compile:
+            compile_module(model, "inductor" if compile is True else compile)
+        self._state = RunState(arguments)
         self.model = model
         self.optimizer = self._state.optimizer
         self.scheduler = scheduler
@@ -147,41 +176,12 @@ class Trainer:
         self.seed = self._state.seed
         self._switches = DeterminismSwitches(deterministic=deterministic)
         try:
-            self.engine = StepEngine(self._state, self._arguments, world, descriptions)
+            self._present = PresentEngine(self._state, arguments, world, descriptions)
         except BaseException:
             self._switches.restore()
             raise
-        if min_workers < 1:
-            raise ValueError(f"min_workers is {min_workers}, expected 1 or more.")
-        if on_worker_loss == "continue" and isinstance(loss, Mapping):
-            raise ValueError(
-                'on_worker_loss="continue" is for one loss function: workers could be apart by one of the updates of a '
-                'step. Use on_worker_loss="stop", and resume from a checkpoint.'
-            )
-        continues = on_worker_loss == "continue" and world == current_world()
-        self._recovery = Recovery(self._state, self._continue_with, continues=continues, min_workers=min_workers)
-        self._state.may_be_unread = self._recovery.member is None
-        self.engine.ask_others = self._recovery.ask_others
-
-    @property
-    def world(self) -> World:
-        """The present workers."""
-        return self.engine.world
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether this trainer continues without workers that are lost."""
-        return not self._state.may_be_unread
-
-    @property
-    def cursor(self) -> Cursor:
-        """The next step."""
-        return self._state.cursor
-
-    @property
-    def global_step(self) -> int:
-        """How many steps were taken, skipped ones included."""
-        return self._state.global_step
+        self.moments = Moments(self, self._state, self._present)
+        self.on_continued(self._present.recovery.on_continued)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -209,33 +209,14 @@ class Trainer:
                 other workers', or is not the next one of a restored run; the model was changed between steps; the
                 optimizer's options are not the other workers'; or the trainer was closed.
         """
-        return self._recovery.step(partial(self._step, batch), lambda: self.engine)
+        self.moments.start()
+        result = self._present.step(batch)
+        self.moments.end_epoch(result)
+        return result
 
-    def _step(self, batch: ShardedBatch) -> StepResult:
-        self.engine.planned = 0
-        if isinstance(batch, ShardedBatch):  # the engine refuses anything else, on every worker
-            if self._recovery.has_moved and batch.world != self.world:
-                batch = batch.for_present_workers()
-            # Not at the end of an epoch: a new worker begins at the cursor, and the others may evaluate and save first.
-            is_end = batch.cursor.step + 1 == batch.num_steps > 1
-            self.engine.planned = 0 if is_end else self._recovery.planned_number
-        return self.engine.step(batch)
-
-    def request_stop(self) -> None:
-        """Let `StepResult.should_stop` be true on every worker in the steps from now on (local).
-
-        For a signal to end, which reaches the workers at different moments, or only one of them: all leave the loop
-        after the same step.
-
-            signal.signal(signal.SIGTERM, lambda number, frame: trainer.request_stop())
-            ...
-            if trainer.step(batch).should_stop:
-                trainer.save("run.ckpt")
-                return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
-        """
-        self.engine.stop_requested = True
-
-    def evaluate(self, loader: ShardedLoader, metric: Metric | Any) -> Any:
+    def evaluate(
+        self, loader: ShardedLoader, metric: Metric | Any, *, weights: AveragedWeights | None = None, name: str = ""
+    ) -> Any:
         """Sum `metric` over a data set, each sample counted once (collective).
 
         Sums are kept per shard and added in shard order, so the result has the same bits on any number of workers.
@@ -246,6 +227,8 @@ class Trainer:
             loader: The data; its batches are pairs (input, target) if the metric is of torchmetrics.
             metric: `metric(model, batch)`, which returns a sum over a slice and its weight, or several by name; or a
                 Metric or MetricCollection of torchmetrics, which sees all predictions in the order of the data.
+            weights: An average of the weights, to evaluate in their place.
+            name: Of the data set; callbacks get `name_loss` in place of `loss` then.
 
         Returns:
             The means by name, each a `Mean`; a metric that returns a bare pair is called `"metric"`. With torchmetrics
@@ -257,26 +240,31 @@ class Trainer:
             ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
         """
         self._state.check_last_step()
-        return self._recovery.repeatable(lambda: evaluate(self._state, self.world, loader, metric), self._world)
+        tensors = {} if weights is None else weights.tensors
+        found = self._present.repeatable(lambda world: evaluate(self._state, world, loader, metric, tensors))
+        self.moments.look_at_evaluation(found, name)
+        return found
 
-    def repeatable(self, call: Callable[[World], Result]) -> Result:
-        """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
+    def update_batchnorm(self, loader: ShardedLoader, weights: SWA, forward: Forward | None = None) -> None:
+        """Compute the statistics of BatchNorm anew for averaged weights, in one pass over the data (collective).
 
-            should_stop = trainer.repeatable(lambda world: any(world.gather_objects(stop_file.exists())))
+        The model is in training mode meanwhile, and is not changed.
 
         Args:
-            call: Called with the present workers; and again, with others, if one is lost meanwhile. It changes nothing
-                that lasts, or nothing that a second call does not do alike.
-        """
-        return self._recovery.repeatable(lambda: call(self.world), self._world)
+            loader: The training data.
+            weights: The average; gets the statistics.
+            forward: `forward(model, batch)`; by default the model is called with the first part of each batch.
 
-    def on_continued(self, listener: Callable[[Continued, World], None]) -> None:
-        """Call `listener` on every worker that continues without others, instead of logging who was lost (local).
-
-        It is called with what has happened and the present workers, in the call that continues. It may make no
-        collective calls.
+        Raises:
+            PeerFailedError: The forward has raised an error on another worker.
+            ValueError: Workers have different data.
         """
-        self._recovery.on_continued = listener
+        self._state.check_last_step()
+        forward = _call_with_first if forward is None else forward
+        found = self._present.repeatable(
+            lambda world: compute_statistics(self._state, world, loader, weights.tensors, forward)
+        )
+        weights.set_statistics(found)
 
     def verify(self, loader: ShardedLoader, steps: int = 2) -> None:
         """Check that no bit of the result depends on who runs which shard (collective); the trainer is as before then.
@@ -295,36 +283,17 @@ class Trainer:
         self._state.check_last_step()
         verify(self._state, self.engine, loader, steps, self.engine.step)
 
-    def on_new_world(self, callback: Callable[[World], object]) -> None:
-        """Call `callback(world)` now, and again whenever the workers are others (collective).
+    # -- Reading, saving and loading the state of the run --------------------------------------------------------------
 
-        For groups of your own: those of workers of which one is lost cannot be used any more.
+    @property
+    def cursor(self) -> Cursor:
+        """The next step."""
+        return self._state.cursor
 
-            def make_groups(world):
-                groups["data"] = dist.new_group(range(world.world_size))
-
-            trainer.on_new_world(make_groups)
-
-        The callback may make collective calls.
-        """
-        self._recovery.on_new_world(callback, self._world)
-
-    def join(self) -> bool:
-        """Join the others, if this worker was started when they were training already (collective for new workers).
-
-        Call it when model, optimizer, loader and trainer are made, in the place where you would load a checkpoint. It
-        waits for the end of a step of the others, and takes the state of the run from the memory of one of them: model,
-        optimizer, scheduler, scaler, place in the data, generators. Then begin at the trainer's cursor. On any other
-        worker it does nothing.
-
-        Returns:
-            Whether this worker is new.
-
-        Raises:
-            CheckpointError: This worker has another model or optimizer than the others.
-            SystemExit: It is not needed: the run has ended.
-        """
-        return self._recovery.join()
+    @property
+    def global_step(self) -> int:
+        """How many steps were taken, skipped ones included."""
+        return self._state.global_step
 
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
@@ -356,7 +325,8 @@ class Trainer:
         """
         with self._state.restored_from(state):
             pass
-        if self.world.rank == 0:  # one warning is enough
+        self.moments.begin_again()
+        if self._present.world.rank == 0:  # one warning is enough
             warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
 
     def save(
@@ -365,6 +335,7 @@ class Trainer:
         *,
         scheduler: Scheduler | LRScheduler | None = None,
         metrics: Mapping[str, float] = MappingProxyType({}),
+        extra: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> Path:
         """Write all that the run needs to resume into one file, and return its path (collective: every worker calls).
 
@@ -375,6 +346,9 @@ class Trainer:
             path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
             scheduler: One that you step yourself, if it is to be saved as well.
             metrics: What was measured, by name; `load` returns it.
+            extra: Further objects whose state is saved, by name: anything with `state_dict` and `load_state_dict`,
+                whose states are numbers, text, tensors, and lists and dictionaries of these, as other trainers. Rank
+                0's are saved.
 
         Raises:
             CheckpointError: On all workers: the file cannot be written. What was under `path` before is still there.
@@ -383,11 +357,19 @@ class Trainer:
             ValueError: The trainer steps a scheduler by itself already.
         """
         self._state.check_last_step()
-        return self._recovery.repeatable(
-            lambda: save_state(self._state, self.world, Path(path), scheduler, metrics), self._world
+        file = self._present.repeatable(
+            lambda world: save_state(self._state, world, Path(path), scheduler, metrics, extra)
         )
+        self.moments.note_save(file)
+        return file
 
-    def load(self, path: str | Path, *, scheduler: Scheduler | LRScheduler | None = None) -> LoadedState:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Scheduler | LRScheduler | None = None,
+        extra: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> LoadedState:
         """Resume from a file of `save` or `lockstep train`, on any number of workers (collective: every worker calls).
 
         Each worker reads the file, every byte is checked, and all compare what they have read. Then begin at the
@@ -403,15 +385,93 @@ class Trainer:
         Args:
             path: The file; a directory for the newest complete checkpoint in it, with a warning for each broken one.
             scheduler: The one that `save` was given.
+            extra: What `save` was given; each object takes its state back.
 
         Raises:
             CheckpointError: On all workers: the file is missing or damaged, is not the same on all of them, or belongs
                 to another model, optimizer or run. Nothing was changed.
             ValueError: The trainer steps a scheduler by itself already.
         """
-        return self._recovery.repeatable(
-            lambda: load_state(self._state, self.world, Path(path), scheduler), self._world
-        )
+        loaded = self._present.repeatable(lambda world: load_state(self._state, world, Path(path), scheduler, extra))
+        self.moments.begin_again()
+        return loaded
+
+    # -- Other workers: some are lost, others join ---------------------------------------------------------------------
+
+    @property
+    def engine(self) -> StepEngine:
+        """Takes the steps, with the present workers."""
+        return self._present.engine
+
+    @property
+    def world(self) -> World:
+        """The present workers."""
+        return self._present.world
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether this trainer continues without workers that are lost."""
+        return self._present.recovery.member is not None
+
+    def repeatable(self, call: Callable[[World], Result]) -> Result:
+        """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
+
+            should_stop = trainer.repeatable(lambda world: any(world.gather_objects(stop_file.exists())))
+
+        Args:
+            call: Called with the present workers; and again, with others, if one is lost meanwhile. It changes nothing
+                that lasts, or nothing that a second call does not do alike.
+        """
+        return self._present.repeatable(call)
+
+    def on_continued(self, listener: Callable[[Continued, World], None]) -> None:
+        """Call `listener` on every worker that continues without others, instead of logging who was lost (local).
+
+        It is called with what has happened and the present workers, in the call that continues. It may make no
+        collective calls.
+        """
+        self._present.recovery.on_continued = self.moments.with_callbacks(listener)
+
+    def on_new_world(self, callback: Callable[[World], object]) -> None:
+        """Call `callback(world)` now, and again whenever the workers are others (collective).
+
+        For groups of your own: those of workers of which one is lost cannot be used any more.
+
+            def make_groups(world):
+                groups["data"] = dist.new_group(range(world.world_size))
+
+            trainer.on_new_world(make_groups)
+
+        The callback may make collective calls.
+        """
+        self._present.recovery.on_new_world(callback, lambda: self.world)
+
+    def join(self, loop: LoopState | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
+        """Join the others, if this worker was started when they were training already (collective for new workers).
+
+        Call it when model, optimizer, loader and trainer are made, in the place where you would load a checkpoint. It
+        waits until the others begin a step, and takes the state of the run from the memory of one of them: model,
+        optimizer, scheduler, scaler, place in the data, generators. Then begin at the trainer's cursor: that is the
+        step. What the others do after the step before, as an evaluation or a save, is done then. On any other worker it
+        only notes the arguments.
+
+        Args:
+            loop: What your loop keeps beside the trainer and a new worker needs, such as the best value so far: its
+                `state_dict()` is called on one of the others, and `load_state_dict` on the new worker. It is pickled.
+            before_leaving: Called on a worker that was asked to leave, before the others go on without it: finish what
+                only this worker does, such as a file that it writes.
+
+        Returns:
+            Whether this worker is new.
+
+        Raises:
+            CheckpointError: This worker has another model or optimizer than the others.
+            SystemExit: It is not needed: the run has ended.
+        """
+        is_new = self._present.recovery.join(loop, before_leaving)
+        if is_new:
+            self.moments.start(is_new_worker=True)
+        return is_new
 
     def move_to(self, world: World) -> None:
         """Continue with other workers (collective for these): close the present engine and make a new one.
@@ -427,28 +487,48 @@ class Trainer:
             PeerFailedError: This number of workers is refused on another worker.
             ValueError: More workers than shards, or trainers that differ between workers.
         """
-        self._state.check_last_step()
-        self.engine.close()
-        progress = {"place in the data": str(self.cursor), "steps taken": str(self.global_step)}
-        self._replace_engine(world, check_arguments(self._arguments, world, progress))
-        self._recovery.leave_run(is_in_run=world == current_world())
+        self._present.move_to(world)
 
-    def _world(self) -> World:
-        return self.world
+    # -- Ending before the last epoch, on all workers after the same step ----------------------------------------------
 
-    def _continue_with(self, world: World) -> None:
-        """Continue with other workers, which are where this one is (local)."""
-        if self.engine.phase is StepPhase.CLOSED:
-            self.engine.world = world  # for what still works
+    @property
+    def is_ending(self) -> bool:
+        """Whether a callback has ended the training; the same on all workers. Leave the loop then, and evaluate."""
+        return self._state.is_ending
+
+    @property
+    def end_reason(self) -> str:
+        """Why, on the workers whose callback has; on all after the next evaluation or save. Else empty."""
+        return self._state.end_reason
+
+    def request_stop(self) -> None:
+        """Let `StepResult.should_stop` be true on every worker in the steps from now on (local).
+
+        For a signal to end, which reaches the workers at different moments, or only one of them: all leave the loop
+        after the same step.
+
+            signal.signal(signal.SIGTERM, lambda number, frame: trainer.request_stop())
+            ...
+            if trainer.step(batch).should_stop:
+                trainer.save("run.ckpt")
+                return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
+        """
+        self._present.engine.stop_requested = True
+
+    def request_end(self, reason: str, *, after_next_step: bool = False) -> None:
+        """End the training, on every worker (local; for callbacks).
+
+        `is_ending` is true then on all workers: after the next step, or when the moment is over in which a callback has
+        called this, but for `on_step`. It is so too if one worker alone has called it, by its clock for instance.
+
+        Args:
+            reason: Why, for the user: "patience is exhausted".
+            after_next_step: Whether one more step is to be taken in any case.
+        """
+        if after_next_step:
+            self._state.end_reason_after_step = reason
         else:
-            self._replace_engine(world, None)
-
-    def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
-        before = self.engine
-        before.close()
-        self.engine = StepEngine(self._state, self._arguments, world, descriptions)
-        self.engine.stop_requested, self.engine.agreement = before.stop_requested, before.agreement
-        self.engine.ask_others = self._recovery.ask_others
+            self._state.end_reason = self._state.end_reason or reason
 
     def close(self) -> None:
         """Release hooks, threads and buckets, and restore torch's deterministic switches (local).
@@ -458,6 +538,13 @@ class Trainer:
         Raises:
             LossError: The last step was not finite, and no call has raised that yet; see `nonfinite`.
         """
-        self.engine.close()
-        self._switches.restore()
+        try:
+            self.moments.end()
+        finally:
+            self.engine.close()
+            self._switches.restore()
         self._state.check_last_step()
+
+
+def _call_with_first(model: nn.Module, batch: Any) -> object:
+    return model(batch[0])

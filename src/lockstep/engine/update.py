@@ -10,6 +10,7 @@ of the parameters is taken too; if all that had a gradient were counted as writt
 """
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -138,7 +139,7 @@ class Update:
             for part in self._state.chosen():
                 scaler.unscale_(part)
             norm = nn.utils.get_total_norm(parameter.grad for parameter in trained if parameter.grad is not None)
-        if self._max_grad_norm is not None and norm is not None:
+        if self._max_grad_norm is not None and norm is not None and not math.isinf(self._max_grad_norm):
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
         with self._guards.allowed():
             if is_bad is not None:

@@ -9,8 +9,13 @@ from torch import nn
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.step_place import StepPlace, takes_place
 from lockstep.errors import LossError
+from lockstep.torch_private import is_compiler_error
 
 _REMEDIES = {
+    "No working C++ compiler": (
+        "torch.compile writes C++ for the CPU, and this machine has no C++ compiler that works. Install g++ (Debian, "
+        "Ubuntu: apt install g++), name one in the environment variable CXX, or leave compile out."
+    ),
     "Expected more than 1 value per channel": (
         "A normalization over the batch got a slice with one value per channel, which has no variance. Slices are "
         "smallest in the last batch of an epoch: leave it out with ShardedLoader(..., drop_last=True), in a config "
@@ -29,6 +34,11 @@ _REMEDIES = {
     ),
 }
 """What to do, by a part of torch's message, where that does not help in a trainer."""
+_CANNOT_COMPILE = (
+    "torch.compile cannot make one graph of the model's forward. Leave compile out to see whether the forward works "
+    "without it. If it does, change what the error below names, or leave compile out and compile the parts that can be "
+    "compiled: model.encoder.compile(dynamic=False, fullgraph=True)."
+)
 
 
 @final
@@ -73,8 +83,17 @@ def explained_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:
-        remedy = next((text for part, text in _REMEDIES.items() if part in str(error)), None)
+    except Exception as error:
+        remedy = _find_remedy(error)
         if remedy is None:
             raise
-        raise LossError(f"{remedy} The error of torch: {str(error).splitlines()[0]}") from error
+        first_line = str(error).replace("raised:\n", "raised: ").splitlines()[0]
+        raise LossError(f"{remedy} The error of torch: {first_line} (LS530)") from error
+
+
+def _find_remedy(error: Exception) -> str | None:
+    is_compilers = is_compiler_error(error)
+    if not (is_compilers or isinstance(error, RuntimeError | ValueError)):
+        return None
+    found = next((text for part, text in _REMEDIES.items() if part in str(error)), None)
+    return _CANNOT_COMPILE if found is None and is_compilers else found

@@ -57,6 +57,7 @@ def verify(
     random.own = OwnGenerators(state.model, state.plan.losses)
     random.save()
     saved, restore_progress = copy.deepcopy(state.to_dict()), state.record_progress()
+    ending = state.is_ending, state.end_reason, state.end_reason_after_step
     begin = state.cursor
     batches = zip(
         loader.epoch(begin.epoch, begin.step), loader.for_one_worker().epoch(begin.epoch, begin.step), strict=True
@@ -67,8 +68,9 @@ def verify(
                 _check_step(state, engine, mine, whole)
                 step(mine)
         finally:
-            with state.restored_from(saved):
+            with state.restored_from(saved, has_callbacks=False):  # the steps have called none
                 pass
+            state.is_ending, state.end_reason, state.end_reason_after_step = ending
             restore_progress()
             random.restore()
 
@@ -106,7 +108,7 @@ def _check_step(state: RunState, engine: ShardComputer, mine: ShardedBatch, whol
         raise LossError(
             f"The result depends on who runs which shard, at {name_step(mine.cursor)}: {problem}. Keep state in "
             "buffers, take numbers of steps from place (loss(model, batch, place)), and draw random numbers from the "
-            "global generators. Everything that a trainer saves was put back."
+            "global generators. Everything that a trainer saves was put back. (LS518)"
         )
 
 

@@ -5,8 +5,8 @@
 
 A planned generation is announced only when every member has joined the last one. If a worker is lost before all have
 joined the planned one, an unplanned one supersedes it. Nobody knows then who has made the step boundary. So workers
-that were to leave are members again as long as they run, and are asked once more later; new workers that have not
-joined get the state anew.
+that were to leave are members again as long as they run, and are asked once more later. New workers that have not
+joined are set aside, and join at a later boundary: the others may be in an evaluation, which they do not make.
 """
 
 import time
@@ -26,6 +26,8 @@ from lockstep.launch.membership import (
     planned_changes,
 )
 
+_FRESH_SECONDS = 3.0
+"""How long ago a new worker may have been heard of that is to join now."""
 _LOSS_SECONDS = 1.0
 """After a worker has reported that it lost another: how long until the launcher must have seen that one end."""
 
@@ -42,6 +44,20 @@ class EndedWorker:
     """How it ended, for messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker has answered to the question whether it is there."""
+
+    number: int
+    """Of the question."""
+    waits: bool
+    """Whether its main thread waits for other workers."""
+    calls: int
+    """How many calls of its trainers it has completed."""
+    place: str
+    """The line that its main thread runs."""
+
+
 @dataclass(slots=True)
 class WorkerReports:
     """What workers have reported about themselves, by their numbers."""
@@ -54,8 +70,10 @@ class WorkerReports:
     """Workers that have asked to leave, and when."""
     over: set[int] = field(default_factory=set)
     """Workers that make no calls any more."""
-    alive: dict[int, tuple[int, float | None]] = field(default_factory=dict)
-    """The last answer of each: which question it answers, and for how many seconds its main thread waits for others."""
+    alive: dict[int, Answer] = field(default_factory=dict)
+    """The last answer of each."""
+    heard_at: dict[int, float] = field(default_factory=dict)
+    """When each has reported anything last."""
 
 
 @final
@@ -75,6 +93,8 @@ class Continuation:
         reports: What workers have reported.
         members: All workers that were ever in a generation, in rank order.
         num_losses: How many workers were lost.
+        has_begun: Whether all workers that the launch began with could continue without others at some time.
+        stop_reason: Why the run cannot continue, if that is because of who is left.
     """
 
     def __init__(
@@ -85,12 +105,16 @@ class Continuation:
         self.reports = WorkerReports()
         self.members = list(pids)
         self.num_losses = 0
+        self.has_begun = False
+        self.stop_reason = ""
         self._server = server
         self._clock = clock
         self._asking: dict[int, tuple[int, float]] = {}
         self._joined = set(pids)
         self._leaving: tuple[int, ...] = ()
         self._new: set[int] = set()
+        self._meeting: set[int] | None = None
+        self._decided_at = 0.0
         self._is_over = False
 
     def receive_reports(self) -> None:
@@ -114,6 +138,11 @@ class Continuation:
         self._is_over = True
         self.receive_reports()
 
+    def announce_end(self) -> None:
+        """Tell the members that all have returned: one that waits for others at a meeting would wait in vain."""
+        for worker in self.generation.workers:
+            self._server.send(worker, {"event": "over"})
+
     def refuse_leave(self, worker: int) -> None:
         """Tell a worker that has asked to leave that it cannot."""
         self._server.send(worker, {"event": "stay"})
@@ -122,6 +151,14 @@ class Continuation:
     def limits(self) -> WorkerLimits | None:
         """How many workers the run can have; None if one of them cannot continue with others."""
         return self._limits(self.generation.workers)
+
+    def arrived(self) -> tuple[int, ...]:
+        """Return the new workers that wait to join, but none that was silent for some time: it may be stopped.
+
+        Who waits is asked every second (`Fencing`).
+        """
+        earliest = self._clock() - _FRESH_SECONDS
+        return tuple(worker for worker in self.reports.waiting if self.reports.heard_at[worker] >= earliest)
 
     @property
     def is_settled(self) -> bool:
@@ -133,6 +170,18 @@ class Continuation:
         """Whether a planned change makes no sense any more: the run ends, or a worker makes no calls any more."""
         return self._is_over or bool(self.reports.over.intersection(self.generation.workers))
 
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Members for whom others wait, to make the generation that follows a loss: they have not left the old one."""
+        if not self._meeting or self.is_settled:
+            return ()
+        return tuple(worker for worker in self.generation.workers if worker not in self._meeting)
+
+    @property
+    def decided_for(self) -> float:
+        """For how many seconds the present generation is decided."""
+        return self._clock() - self._decided_at
+
     def is_new(self, worker: int) -> bool:
         """Return whether a worker was announced, and has not reported that it has joined."""
         return worker in self._new
@@ -143,7 +192,10 @@ class Continuation:
 
     def continue_without(self, ended: Collection[EndedWorker]) -> bool:
         """Continue without these workers, if possible; return whether it is."""
+        self._server.settle()  # a new worker may have joined before another was lost, and then has the state of the run
         self.receive_reports()
+        if self._is_over:  # also for who was to leave: the launch must not wait on as if nothing had failed
+            return False
         lost = {each.worker for each in ended}
         # Who was to leave has, if a member has joined without it.
         were_to_leave = () if self._joined else self._leaving
@@ -153,13 +205,12 @@ class Continuation:
             return True
         left = [worker for worker in present if worker not in lost]
         limits = self._limits([worker for worker in left if worker not in self._new])
-        if self._is_over or limits is None:
+        if limits is None:
             return False
         before = Generation(number=self.generation.number, workers=holders)
-        changes = Changes(lost=lost, arrived=[worker for worker in present if worker in self._new])
-        decided = next_generation(before, changes, limits)
+        decided = next_generation(before, Changes(lost=lost), limits)
         if isinstance(decided, Stop):
-            self._is_over = True
+            self._is_over, self.stop_reason = True, decided.reason
             for worker in left:
                 self._server.send(worker, {"event": "stop", "reason": decided.reason})
             return False
@@ -171,8 +222,16 @@ class Continuation:
             if each.worker in present
         ]
         self.num_losses += len(described)
-        self._announce(decided, new=set(decided.workers) & self._new, lost=described)
+        self._set_aside(self._new - lost)
+        self._announce(decided, new=set(), lost=described)
         return True
+
+    def _set_aside(self, new: set[int]) -> None:
+        """Let new workers that have not joined wait for a later generation."""
+        self.members = [worker for worker in self.members if worker not in self._new]
+        self.reports.waiting = [*sorted(new), *self.reports.waiting]
+        for worker in new:
+            self._server.send(worker, {"event": "set_aside"})
 
     def change(self, wishes: Wishes) -> Changes:
         """Announce who leaves and who joins at the next step boundary; return it, empty where nobody does."""
@@ -209,6 +268,7 @@ class Continuation:
             "leaving": [{"rank": self._rank_of(worker), "pid": self.pids[worker]} for worker in leaving],
         }
         self.generation, self._new, self._leaving, self._joined = decided, new, leaving, set()
+        self._meeting, self._decided_at = (set() if lost else None), self._clock()
         for rank, worker in enumerate(decided.workers):
             self._server.send(worker, {**message, "rank": rank})
         for worker in leaving:
@@ -229,9 +289,11 @@ class Continuation:
 
     def _receive(self, worker: int, message: Message) -> None:
         reports = self.reports
+        reports.heard_at[worker] = self._clock()
         what = message["report"]
         if what == "ready":
             reports.ready[worker] = WorkerLimits(min_workers=message["min_workers"], max_workers=message["max_workers"])
+            self.has_begun |= all(member in reports.ready for member in self.generation.workers)
         elif what == "lost":
             self._asking[worker] = message["generation"], self._clock()
         elif what == "waiting_to_join" and worker not in reports.waiting and worker not in self.members:
@@ -241,7 +303,9 @@ class Continuation:
         elif what == "over":
             reports.over.add(worker)
         elif what == "alive":
-            reports.alive[worker] = message["number"], message["waits"]
+            reports.alive[worker] = Answer(message["number"], message["waits"], message["calls"], message["place"])
+        elif what == "meets" and message["generation"] == self.generation.number and self._meeting is not None:
+            self._meeting.add(worker)
         elif what == "joined" and message["generation"] == self.generation.number:
             self._joined.add(worker)
             self._new.discard(worker)

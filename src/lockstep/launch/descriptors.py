@@ -22,5 +22,6 @@ def check_descriptors(num_workers: int, num_per_worker: int) -> None:
         needs = "needs" if num_workers == 1 else "need"
         raise UsageError(
             f"{counted(num_workers, 'worker')} {needs} {needed} file descriptors in the process that starts them, but "
-            f"its limit is {limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer workers."
+            f"its limit is {limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer "
+            "workers. (LS121)"
         )

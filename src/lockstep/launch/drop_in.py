@@ -28,9 +28,12 @@ def has_drop_in(python_path: str | None) -> bool:
 
 def with_drop_in(python_path: str | None) -> str:
     """Return the PYTHONPATH with the drop-in."""
-    if has_drop_in(python_path):
-        return python_path or ""
-    return os.pathsep.join([STARTUP_FOLDER, *([python_path] if python_path else [])])
+    return python_path or "" if has_drop_in(python_path) else with_folder(python_path, STARTUP_FOLDER)
+
+
+def with_folder(python_path: str | None, folder: str) -> str:
+    """Return the PYTHONPATH with this folder before all others."""
+    return os.pathsep.join([folder, *([python_path] if python_path else [])])
 
 
 def without_drop_in(python_path: str | None) -> str | None:

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from lockstep.launch.membership import RespawnLimit
+
+USUAL_RESPAWNS: Final = 3
+"""How often a lost worker is replaced where no number is given: `respawn: true`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +26,10 @@ class Elastic:
     spares: int = 0
     """How many more workers wait, with everything imported and built, to replace a lost one."""
     evict_after: float | None = None
-    """Kill a worker that has not answered its launcher for so many seconds, because its process is stopped, or hangs in
-    the kernel or in native code that holds Python's lock; the others continue without it. None to wait on. A worker
-    that computes or waits answers."""
+    """Kill a worker that hangs for so many seconds; the others continue without it. None to wait on. It hangs if its
+    process does not answer the launcher (it is stopped, or native code holds Python's lock), or if another worker waits
+    all that time while this one completes no call of the trainer. So choose more than the longest step, data loading,
+    or save takes on one worker."""
     folder: str | Path | None = None
     """A folder of this user in which `lockstep scale FOLDER` finds the launch; None for none."""
 
@@ -36,11 +41,11 @@ class Elastic:
         """
         for name, value in (("respawn", self.respawn), ("spares", self.spares)):
             if value < 0:
-                raise ValueError(f"{name} is {value}, expected 0 or more.")
+                raise ValueError(f"{name} is {value}, expected 0 or more. (LS123)")
         if self.respawn_minutes <= 0:
-            raise ValueError(f"respawn_minutes is {self.respawn_minutes}, expected more than 0.")
+            raise ValueError(f"respawn_minutes is {self.respawn_minutes}, expected more than 0. (LS123)")
         if self.evict_after is not None and self.evict_after <= 0:
-            raise ValueError(f"evict_after is {self.evict_after}, expected more than 0 seconds, or None.")
+            raise ValueError(f"evict_after is {self.evict_after}, expected more than 0 seconds, or None. (LS123)")
 
     @property
     def limit(self) -> RespawnLimit:

@@ -5,10 +5,12 @@ import signal
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lockstep.errors import WorkerFailure
+from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
+CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
+"""Errors that are probably a consequence of another worker's failure, if another worker has any other error."""
 _HEADER = "Traceback (most recent call last):"
 _CONNECTORS = (
     "The above exception was the direct cause of the following exception:",
@@ -16,7 +18,10 @@ _CONNECTORS = (
 )
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 """The first line of an exception, after the frames of its traceback."""
+_RANK = re.compile(r"\[rank\d+\]: ")
+"""What torch puts before each line of a traceback, where there is a group."""
 _PLACE = re.compile(r'  File ".*", line \d+')
+_FRAME = re.compile(r'  File "(.*)", line \d+, in ')
 
 
 def exit_status(code: int) -> int:
@@ -29,28 +34,37 @@ def signal_name(number: int) -> str:
     return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
 
 
-def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER) -> str:
+def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -> str:
     """Return how a process ended.
 
     Args:
         code: Its exit code; -N for signal N.
         killer: Who sent SIGKILL, if that ended it.
+        place: Where it was when it crashed; empty if that is not known.
     """
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal_name(-code)
-    return f"killed by {name}, {killer}" if name == "SIGKILL" and killer else f"killed by {name}"
+    if name == "SIGKILL" and killer:
+        return f"killed by {name}, {killer}"
+    return f"killed by {name} at {place}" if place else f"killed by {name}"
 
 
-def describe_failures(failures: Sequence[WorkerFailure]) -> str:
+def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = False) -> str:
     """Return which worker failed first, with its traceback, and which others failed after it.
 
     Args:
         failures: At least one, the first in time first.
+        is_shown: Whether the traceback was printed already, so that its last line and the place are enough.
     """
     first, *others = failures
-    message = f"Worker {first.rank} failed first: {first.reason}"
-    if first.traceback:
+    message = f"Worker {first.rank} failed first: {first.reason} (LS601)"
+    if first.traceback and is_shown:
+        lines = first.traceback.rstrip().splitlines()
+        frames = [line.strip() for line in lines if _PLACE.match(line)]
+        place = f"\n  {frames[-1]}" if frames else ""
+        message += f"{place}\n{_last_error(first.traceback) or lines[-1]}\nIts traceback is above."
+    elif first.traceback:
         message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
     alike = [str(other.rank) for other in others if _error_of(other) == _error_of(first)]
     after = [f"worker {other.rank} ({_error_of(other)})" for other in others if _error_of(other) != _error_of(first)]
@@ -64,10 +78,46 @@ def describe_failures(failures: Sequence[WorkerFailure]) -> str:
 def _error_of(failure: WorkerFailure) -> str:
     """Return the reason in one line, with the error that the traceback ends with: all scripts end with exit code 1."""
     reason = failure.reason.splitlines()[0]
-    lines = failure.traceback.rstrip().splitlines()
-    after_frames = [line for before, line in pairwise(lines) if before.startswith("  ") and _ERROR.match(line)]
-    error = after_frames[-1] if after_frames else ""
+    error = _last_error(failure.traceback)
     return reason if not error or error in reason else f"{reason}, {error}"
+
+
+def says_another_failed(traceback: str) -> bool:
+    """Return whether a traceback, as Python prints it, ends with an error that another worker's failure causes."""
+    name = _last_error(traceback).partition(":")[0]
+    return name in {f"{kind.__module__}.{kind.__qualname__}" for kind in CONSEQUENCES}
+
+
+def _last_error(traceback: str) -> str:
+    """Return the first line of the exception that a traceback ends with; empty if there is none."""
+    lines = traceback.rstrip().splitlines()
+    errors = [line for before, line in pairwise(lines) if before.startswith("  ") and _ERROR.match(line)]
+    return errors[-1] if errors else ""
+
+
+def users_part(traceback: str, libraries: Sequence[str]) -> str:
+    """Return a traceback from the user's first frame on, or its last frame if it has none of the user's.
+
+    Args:
+        traceback: As Python prints it, with chained exceptions.
+        libraries: Beginnings of the file names of code that is not the user's.
+    """
+    kept: list[str] = []
+    for block in _blocks(traceback.splitlines()):
+        starts = [number for number, line in enumerate(block) if _FRAME.match(line)]
+        own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(tuple(libraries))]  # type: ignore[index]
+        kept += block[: starts[0]] + block[(own or starts[-1:])[0] :] if starts else block
+    return "\n".join(kept)
+
+
+def _blocks(lines: Sequence[str]) -> list[list[str]]:
+    """Cut a traceback into those of its chained exceptions, each of which begins with the header."""
+    blocks: list[list[str]] = [[]]
+    for line in lines:
+        if line == _HEADER and blocks[-1]:
+            blocks.append([])
+        blocks[-1].append(line)
+    return blocks
 
 
 def find_traceback(text: str) -> str:
@@ -75,7 +125,7 @@ def find_traceback(text: str) -> str:
 
     The traceback of a SyntaxError has no header. It begins with the line `File "...", line N`.
     """
-    lines = text.split("\n")
+    lines = _without_ranks(text.split("\n"))
     starts = [index for index, line in enumerate(lines) if line.endswith(_HEADER)]
     start = starts.pop() if starts else len(lines)
     # A traceback after "|" is of a member of an exception group, and is part of the group's traceback.
@@ -85,6 +135,19 @@ def find_traceback(text: str) -> str:
     if places and (start == len(lines) or places[-1] > start):
         start = places[-1]
     return "\n".join(lines[start:])
+
+
+def _without_ranks(lines: list[str]) -> list[str]:
+    """Return lines as Python prints them: without the rank that torch puts before those of a traceback.
+
+    Where the last traceback has ranks, what follows without one is not part of it.
+    """
+    marked = [index for index, line in enumerate(lines) if _RANK.match(line)]
+    if not marked:
+        return lines
+    last = marked[-1]
+    has_later_traceback = any(line.endswith(_HEADER) for line in lines[last + 1 :])
+    return [_RANK.sub("", line, count=1) for line in (lines if has_later_traceback else lines[: last + 1])]
 
 
 def _begins(before: Sequence[str]) -> bool:

@@ -2,23 +2,24 @@
 
 Each worker then runs the script and calls `launch`, which starts no process: it joins the group of these workers and
 calls the function in this process.
+
+torch is imported by the functions that need it: where no other launcher is, the caller of `launch` may do without it.
 """
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lockstep.comm import World, join_world, launched_world, report_failure
-from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.devices import DeviceRequest, Placement, parse_request
-from lockstep.devices.current import current_accelerator
 from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.messages import Run
 from lockstep.processes.lifetime import keep_freed_memory
-from lockstep.processes.reproducibility import seed_generators
-from lockstep.settings import WorldVariables, read_is_launched
+from lockstep.settings import read_is_launched, read_launchers
+from lockstep.variables import WorldVariables
+
+if TYPE_CHECKING:
+    from lockstep.comm import World
 
 
 def find_launcher() -> WorldVariables | None:
@@ -27,7 +28,11 @@ def find_launcher() -> WorldVariables | None:
     Raises:
         GroupError: The variables of launchers contradict each other.
     """
-    return None if read_is_launched() else launched_world()
+    if read_is_launched() or not (read_launchers() or "torch.distributed" in sys.modules):
+        return None
+    from lockstep.comm import launched_world
+
+    return launched_world()
 
 
 def run_here(
@@ -45,6 +50,12 @@ def run_here(
         DeviceError: The number of workers or the devices differ from those that the launcher has started.
         Exception: The function's exception, or a `PeerFailedError` or the like because another worker failed.
     """
+    import torch
+
+    from lockstep.comm import report_failure
+    from lockstep.devices.current import current_accelerator
+    from lockstep.processes.reproducibility import seed_generators
+
     world = join_started(devices)
     _check_request(workers, devices, world.world_size, launcher.launcher)
     accelerator = current_accelerator() if _uses_accelerator(devices) else None
@@ -65,8 +76,12 @@ def run_here(
     return world.gather_objects(result)
 
 
-def join_started(devices: DeviceRequest | Placement) -> World:
+def join_started(devices: DeviceRequest | Placement) -> "World":
     """Join the workers that another launcher has started, on the requested kind of device (collective)."""
+    import torch
+
+    from lockstep.comm import join_world
+
     uses_accelerator = _uses_accelerator(devices)
     if not uses_accelerator:
         keep_freed_memory()
@@ -75,12 +90,18 @@ def join_started(devices: DeviceRequest | Placement) -> World:
 
 def _read_local_rank(launcher: WorldVariables) -> int:
     if launcher.local_rank is not None and not launcher.local_rank.isdecimal():
-        raise GroupError(f"LOCAL_RANK is {launcher.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1.")
+        raise GroupError(
+            f"LOCAL_RANK is {launcher.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1. (LS102)"
+        )
     return int(launcher.local_rank or 0)
 
 
 def _uses_accelerator(devices: DeviceRequest | Placement) -> bool:
     """Return whether workers train on this host's accelerator; one without a backend, such as MPS, is not used."""
+    import torch
+
+    from lockstep.comm.bootstrap.backends import choose_backend
+
     is_cpu = not isinstance(devices, Placement) and isinstance(parse_request(devices), Cpu)
     return not is_cpu and choose_backend() != choose_backend(torch.device("cpu"))
 
@@ -90,11 +111,12 @@ def _check_request(workers: int | None, devices: DeviceRequest | Placement, worl
     started = f"{launcher} started {counted(world_size, 'worker')} already"
     if workers is not None and workers != world_size:
         raise DeviceError(
-            f"workers is {workers}, but {started}. Leave workers out, and give {launcher} the number of workers."
+            f"workers is {workers}, but {started}. Leave workers out, and give {launcher} the number of "
+            "workers. (LS123)"
         )
     request = devices if isinstance(devices, Placement) else parse_request(devices)
     if not isinstance(request, Auto | Cpu) or request.count not in {None, world_size}:
         raise DeviceError(
             f"devices is {devices!r}, but {started}, and each uses the GPU whose number is its local rank. Use auto or "
-            "cpu. To choose GPUs, set CUDA_VISIBLE_DEVICES."
+            "cpu. To choose GPUs, set CUDA_VISIBLE_DEVICES. (LS123)"
         )

@@ -5,7 +5,7 @@ holds open:
 
     +123    a worker with process id 123 leads a session and a process group of that id
     -123    the session is over; another process may get its id
-    (end)   the launcher has ended: kill every session that is left
+    (end)   the launcher has ended: kill every session that is left, and delete the folder of their temporary files
 
 It imports only small modules of the standard library, so that it starts in milliseconds and takes little memory.
 """
@@ -31,6 +31,10 @@ def main() -> None:
         for line in lines:
             (sessions.add if line.startswith(b"+") else sessions.discard)(int(line[1:]))
     kill(sessions)
+    if sys.argv[2]:
+        import shutil  # takes longer than all that is imported above
+
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 def kill(sessions: set[int]) -> None:

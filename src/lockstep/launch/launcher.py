@@ -28,6 +28,7 @@ from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.fencing import Fencing
+from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.notebook import is_in_ipython
 from lockstep.launch.requests import ScaleRequests
@@ -37,10 +38,14 @@ from lockstep.launch.scaling import Scaling
 from lockstep.launch.signal_forwarding import SignalForwarding
 from lockstep.launch.signals import sigint_held_back
 from lockstep.launch.started_worker import StartedWorker
+from lockstep.launch.starting import StartAgain, call_until_begun
 from lockstep.launch.store import reserved_port
 from lockstep.launch.supervision import Supervision
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
+from lockstep.processes.quick_exit import exit_quickly
 from lockstep.processes.stop_signals import StopRequest
+from lockstep.recording import new_recording
+from lockstep.settings import read_recording_settings
 
 _LOGGER = logging.getLogger("lockstep")
 
@@ -75,7 +80,7 @@ def launch(
         function: What to run.
         args: Its positional arguments after `run`; anything that can be pickled.
         workers: How many; on as many GPUs if there are any, else on the CPU.
-        devices: `"auto"`, `"auto:3"`, `"auto:3>=20GiB"` (of free memory), `"cpu"`, `"cpu:2"`, or GPUs by the numbers
+        devices: `"auto"`, `"auto:3"`, `"auto:3@20GiB"` (of free memory), `"cpu"`, `"cpu:2"`, or GPUs by the numbers
             that nvidia-smi shows or by UUID, such as `[0, 2, 5]` (`[[0, 1], [2, 3]]` for two per worker); None for
             `"auto"`. Or a placement, which is used as it is.
         force: Take GPUs that other processes use, too.
@@ -141,6 +146,13 @@ class LaunchSettings:
     """How often all workers are started again after a failure."""
     elastic: Elastic = FIXED
     """How lost workers are replaced, and silent ones ended."""
+    recording: Path | None = None
+    """The folder where the workers record what they do; None for one in the private folder."""
+    start_again: StartAgain | None = None
+    """When all are started again, because some were lost before the first step; None for never."""
+    needs_every_result: bool = True
+    """Whether a line at the end names lost workers whose results are missing; False where all return the same, and the
+    loss was told when it happened."""
     stop: StopRequest | None = None
     """The launcher forwards this request to the workers as a signal. Their function must call `handle_stop_signals`;
     until then the signals are blocked in the workers, so that none ends a worker that is still importing. None for
@@ -156,7 +168,12 @@ def call_on_workers(
     call = pack_call(function, args, kwargs)
     forwarding = SignalForwarding()
     reports = call_with_restarts(
-        lambda: _call_once(call, placement, settings, forwarding),
+        lambda: call_until_begun(
+            lambda placed: _call_once(call, placed, settings, forwarding),
+            placement,
+            settings.elastic,
+            settings.start_again,
+        ),
         settings.max_restarts,
         lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
         _LOGGER.warning,
@@ -173,9 +190,12 @@ def _call_once(
         master_port = stack.enter_context(reserved_port())
         server = ChannelServer()
         stack.callback(server.close)
+        stack.push(_exit_quickly_after_failure)
         with sigint_held_back():
             pool = WorkerPool(server, can_stop=settings.stop is not None)
             stack.callback(pool.stop)
+        recording = new_recording(settings.recording)
+        pool.recorder = stack.enter_context(launch_recorded(recording, len(placement.devices)))
         first = WorkerTask(
             worker=0,
             rank=0,
@@ -187,6 +207,9 @@ def _call_once(
             parent_pid=os.getpid(),
             argv=tuple(sys.argv),
             is_from_ipython=is_in_ipython(),
+            recording="" if recording is None else str(recording.absolute()),
+            folder=pool.folder,
+            capacity=read_recording_settings().capacity,
             call=call,
         )
         for rank, device in enumerate(placement.devices):
@@ -197,6 +220,12 @@ def _call_once(
         else:
             settings.stop.add_listener(pool.ask_to_stop)
         return _supervise(pool, server, first, settings)
+
+
+def _exit_quickly_after_failure(kind: type[BaseException] | None, *_error: object) -> None:
+    """After a failure the caller ends, as a rule, and somebody may wait for that."""
+    if kind is not None:
+        exit_quickly()
 
 
 def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, settings: LaunchSettings) -> list[Report]:
@@ -224,7 +253,9 @@ def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, setti
                 requests = ScaleRequests(pool, continuation, scaling, find_devices)
                 control = ControlSocket(Path(settings.elastic.folder), pool, requests)
             except OSError as error:
-                _LOGGER.warning("`lockstep scale` cannot change this run: %s.", error)
+                _LOGGER.warning("`lockstep scale` cannot change this run: %s. (LS603)", error)
         stack.callback(control.close)
         fencing = Fencing(pool, server, continuation, settings.elastic.evict_after or math.inf)
-        return Supervision(pool, continuation, scaling, control, fencing).wait()
+        return Supervision(
+            pool, continuation, scaling, control, fencing, needs_every_result=settings.needs_every_result
+        ).wait()

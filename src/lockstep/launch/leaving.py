@@ -7,6 +7,7 @@ because too few would be left or the launcher has got SIGTERM too, the signal do
 the byte that the interpreter writes as soon as the signal comes.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -77,7 +78,7 @@ def leave_on_sigterm(request: LeaveRequest) -> None:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if before >= 0:  # an event loop of the user's: its byte stays its own
         signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: request.ask_from_handler())
+        _handle_sigterm(lambda _number, _frame: request.ask_from_handler())
         return
 
     def ignore(_number: int, _frame: object) -> None:
@@ -88,8 +89,19 @@ def leave_on_sigterm(request: LeaveRequest) -> None:
             if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is ignore:
                 request.ask()
 
-    signal.signal(signal.SIGTERM, ignore)
+    _handle_sigterm(ignore)
     threading.Thread(target=wait, name="waits for SIGTERM", daemon=True).start()
+
+
+def _handle_sigterm(handler: Callable[[int, object], None]) -> None:
+    """Set a handler until the interpreter shuts down: then it calls none any more, and SIGTERM would do nothing."""
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handler)
+    atexit.register(undo)
 
 
 def end_by_sigterm() -> None:

@@ -12,12 +12,13 @@ import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.launch.pickling import pack
 from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_result, name_of
+
+if TYPE_CHECKING:  # a launcher does not need torch
+    import torch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,8 +34,10 @@ class Run:
     """How many workers there are."""
     local_rank: int
     """Number of this worker on its host; it does not change."""
-    device: torch.device
+    device: "torch.device"
     """The worker's device; if it is a GPU, it is the current device already."""
+    is_new: bool = False
+    """Whether this worker was started to join others that train already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,12 @@ class WorkerTask:
     """The launcher's `sys.argv`."""
     is_from_ipython: bool
     """Whether the launcher is a shell of IPython, whose built-in functions the function may call."""
+    recording: str
+    """The folder where it records what it does; empty for none."""
+    folder: str
+    """For temporary files; the launcher has it deleted when all have ended. Empty for none."""
+    capacity: int
+    """How many events it keeps there."""
     call: bytes
     """The function, its positional and its keyword arguments, pickled by `pack_call`."""
 
@@ -99,7 +108,7 @@ def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         found = find_in_call(function, args, kwargs)
         raise TypeError(
             f"`{name_of(function)}` cannot be sent to the workers. {_describe_location(found, error)} "
-            "Create it inside the function, or in another module that the function imports."
+            "Create it inside the function, or in another module that the function imports. (LS120)"
         ) from error
 
 
@@ -114,7 +123,8 @@ def pack_result(result: object) -> bytes:
     except Exception as error:
         raise TypeError(
             f"The function returned a {type(result).__name__} that cannot be sent to the launcher. "
-            f"{_describe_location(find_in_result(result), error)} Return numbers, text, containers or CPU tensors."
+            f"{_describe_location(find_in_result(result), error)} Return numbers, text, containers or CPU "
+            "tensors. (LS120)"
         ) from error
 
 

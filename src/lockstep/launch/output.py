@@ -6,6 +6,7 @@ in the pipe.
 """
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ Stream = Literal["stdout", "stderr"]
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
 """At least the capacity of a pipe. If more comes after all workers have ended, another process has written it."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+"""A full disk, to which the user has redirected the output, is no reason to stop the workers."""
 _TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
@@ -105,6 +108,7 @@ class _Relay:
         self._log = log
         self._tail = tail
         self._is_shown = True
+        self._was_full = False
         self._num_left_bytes = _PIPE_BYTES
 
     def run(self) -> None:
@@ -149,8 +153,12 @@ class _Relay:
         with self._terminal:
             try:
                 write_all(self._target, text)
-            except OSError:  # closed at the other end, as by `| head`
-                self._is_shown = False
+            except OSError as error:
+                if error.errno not in _FULL:  # closed at the other end, as by `| head`
+                    self._is_shown = False
+                elif not self._was_full:
+                    self._was_full = True
+                    print_message(f"warning: some of the workers' output is lost: {error.strerror}.")
 
 
 def write_all(descriptor: int, text: bytes) -> None:
@@ -179,12 +187,12 @@ def make_log_directory(directory: Path) -> None:
         found = sorted(directory.glob("rank-*.log"))
     except OSError as error:
         raise UsageError(
-            f"The log directory {directory} cannot be created: {error.strerror}. Give another one."
+            f"The log directory {directory} cannot be created: {error.strerror}. Give another one. (LS122)"
         ) from error
     if found:
         raise _logs_of_another(found[0])
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"The log directory {directory} cannot be written to. Give another one.")
+        raise UsageError(f"The log directory {directory} cannot be written to. Give another one. (LS122)")
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -197,7 +205,7 @@ def _open_log(path: Path) -> BinaryIO:
 def _logs_of_another(path: Path) -> UsageError:
     return UsageError(
         f"The log directory {path.parent} holds the logs of another launch ({path.name}), which are not overwritten. "
-        "Give another directory, or remove them."
+        "Give another directory, or remove them. (LS122)"
     )
 
 

@@ -20,11 +20,9 @@ from types import ModuleType
 from typing import Any, Protocol, final
 
 import cloudpickle
-import torch
 
 _MAIN = frozenset({"__main__", "__mp_main__"})
 """Modules that are the started script. In a worker they are another script."""
-_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 _CACHED_FUNCTION = type(functools.cache(len))
 
 
@@ -63,10 +61,11 @@ def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         return None if is_ordinary else _refer_to(obj)
     if isinstance(obj, type):
         return None if _is_found_by_name(obj) else _refer_to(obj)
-    if isinstance(obj, _OPERATORS):
-        return _resolve, ("torch.ops", str(obj))
-    if obj is torch.default_generator:
-        return _resolve, ("torch", "default_generator")
+    if (torch := sys.modules.get("torch")) is not None:  # without it nothing of torch can be in the value
+        if isinstance(obj, (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))):
+            return _resolve, ("torch.ops", str(obj))
+        if obj is torch.default_generator:
+            return _resolve, ("torch", "default_generator")
     if isinstance(obj, functools.cached_property):  # it holds a lock before Python 3.12
         return _make_cached_property, (obj.func, obj.attrname)
     # pickle sends only its name, which the worker does not find.

@@ -51,7 +51,7 @@ class ScaleRequests:
             return self._resize(request["workers"], limits)
         if what == "release" and isinstance(request.get("device"), str):
             return self._release(request["device"], limits)
-        raise RefusedError(f"The request {str(request)[:80]} is none that this version of Lockstep knows.")
+        raise RefusedError(f"The request {str(request)[:80]} is none that this version of Lockstep knows. (LS603)")
 
     def result(self) -> str | None:
         """Return how the last change has ended; None while it goes on.
@@ -60,7 +60,7 @@ class ScaleRequests:
             RefusedError: It has failed.
         """
         if self._scaling.problem:
-            raise RefusedError(f"{self._scaling.problem} The run goes on: {self.describe()}.")
+            raise RefusedError(f"{self._scaling.problem} The run goes on: {self.describe()}. (LS603)")
         return self.describe() if self._scaling.is_reached else None
 
     def describe(self) -> str:
@@ -74,15 +74,15 @@ class ScaleRequests:
 
     def _check_possible(self) -> WorkerLimits:
         if self._pool.is_stopping or self._continuation.is_over:
-            raise RefusedError("The run is ending, so its workers do not change any more.")
+            raise RefusedError("The run is ending, so its workers do not change any more. (LS603)")
         limits = self._continuation.limits
         if limits is None:
             raise RefusedError(
                 "The workers of this run cannot change: it is still starting, or its trainer was not made with "
-                'on_worker_loss="continue". Try again when it trains.'
+                'on_worker_loss="continue". Try again when it trains. (LS603)'
             )
         if not self._scaling.is_reached:
-            raise RefusedError("The workers of this run are changing already. Try again when that has ended.")
+            raise RefusedError("The workers of this run are changing already. Try again when that has ended. (LS603)")
         return limits
 
     def _resize(self, num_workers: int, limits: WorkerLimits) -> str:
@@ -90,12 +90,12 @@ class ScaleRequests:
         if num_workers > limits.max_workers:
             raise RefusedError(
                 f"{num_workers} workers cannot share {counted(limits.max_workers, 'shard')}: some would have nothing "
-                f"to do. Ask for at most {limits.max_workers}."
+                f"to do. Ask for at most {limits.max_workers}. (LS603)"
             )
         if num_workers < max(limits.min_workers, 1):
             raise RefusedError(
                 f"{counted(num_workers, 'worker')} would be fewer than min_workers, which is {limits.min_workers}. To "
-                "stop the run, send its launcher SIGTERM."
+                "stop the run, send its launcher SIGTERM. (LS603)"
             )
         num_more = num_workers - len(members)
         devices: list[Device] = []
@@ -116,12 +116,12 @@ class ScaleRequests:
         members = self._continuation.generation.workers
         found = [worker for worker in members if is_named(device, self._pool.devices[worker])]
         if not found:
-            raise RefusedError(f"No worker of this run uses {device}. It has {self.describe()}.")
+            raise RefusedError(f"No worker of this run uses {device}. It has {self.describe()}. (LS603)")
         num_left = len(members) - len(found)
         if num_left < max(limits.min_workers, 1):
             raise RefusedError(
                 f"Without {device} the run would have {counted(num_left, 'worker')}, and min_workers is "
-                f"{limits.min_workers}. To stop the run, send its launcher SIGTERM."
+                f"{limits.min_workers}. To stop the run, send its launcher SIGTERM. (LS603)"
             )
         for worker in found:
             self._scaling.let_go(worker)

@@ -22,7 +22,7 @@ def check_restarts(max_restarts: int) -> None:
         ValueError: It is less than 0.
     """
     if max_restarts < 0:
-        raise ValueError(f"max_restarts is {max_restarts}, expected 0 or more.")
+        raise ValueError(f"max_restarts is {max_restarts}, expected 0 or more. (LS123)")
 
 
 def call_with_restarts(

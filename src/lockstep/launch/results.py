@@ -3,12 +3,9 @@
 import pickle
 from typing import Any
 
-from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailedError, WorkerFailure
-from lockstep.launch.exits import describe_failures
+from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.exits import CONSEQUENCES, describe_failures
 from lockstep.launch.messages import Report
-
-_CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
-"""Errors that are probably a consequence of another worker's failure, if another worker has any other error."""
 
 
 def load_result(report: Report) -> Any:
@@ -23,7 +20,7 @@ def load_result(report: Report) -> Any:
         reason = f"returned a value that the launcher cannot unpickle: {type(error).__name__}: {error}"
         failure = WorkerFailure(rank=report.rank, reason=reason, traceback="", error=error)
         raise WorkerFailedError(
-            f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors.", (failure,)
+            f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors. (LS120)", (failure,)
         ) from error
 
 
@@ -38,11 +35,17 @@ def load_error(report: Report) -> BaseException | None:
 
 def is_consequence(report: Report) -> bool:
     """Return whether the worker's exception says that another worker failed."""
-    return isinstance(load_error(report), _CONSEQUENCES)
+    return isinstance(load_error(report), CONSEQUENCES)
 
 
-def failed_error(failures: tuple[WorkerFailure, ...]) -> WorkerFailedError:
-    """Return the error for these failures, the first in time first."""
-    error = WorkerFailedError(describe_failures(failures), failures)
+def failed_error(failures: tuple[WorkerFailure, ...], stop_reason: str = "") -> WorkerFailedError:
+    """Return the error for these failures, the first in time first.
+
+    Args:
+        failures: At least one.
+        stop_reason: Why the others did not continue, in a sentence; empty where nobody has decided that.
+    """
+    message = describe_failures(failures)
+    error = WorkerFailedError(f"{message}\n\n{stop_reason}" if stop_reason else message, failures)
     error.__cause__ = failures[0].error
     return error

@@ -106,21 +106,23 @@ class Scaling:
     def advance(self) -> None:
         """Start the workers that are missing, and announce who leaves and who joins."""
         continuation = self._continuation
+        for worker in [each for each in continuation.generation.workers if not continuation.is_new(each)]:
+            self._new.pop(worker, None)
         self._take_requests()
+        if continuation.is_over:
+            self._end_announced()
         if self._pool.is_stopping or continuation.is_over or continuation.limits is None:
             return
         self._start_missing()
-        wishes = Wishes(num_workers=self.num_wanted, leaving=self._leaving, arrived=tuple(continuation.reports.waiting))
+        wishes = Wishes(num_workers=self.num_wanted, leaving=self._leaving, arrived=continuation.arrived())
         changes = continuation.change(wishes)
         for worker in changes.leaving:
             self._pool.workers[worker].may_leave = True
-        for worker in changes.arrived:
-            self._new.pop(worker, None)
 
     def take_end(self, worker: StartedWorker) -> None:
         """Take note of a worker that has ended: lost, left, or never joined."""
         number = worker.number
-        was_new = self._new.pop(number, None) is not None or self._continuation.is_new(number)
+        was_new = self._new.pop(number, None) is not None
         was_leaving = number in self._leaving
         self._leaving.discard(number)
         self._continuation.reports.waiting = [each for each in self._continuation.reports.waiting if each != number]
@@ -145,6 +147,12 @@ class Scaling:
             self._pool.kill(worker, "by its launcher, because the run is over")
         self._new.clear()
 
+    def _end_announced(self) -> None:
+        """End new workers for which the others would wait in vain: these begin no step any more."""
+        for number, worker in self._new.items():
+            if self._continuation.is_new(number) and worker.exit_code is None:
+                self._pool.kill(worker, "by its launcher, because the run is over")
+
     def _take_requests(self) -> None:
         """Let workers go that have got SIGTERM, or tell them that they cannot."""
         continuation = self._continuation
@@ -156,19 +164,32 @@ class Scaling:
             if self._clock() - since < _GATHER_SECONDS:
                 continue
             del asked[worker]
+            if worker in self._new and not self._pool.is_stopping:
+                self._end_new(self._new[worker])
+                continue
             is_possible = limits is not None and num_left >= max(limits.min_workers, 1) and not continuation.is_over
             if is_possible and not self._pool.is_stopping and worker in members:
                 self.let_go(worker)
             else:
                 continuation.refuse_leave(worker)
 
+    def _end_new(self, worker: StartedWorker) -> None:
+        """End a worker that was asked to leave before it has joined, without another in its place."""
+        self._leaving.add(worker.number)
+        if self._num_spares:
+            self._num_spares -= 1
+        else:
+            self.num_wanted -= 1
+        self._pool.kill(worker, "by its launcher, because it was asked to leave")
+
     def _start_missing(self) -> None:
         members = [worker for worker in self._continuation.generation.workers if worker not in self._leaving]
-        for _ in range(self.num_wanted + self._num_spares - len(members) - len(self._new)):
+        waiting = [worker for worker in self._new if worker not in members]
+        for _ in range(self.num_wanted + self._num_spares - len(members) - len(waiting)):
             try:
                 device = self._vacant.pop(0) if self._vacant else self._find_devices(1)[0]
             except DeviceError as error:  # for a spare: a lost worker leaves its device
-                _LOGGER.warning("No spare worker is started. %s", error)
+                _LOGGER.warning("No spare worker is started. %s (LS603)", error)
                 self._num_spares = 0
                 return
             worker = self._start(device)
@@ -176,15 +197,15 @@ class Scaling:
 
     def _give_up(self, worker: StartedWorker) -> None:
         """Start no more workers: this one has ended by its own code, so the next one would too."""
-        trace = ""
+        trace = " "
         if worker.has_returned:
             how = "has returned without joining: its function must call `Trainer.join()` before it trains"
         elif worker.report is not None:
-            how, trace = f"has failed: {worker.report.reason}", f"\n{worker.report.traceback}"
+            how, trace = f"has failed: {worker.report.reason}", f"\n{worker.report.traceback.rstrip()}\n"
         else:
             how = worker.describe_end()
         self.problem = f"The new worker {worker.number} {how}."
-        _LOGGER.warning("%s The others train on, and no other worker is started.%s", self.problem, trace)
+        _LOGGER.warning("%s%sThe others train on, and no other worker is started. (LS603)", self.problem, trace)
         self._num_spares = 0
         self._limit = replace(self._limit, count=0)
         self.num_wanted = len(self._continuation.generation.workers)

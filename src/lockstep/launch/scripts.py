@@ -9,11 +9,13 @@ launcher                                           worker r
 5 after the first failure: wait a moment for an earlier one; then, or after a signal, stop the other workers
 """
 
+import math
 import os
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +24,13 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Placement, count_cores
+from lockstep.doctor.crashes import crash_place
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
-from lockstep.launch.drop_in import NOTICE, with_drop_in
+from lockstep.launch.drop_in import NOTICE, with_drop_in, with_folder
 from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
-from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
+from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback, says_another_failed
+from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.lines import Tail
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
@@ -34,18 +38,32 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.settings import LAUNCHED, channel_variable, read_num_threads, read_python_path, worker_environment
+from lockstep.recording import EventKind, WorkerRecorder, new_recording
+from lockstep.settings import (
+    LAUNCHED,
+    channel_variables,
+    read_num_threads,
+    read_python_path,
+    recording_variable,
+    worker_environment,
+)
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
 _EARLIER_FAILURE_SECONDS = 0.3
 """After the launcher notices a first failure: how long it waits for one that happened before it."""
+_EARLIER_THAN_KILL_SECONDS = 0.1
+"""The same where one was killed by SIGKILL. No failure of another worker leads to that."""
+_ROOT_CAUSE_SECONDS = 5.0
+"""The same while every failure that it has seen is a consequence of another worker's."""
 _TRACEBACK_SECONDS = 5.0
 """If a worker ends later than this after its last traceback, it is assumed to have caught that exception."""
 _DRAIN_SECONDS = 1.0
 """After a signal: how long the terminal may take to print the workers' output."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
+_LOOPBACK_STARTUP_FOLDER = str(Path(__file__).parents[1] / "torch_private" / "startup")
+"""The folder of a `sitecustomize` that keeps the store of a script on loopback, where the launcher serves none."""
 _NUM_DESCRIPTORS = 11
 """How many the launcher needs for each worker, at most: two pipes, two log files, its channel, and three for each of
 two connections to the store."""
@@ -128,7 +146,10 @@ def run_script(job: ScriptJob) -> Ending:
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
         server = ChannelServer(on_request=rendezvous.was_found.set)
         stack.callback(server.close)
-        pool = _ScriptWorkerPool(job, server)
+        recording = new_recording(None)
+        recorder = stack.enter_context(launch_recorded(recording, job.world_size))
+        variables = {} if recording is None else recording_variable(str(recording))
+        pool = _ScriptWorkerPool(job, server, recorder, variables)
         stack.callback(pool.close)
         kills = read_oom_kills()
         pool.start(rendezvous)
@@ -149,10 +170,21 @@ class _ScriptWorker:
         self.process = process
         self.stderr = stderr
         self.exit_code: int | None = None
+        self.place = ""
         self.ended_at = float("inf")
 
     def has_failed(self) -> bool:
         return self.exit_code not in {None, 0}
+
+    def is_consequence(self) -> bool:
+        """Return whether it has failed because another worker has, by what it wrote last."""
+        return says_another_failed(self.traceback())
+
+    def traceback(self) -> str:
+        """Return its last traceback; empty if it was killed, because it may have caught that exception."""
+        if self.stderr is None or (self.exit_code or 0) < 0:
+            return ""
+        return find_traceback(self.stderr.text())
 
     def failed_at(self) -> float:
         """Return when it wrote its last traceback, because exiting may take long after that; else when it ended."""
@@ -166,9 +198,13 @@ class _ScriptWorker:
 class _ScriptWorkerPool:
     """The workers of one launch of a script."""
 
-    def __init__(self, job: ScriptJob, server: ChannelServer) -> None:
+    def __init__(
+        self, job: ScriptJob, server: ChannelServer, recorder: WorkerRecorder, variables: Mapping[str, str]
+    ) -> None:
         self._job = job
         self._server = server
+        self._recorder = recorder
+        self._variables = variables
         self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
@@ -181,6 +217,7 @@ class _ScriptWorkerPool:
 
     def start(self, rendezvous: Rendezvous) -> None:
         """Start all workers."""
+        folder = self._sessions.folder
         run_id = f"lockstep-{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):
             settings = TorchrunSettings(
@@ -195,7 +232,11 @@ class _ScriptWorkerPool:
             )
             environment = _environment(self._job, settings, is_piped=self._relays is not None)
             with self._server.worker_end(rank) as channel:
-                self._start_one(rank, {**environment, **channel_variable(channel, rendezvous.port)}, channel)
+                self._start_one(
+                    rank,
+                    {**environment, **self._variables, **channel_variables(channel, rendezvous.port, folder)},
+                    channel,
+                )
 
     def _start_one(self, rank: int, environment: dict[str, str], channel: int) -> None:
         local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
@@ -205,6 +246,7 @@ class _ScriptWorkerPool:
             self._workers.append(
                 _ScriptWorker(rank, self._sessions.start(command, environment, stdin, (None, None), channel), None)
             )
+            self._recorder.mark(EventKind.WORKER_STARTED, rank, self._workers[-1].process.pid, 0)
             return
         stdout, _ = self._relays.open(rank, "stdout")
         stderr, tail = self._relays.open(rank, "stderr")
@@ -214,18 +256,19 @@ class _ScriptWorkerPool:
             os.close(stdout)
             os.close(stderr)
         self._workers.append(_ScriptWorker(rank, process, tail))
+        self._recorder.mark(EventKind.WORKER_STARTED, rank, process.pid, 0)
 
     def wait(self, signals: SignalPipe, rendezvous: Rendezvous) -> Signals | None:
         """Wait until all have ended, one has failed, or a termination signal has come; return that signal.
 
         If the script starts its own workers, this returns with `is_nested` set, while workers still run.
         """
-        deadline: float | None = None
+        deadline = failed_at = math.inf
         watch = NestingWatch()
         looked_at = time.monotonic()
         while any(worker.exit_code is None for worker in self._workers):
-            seconds = None if deadline is None else max(deadline - time.monotonic(), 0)
-            is_watched = deadline is None and rendezvous.is_served and not rendezvous.was_found.is_set()
+            seconds = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
+            is_watched = deadline == math.inf and rendezvous.is_served and not rendezvous.was_found.is_set()
             if (stop := signals.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
                 return stop
             self._collect_exits()
@@ -236,16 +279,20 @@ class _ScriptWorkerPool:
                 looked_at = now
                 if self.is_nested:
                     break
-            if deadline is None and any(worker.has_failed() for worker in self._workers):
-                deadline = time.monotonic() + _EARLIER_FAILURE_SECONDS
-            if deadline is not None and time.monotonic() >= deadline:
-                break
+            if failed := [worker for worker in self._workers if worker.has_failed()]:
+                failed_at = min(failed_at, now)
+                deadline = failed_at + _patience(failed)  # again: what a worker wrote may come after its end
+                if time.monotonic() >= deadline:
+                    break
         return None
 
     def _collect_exits(self) -> None:
         for worker in self._workers:
             if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
                 worker.exit_code, worker.ended_at = code, time.monotonic()
+                worker.place = crash_place(self._recorder.directory, worker.process.pid, code)
+                how = self._recorder.text(describe_exit(code, place=worker.place))
+                self._recorder.mark(EventKind.WORKER_ENDED, worker.rank, worker.process.pid, how)
 
     def end(self, signals: SignalPipe, stop: Signals | None) -> None:
         """Stop the workers that still run and all that workers have started; print the end of their output."""
@@ -265,12 +312,14 @@ class _ScriptWorkerPool:
 
     def describe_end(self, killer: str) -> Ending:
         """Return how a launch ended that no signal has stopped."""
-        failed = sorted((worker for worker in self._workers if worker.has_failed()), key=_ScriptWorker.failed_at)
+        failed = [worker for worker in self._workers if worker.has_failed()]
         if not failed:
             return Ending(0, "")
+        failed.sort(key=lambda worker: (worker.is_consequence(), worker.failed_at()))
         first = failed[0]
-        message = describe_failures([_describe(worker, self._job.log_dir, killer) for worker in failed])
-        if first.stderr is not None and not _traceback(first):
+        # The relays have printed what the workers wrote.
+        message = describe_failures([_describe(worker, self._job.log_dir, killer) for worker in failed], is_shown=True)
+        if first.stderr is not None and not first.traceback():
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
             message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
         return Ending(exit_status(first.exit_code or 0), f"error: {message}", is_failure=True)
@@ -290,6 +339,13 @@ class _ScriptWorkerPool:
             self._relays.finish()
 
 
+def _patience(failed: Sequence[_ScriptWorker]) -> float:
+    """Return how long to wait, after these failures, for one that happened before them."""
+    if any(worker.exit_code == -Signals.SIGKILL for worker in failed):
+        return _EARLIER_THAN_KILL_SECONDS
+    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else _EARLIER_FAILURE_SECONDS
+
+
 def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) -> dict[str, str]:
     """Return all variables of a worker: those of the launch, else the user's, else our defaults."""
     devices = device_variables(job.placement, settings.rank, own_card_only=settings.own_card_only)
@@ -298,23 +354,19 @@ def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) 
         defaults["PYTHONUNBUFFERED"] = "1"
     # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
-    if job.drop_in:
-        overrides["PYTHONPATH"] = with_drop_in(read_python_path())
+    python_path = with_drop_in(read_python_path()) if job.drop_in else read_python_path()
+    if not settings.is_served:
+        python_path = with_folder(python_path, _LOOPBACK_STARTUP_FOLDER)
+    if python_path is not None:
+        overrides["PYTHONPATH"] = python_path
     return worker_environment(overrides, defaults=defaults)
 
 
 def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> WorkerFailure:
-    reason = describe_exit(worker.exit_code or 0, killer=killer)
+    reason = describe_exit(worker.exit_code or 0, killer=killer, place=worker.place)
     if log_dir is not None:
         reason += f" (log: {log_path(log_dir, worker.rank, 'stderr')})"
-    return WorkerFailure(rank=worker.rank, reason=reason, traceback=_traceback(worker), error=None)
-
-
-def _traceback(worker: _ScriptWorker) -> str:
-    """Return a worker's last traceback; empty if it was killed, because it may have caught that exception."""
-    if worker.stderr is None or (worker.exit_code or 0) < 0:
-        return ""
-    return find_traceback(worker.stderr.text())
+    return WorkerFailure(rank=worker.rank, reason=reason, traceback=worker.traceback(), error=None)
 
 
 def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -30,19 +31,27 @@ _POLL_SECONDS = 0.02
 """How often to check, while sessions end, whether they still have processes."""
 _KILLED_SECONDS = 5.0
 """How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
+_LONGEST_PARENT = 107 - len("/ls-12345678/listener-12345678")
+"""The path of a socket has 107 bytes at most. Where TMPDIR was longer, a data-loading process never sent anything."""
 _ISOLATED = ("-I", "-S")
 """Options of Python: without site-packages and environment variables it starts much faster."""
 
 
 @final
 class Sessions:
-    """The sessions of one launch."""
+    """The sessions of one launch.
+
+    Attributes:
+        folder: A private folder for temporary files of their processes, which may be killed at any moment; the guardian
+            deletes it after they have ended. Empty if none could be made.
+    """
 
     def __init__(self) -> None:
+        self.folder = _make_folder()
         source, self._pipe = os.pipe()
         try:
             self._guardian = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, *_ISOLATED, guardian.__file__, str(source)],
+                [sys.executable, *_ISOLATED, guardian.__file__, str(source), self.folder],
                 pass_fds=(source,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -104,6 +113,7 @@ class Sessions:
         for session, leader in self._leaders.items():
             if exit_code(leader) is None:
                 _send(os.killpg if first is signal.SIGINT else os.kill, session, first)
+                wake(session)
         asked: set[int] = set()
         while left := self._find_members():
             orphans = {member for member, session in left.items() if exit_code(self._leaders[session]) is not None}
@@ -157,6 +167,14 @@ class Sessions:
         return members
 
 
+def _make_folder() -> str:
+    with contextlib.suppress(OSError):  # no folder for temporary files, or a full disk
+        parent = tempfile.gettempdir()
+        is_short = len(os.fsencode(parent)) <= _LONGEST_PARENT
+        return tempfile.mkdtemp(prefix="ls-", dir=parent if is_short else "/tmp")  # noqa: S108 - private all the same
+    return ""
+
+
 def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
     """Return how a process ended, -N for signal N, without freeing its process id; None while it runs."""
     if sys.platform == "darwin":  # Python 3.11 has no waitid there
@@ -168,6 +186,11 @@ def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def wake(session: int) -> None:
+    """Let the processes of a session that are stopped, by SIGSTOP or Ctrl-Z, go on: they take signals only then."""
+    _send(os.killpg, session, signal.SIGCONT)
 
 
 def _send(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:

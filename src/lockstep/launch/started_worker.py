@@ -50,6 +50,7 @@ class StartedWorker:
         report: What it has reported.
         may_leave: Whether it was sent a generation in which it has no rank.
         killer: Who sent it SIGKILL, for messages; empty where that was not found out.
+        place: Where it was when it crashed in native code; empty where that is not known.
     """
 
     def __init__(self, task: WorkerTask, process: subprocess.Popen[bytes], task_pipe: int, report_pipe: int) -> None:
@@ -62,6 +63,7 @@ class StartedWorker:
         self.exit_code: int | None = None
         self.may_leave = False
         self.killer = ""
+        self.place = ""
         self._received = bytearray()
         self._ended_at: float | None = None
         self._closed_at: float | None = None
@@ -149,8 +151,11 @@ class StartedWorker:
         """Return how the process has ended."""
         if self.exit_code is None:
             return "closed its pipe to the launcher and still runs"
-        reason = describe_exit(self.exit_code, killer=self.killer or UNKNOWN_KILLER)
-        return reason + (" without reporting a result or an error" if self.exit_code >= 0 else "")
+        return self.describe_exit() + (" without reporting a result or an error" if self.exit_code >= 0 else "")
+
+    def describe_exit(self) -> str:
+        """Return how the process has ended, whatever it has reported."""
+        return describe_exit(self.exit_code or 0, killer=self.killer or UNKNOWN_KILLER, place=self.place)
 
     def close(self) -> None:
         """Close the pipes."""

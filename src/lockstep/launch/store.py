@@ -13,7 +13,7 @@ from lockstep.launch.forwarding import Forwarding
 from lockstep.launch.output import print_message
 from lockstep.launch.port_guard import PortGuard
 from lockstep.launch.tcp_owner import kernel_address, read_sockets
-from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
+from lockstep.processes.loopback import NO_LOOPBACK, has_loopback, has_loopback_address
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -47,7 +47,8 @@ def reserved_port() -> Iterator[int]:
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((LOOPBACK, 0))
+        # Without such an address, as with IPv6 alone, no store can be opened; groups over channels need none.
+        reserved.bind((LOOPBACK if has_loopback_address() else "", 0))
         yield reserved.getsockname()[1]
 
 
@@ -63,7 +64,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
     """
     if not has_loopback():
         print_message(f"lockstep: warning: {NO_LOOPBACK} Groups of shared memory work without it.")
-    if num_workers == 1:
+    if num_workers == 1 or not has_loopback_address():
         with reserved_port() as port:
             yield Rendezvous(port, is_served=False)
         return
@@ -151,7 +152,9 @@ class GuardedStore:
                 return guard
             guard.close()
             self._store = None
-        raise OSError(f"Other processes connected {_NUM_ATTEMPTS} times to the store before its port was guarded.")
+        raise OSError(
+            f"Other processes connected {_NUM_ATTEMPTS} times to the store before its port was guarded. (LS111)"
+        )
 
 
 def _count_connections(address: tuple[str, int]) -> int:

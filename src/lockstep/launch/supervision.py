@@ -11,8 +11,9 @@ What ends, and what follows from it ([Note: what is a loss] in `started_worker.p
 
 import logging
 import math
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from lockstep.launch.continuation import Continuation, EndedWorker
@@ -22,11 +23,15 @@ from lockstep.launch.messages import Report
 from lockstep.launch.results import failed_error
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.started_worker import EARLIER_FAILURE_SECONDS, End, StartedWorker
+from lockstep.launch.starting import LostAtStartError
 from lockstep.launch.worker_pool import WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
 _ROOT_CAUSE_SECONDS = 5.0
 """Like EARLIER_FAILURE_SECONDS, while every reported failure is a consequence of another worker's failure."""
+
+_EARLIER_THAN_KILL_SECONDS = 0.1
+"""The same where one was killed by SIGKILL. No failure of another worker leads to that."""
 
 
 @final
@@ -39,16 +44,25 @@ class Supervision:
         scaling: Starts new workers, and asks members to leave.
         control: Is told of each change.
         fencing: Ends members that do not answer.
+        needs_every_result: Whether the caller is told at the end which workers have returned no result.
     """
 
     def __init__(
-        self, pool: WorkerPool, continuation: Continuation, scaling: Scaling, control: Control, fencing: Fencing
+        self,
+        pool: WorkerPool,
+        continuation: Continuation,
+        scaling: Scaling,
+        control: Control,
+        fencing: Fencing,
+        *,
+        needs_every_result: bool = True,
     ) -> None:
         self._pool = pool
         self._continuation = continuation
         self._scaling = scaling
         self._control = control
         self._fencing = fencing
+        self._needs_every_result = needs_every_result
         self._gone: set[int] = set()
         self._deadline = math.inf
 
@@ -70,10 +84,12 @@ class Supervision:
                 self._scaling.advance()
             self._control.tell()
         self._continuation.refuse()
+        self._continuation.announce_end()
         self._control.close()
         self._scaling.finish()
         self._pool.let_exit()
-        self._tell_of_missing_results()
+        if self._needs_every_result:
+            self._tell_of_missing_results()
         return [report for worker in self._ever() if (report := worker.report) is not None and worker.has_returned]
 
     def _timers(self) -> Iterable[float]:
@@ -119,9 +135,7 @@ class Supervision:
         else:
             own = [worker for worker in needed if not worker.has_returned]
         if own:
-            are_consequences = all(worker.is_consequence() for worker in own)
-            patience = _ROOT_CAUSE_SECONDS if are_consequences else EARLIER_FAILURE_SECONDS
-            self._deadline = min(self._deadline, time.monotonic() + patience)
+            self._deadline = min(self._deadline, time.monotonic() + patience_after(own))
         for worker in done:
             self._gone.add(worker.number)
             if worker.exit_code is None:  # a new worker that has failed to join, and has not ended yet
@@ -159,7 +173,14 @@ class Supervision:
         failed = [worker for worker in self._ever() if worker.end in ends]
         failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in failed]
         failures.sort(key=lambda failure: failure[:2])
-        return failed_error(tuple(failure for *_, failure in failures))
+        error = failed_error(tuple(failure for *_, failure in failures), self._continuation.stop_reason)
+        lost = [worker for worker in failed if worker.end is End.LOST]
+        if not lost or self._continuation.has_begun or self._pool.is_stopping:
+            return error
+        if any(worker.end is End.FAILED and not worker.is_consequence() for worker in failed):
+            return error
+        described = "; ".join(f"Worker {each.number} (pid {each.pid}) was {each.describe_end()}" for each in lost)
+        return LostAtStartError(error, frozenset(worker.number for worker in lost), described)
 
     def _tell_of_missing_results(self) -> None:
         """Name in one line the workers that were lost before they have returned."""
@@ -170,7 +191,14 @@ class Supervision:
                 f"worker {worker.number} (pid {worker.pid}) was {worker.describe_end()}" for worker in lost
             )
             counts = f"{sum(worker.has_returned for worker in ever)} of {len(ever)}"
-            _LOGGER.warning("%s workers have returned a result: %s.", counts, names)
+            _LOGGER.warning("%s workers have returned a result: %s. (LS601)", counts, names)
+
+
+def patience_after(failed: Sequence[StartedWorker]) -> float:
+    """Return how long to wait, after these failures, for one that happened before them."""
+    if any(worker.exit_code == -signal.SIGKILL for worker in failed):
+        return _EARLIER_THAN_KILL_SECONDS
+    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else EARLIER_FAILURE_SECONDS
 
 
 def _describe(worker: StartedWorker) -> str:

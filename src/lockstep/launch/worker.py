@@ -1,6 +1,7 @@
 """A worker of `launch`: it receives its task, joins the group, calls the function and reports."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pickle
@@ -8,20 +9,25 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from lockstep.comm import destroy_process_group, report_failure, send_exit_notices
-from lockstep.comm.bootstrap.process_group import choose_backend
+from lockstep.comm.bootstrap.backends import choose_backend
 from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
 from lockstep.errors import GroupError
 from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
+from lockstep.launch.main_thread import look_at_main_thread
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
 from lockstep.launch.notebook import add_ipython_functions
 from lockstep.launch.pickling import pack
 from lockstep.processes.lifetime import die_with_parent, keep_freed_memory
+from lockstep.processes.quick_exit import exit_quickly
 from lockstep.processes.reproducibility import seed_generators
+from lockstep.processes.temporary_files import keep_temporary_files_in
+from lockstep.recording import open_recorder, own_recorder
 from lockstep.settings import write_place
 
 _LAST_CALLS_SECONDS = 2.0
@@ -53,6 +59,8 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channe
     sys.argv[:] = task.argv
     if task.is_from_ipython:
         add_ipython_functions()
+    exit_quickly()
+    keep_temporary_files_in(task.folder)
     report = _run(task, channel_descriptor)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it
@@ -137,6 +145,15 @@ def _left(task: WorkerTask) -> Report:
 
 
 def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
+    if task.recording:
+        open_recorder(
+            own_recorder(),
+            Path(task.recording),
+            worker=task.worker,
+            rank=task.rank,
+            world_size=task.world_size,
+            capacity=task.capacity,
+        )
     torch.set_num_threads(task.threads)
     device = torch.device(task.device)
     if device.type == "cpu":
@@ -145,17 +162,19 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
         torch.accelerator.set_device_index(device)
     generations = Generations(channel_descriptor, choose_backend(device))
     generations.is_joiner = task.is_joiner
+    generations.look_at_main_thread = lambda: dataclasses.asdict(look_at_main_thread())
     generations.make_first(task.rank, task.world_size, f"joiner/{task.worker}" if task.is_joiner else "")
     follow_generations(generations)
     request = LeaveRequest(generations)
     generations.on_ready = lambda: leave_on_sigterm(request)
     seed_generators(task.seed)
-    run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.worker, device=device)
+    run = Run(rank=task.rank, world_size=task.world_size, local_rank=task.worker, device=device, is_new=task.is_joiner)
 
     def follow(joined: NextGeneration) -> None:
         assert joined.rank is not None, "a worker that leaves joins no generation"
         run.rank, run.world_size = joined.rank, joined.world_size
         write_place(joined.rank, joined.world_size)
+        own_recorder().set_place(joined.rank, joined.world_size, joined.number)
 
     generations.on_joined = follow
     return run

@@ -13,18 +13,20 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
+from lockstep.doctor.crashes import crash_place
 from lockstep.launch.messages import WorkerTask, send_task
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
-from lockstep.launch.sessions import Sessions, exit_code
+from lockstep.launch.sessions import Sessions, exit_code, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.started_worker import End, StartedWorker
 from lockstep.launch.store import LOOPBACK_INTERFACE
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
+from lockstep.recording import NULL_WORKER_RECORDER, EventKind
 from lockstep.settings import LAUNCHED, worker_environment
 
 NUM_DESCRIPTORS_PER_WORKER = 5
 """How many the launcher needs for each worker, at most: two pipes, its process, both ends of a channel."""
-_TERMINATE_SECONDS = 2.0
+_TERMINATE_SECONDS = 1.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
 _TEARDOWN_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
@@ -32,8 +34,9 @@ _POLL_SECONDS = 0.05
 """How often to check for workers that ended, on systems where the kernel does not show that on a descriptor."""
 _CLOSED = -1
 """The value of a descriptor that is closed."""
+# Collecting garbage among what torch's import makes, which all stays, would take a third of a worker's start and end.
 _BOOTSTRAP = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 down, up, life, channel = map(int, sys.argv[1:5])
@@ -42,7 +45,10 @@ search_path = stream.readline()
 if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
     sys.exit(1)
 sys.path[:] = json.loads(search_path)
+gc.disable()
 from lockstep.launch.worker import main
+gc.freeze()
+gc.enable()
 main(stream, up, life, channel)
 """
 
@@ -58,6 +64,7 @@ class WorkerPool:
     Attributes:
         workers: All that were started, by their numbers.
         devices: Their devices, by the same numbers.
+        recorder: Receives when workers start, and how they end.
         is_stopping: Whether the workers were sent a signal that stops them.
         is_terminating: Whether that signal was SIGTERM, which ends workers that do not handle it.
     """
@@ -73,8 +80,14 @@ class WorkerPool:
         self._kills = read_oom_kills()
         self.workers: dict[int, StartedWorker] = {}
         self.devices: dict[int, Device] = {}
+        self.recorder = NULL_WORKER_RECORDER
         self.is_stopping = self.is_terminating = False
         self.watch(server.report_descriptor, lambda: True)
+
+    @property
+    def folder(self) -> str:
+        """A folder for temporary files of the workers; empty if there is none."""
+        return self._sessions.folder
 
     def start(self, task: WorkerTask, device: Device) -> StartedWorker:
         """Start one worker, which imports torch and then waits for its task."""
@@ -106,6 +119,7 @@ class WorkerPool:
                 os.close(up_write)
             worker = self.workers[task.worker] = StartedWorker(task, process, down_write, up_read)
             self.devices[task.worker] = device
+            self.recorder.mark(EventKind.WORKER_STARTED, task.worker, process.pid, 0)
             self.watch(up_read, worker.receive)
             self._watch_exit(worker)
             return worker
@@ -148,8 +162,7 @@ class WorkerPool:
     def terminate(self) -> None:
         """Send SIGTERM to every worker."""
         self.is_stopping = self.is_terminating = True
-        for number in list(self.workers):
-            self._server.send(number, {"event": "stay"})  # it is not asked to leave the others
+        self._refuse_to_leave()
         self._signal(signal.SIGTERM)
 
     def was_terminated(self) -> bool:
@@ -191,6 +204,7 @@ class WorkerPool:
         """End every worker and all processes that workers have started, before this returns."""
         try:
             # Workers that handle SIGTERM as a request would not end by it.
+            self._refuse_to_leave()
             first = signal.SIGKILL if self._can_stop else signal.SIGTERM
             self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep)
         finally:  # also when a second Ctrl-C comes while this waits
@@ -202,10 +216,16 @@ class WorkerPool:
                 if descriptor >= 0:
                     os.close(descriptor)
 
+    def _refuse_to_leave(self) -> None:
+        """Let SIGTERM end workers that otherwise take it for a request to leave the others."""
+        for number in list(self.workers):
+            self._server.send(number, {"event": "stay"})
+
     def _signal(self, number: int) -> None:
         for worker in list(self.workers.values()):
             if exit_code(worker.process) is None:
                 os.kill(worker.pid, number)
+                wake(worker.pid)
 
     def _watch_exit(self, worker: StartedWorker) -> None:
         """Watch for the end of a process: the kernel shows it on a descriptor at once (Linux)."""
@@ -225,6 +245,9 @@ class WorkerPool:
         if not worker.killer:
             kills = read_oom_kills()
             worker.killer, self._kills = name_killer(self._kills, kills), kills
+        worker.place = crash_place(self.recorder.directory, worker.pid, worker.exit_code or 0)
+        how = self.recorder.text(worker.describe_exit())
+        self.recorder.mark(EventKind.WORKER_ENDED, worker.number, worker.pid, how)
         return False
 
 

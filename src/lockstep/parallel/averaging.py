@@ -8,7 +8,8 @@ from typing import Literal, final
 
 from lockstep.comm import World
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
-from lockstep.reduce import KeepLocalGradients, MeanReduction, Reducer, ReducerOptions, TrainedModel
+from lockstep.parallel.registered_hook import RegisteredHook, leaves_ranks_equal
+from lockstep.reduce import HookReduction, KeepLocalGradients, MeanReduction, Reducer, ReducerOptions, TrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Averaging:
     """
 
     def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: AveragingOptions) -> None:
+        self._world = world
         self.mean = MeanReduction(world)
         self.reducer: Reducer | None = None
         self.comparison: RankComparison | None = None
@@ -64,6 +66,14 @@ class Averaging:
         )
         self.reducer.observe(self.comparison)
 
+    def use_hook(self, hook: RegisteredHook) -> None:
+        """Let a user's hook reduce the buckets from now on (each rank calls, with the same hook)."""
+        if self.reducer is None:
+            return
+        self.reducer.use_reduction(HookReduction(hook.comm_hook(), self._world), only_gradients=True)
+        if self.comparison is not None and not leaves_ranks_equal(hook.function):
+            self.comparison.let_ranks_differ()
+
     def set_joining(self, is_joining: bool) -> None:
         """Say whether ranks may run out of inputs now, so that they are not compared (each rank calls)."""
         if self.comparison is not None:
@@ -78,4 +88,4 @@ def check_options(nonfinite: str, on_skip: str) -> None:
     """
     for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("error", "zeros"))):
         if value not in known:
-            raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}.")
+            raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}. (LS303)")

@@ -77,7 +77,7 @@ def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: 
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {total} on all {world.world_size} ranks "
             f"together (input size {list(inputs.shape)} on rank {world.rank}). Feed larger batches, drop the last "
-            "incomplete one, or switch the layer to eval()."
+            "incomplete one, or switch the layer to eval(). (LS330)"
         )
     return statistics
 

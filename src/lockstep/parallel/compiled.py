@@ -31,7 +31,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
         if has_forward_or_backward_hooks(module):
             raise RuntimeError(
                 f"There are hooks on a compiled {type(original).__name__}, and replicas run uncompiled: these hooks "
-                "would be lost. Register them on the module itself, before torch.compile."
+                "would be lost. Register them on the module itself, before torch.compile. (LS355)"
             )
         module = original
     return module

@@ -32,18 +32,18 @@ def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
     if type(wrapper) is not _TORCHS:
         raise TypeError(
             f"A {type(wrapper).__name__} cannot become lockstep.DistributedDataParallel, expected an object of torch's "
-            "DistributedDataParallel. Wrap the module with lockstep.DistributedDataParallel instead."
+            "DistributedDataParallel. Wrap the module with lockstep.DistributedDataParallel instead. (LS324)"
         )
     state: Mapping[str, Any] = dict(vars(wrapper))
     if state["mixed_precision"] is not None:
         raise ValueError(
             "This DistributedDataParallel has mixed_precision, whose hooks would stay in the module. Wrap the module "
-            "with lockstep.DistributedDataParallel(module, mixed_precision=...) instead."
+            "with lockstep.DistributedDataParallel(module, mixed_precision=...) instead. (LS324)"
         )
     if has_torchs_comm_hook(wrapper):
         raise ValueError(
             "This DistributedDataParallel has a communication hook already, which would be lost. Convert it before "
-            "register_comm_hook."
+            "register_comm_hook. (LS309)"
         )
     stop_torchs_reducer(wrapper)
     converted: DistributedDataParallel = wrapper

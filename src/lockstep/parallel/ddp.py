@@ -5,10 +5,8 @@ compiler ask for it. The reduction is `lockstep.reduce`; torch's C++ reducer is 
 to do with gradients: the list of buffers, the checks of a hook's signature, `scatter` and `gather`.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -18,12 +16,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep.comm import current_world
-from lockstep.devices.transfer import to_device
+from lockstep.devices.input_copies import InputCopies
 from lockstep.errors import GroupError
 from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
-from lockstep.parallel.comparison.wrap_order import WrapOrder, number_model
+from lockstep.parallel.comparison import compare_at_start
+from lockstep.parallel.comparison.wrap_order import number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
-from lockstep.parallel.joining import JoinCalls, WrapperJoinHook
+from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
 from lockstep.parallel.module_arguments import (
     check_parameters,
     find_buffer_syncs,
@@ -35,25 +34,17 @@ from lockstep.parallel.module_arguments import (
     refuse_sync_batch_norm_on_cpu,
     require_group,
 )
-from lockstep.parallel.module_buffers import broadcast_model, send_no_buffers, start_buffers
-from lockstep.parallel.module_hook import ModuleHook, close_orphans
-from lockstep.parallel.module_inputs import call_in_precision, cast_buffers, name_precisions
+from lockstep.parallel.module_buffers import broadcast_model, buffers_go_before_forward, send_no_buffers
+from lockstep.parallel.module_hook import connect
+from lockstep.parallel.module_inputs import call_in_precision, prepare_precisions
 from lockstep.parallel.module_sync import ModuleSync
-from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook, leaves_ranks_equal
+from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
 from lockstep.parallel.statistics import Statistics, describe_wrapper, list_options
 from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
 from lockstep.parallel.warned import warn_of_ignored
 from lockstep.parallel.wrapper_state import state_for_copy
-from lockstep.reduce import (
-    HookReduction,
-    ReducerOptions,
-    TrainedModel,
-    check_same_model,
-)
+from lockstep.reduce import ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private import disable_compiler, ignored_names
-
-_BROADCAST_BYTES = 250 << 20
-_PURPOSE = "a wrapped model's backward"
 
 
 class DistributedDataParallel(TorchNames):
@@ -76,8 +67,7 @@ class DistributedDataParallel(TorchNames):
         init_sync: Compare the ranks' parameters and overwrite them with rank 0's at construction.
         process_group: The group; None for the default group.
         bucket_cap_mb: Size of a gradient bucket in MiB; None for 25, and 1 for the last one to travel.
-        find_unused_parameters: Unused parameters are found without it; with it, buckets keep their first order, as in
-            torch.
+        find_unused_parameters: Unused parameters are found without it; with it, buckets keep their first order.
         check_reduction: Accepted, without effect, as in torch.
         gradient_as_bucket_view: Whether `.grad` is a view as torch understands it. It lies in its bucket in any case.
         static_graph: Accepted; nothing depends on the graph being static.
@@ -98,7 +88,8 @@ class DistributedDataParallel(TorchNames):
             of the others with zeros that do not count in the mean, and steps its optimizers as they do. See
             `skip_backward`.
         nonfinite: What becomes of an optimizer step with a gradient that is not finite: "stop" for an error that
-            names rank and parameter, "skip" to change nothing in that step. A GradScaler sees them first.
+            names rank and parameter, "skip" to change nothing in that step; a GPU tells one step later. A GradScaler
+            sees them first.
         compare: Whether each backward compares the ranks' parameters, optimizers and steps. Turn it off where they
             are to differ: local perturbations, models that are averaged now and then.
 
@@ -109,7 +100,7 @@ class DistributedDataParallel(TorchNames):
         ValueError: `device_ids` or a bucket size that do not fit, or one of the two arguments for delayed parameters.
     """
 
-    def __init__(  # noqa: PLR0915 - torch's arguments, one after another
+    def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
@@ -169,6 +160,7 @@ class DistributedDataParallel(TorchNames):
         self.dim = dim
         self.device_ids, self.output_device = placement.device_ids, placement.output_device
         self.device, self.device_type = placement.device, placement.device.type
+        self._input_copies = InputCopies(placement.input_device)
         self.is_multi_device_module = len(placement.devices) > 1
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -176,12 +168,9 @@ class DistributedDataParallel(TorchNames):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
         self.static_graph = static_graph
-        self.require_forward_param_sync = True
-        self.broadcast_bucket_size = _BROADCAST_BYTES
         self.bucket_bytes_cap = max(limits.sizes_bytes)
         self.bucket_bytes_cap_list = list(limits.sizes_bytes) if bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
-        self.use_side_stream_for_tensor_copies = False
         self.logger: Any = Statistics()
         self._options = AveragingOptions(
             model_number=number_model(self._workers),
@@ -190,9 +179,6 @@ class DistributedDataParallel(TorchNames):
             on_skip=on_skip,
         )
         self._limits = limits
-        self._use_python_reducer = False
-        self._divide_by_initial_world_size = True
-        self._lazy_init_ran = False
         self._hook: RegisteredHook | None = None
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
@@ -200,21 +186,19 @@ class DistributedDataParallel(TorchNames):
         if init_sync:
             check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
             if compare:
-                WrapOrder(self._workers, self._options.model_number).compare_values(model)
+                compare_at_start(model, self._workers, self._options.model_number)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
             self._delayed = DelayedParameters(module, dict(delayed), param_to_hook_all_reduce, self._workers)
             self._delayed.broadcast()
-        name_precisions(module, getattr(mixed_precision, "param_dtype", None), self.parameters_to_ignore)
-        cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), self.parameters_to_ignore)
+        prepare_precisions(module, mixed_precision, self.parameters_to_ignore)
         self._connect(model)
 
     def _connect(self, model: TrainedModel) -> None:
         """Begin to reduce the gradients of the module (local)."""
-        close_orphans(self.module)
         options = ReducerOptions(
-            purpose=_PURPOSE,
+            purpose="a wrapped model's backward",
             limits=self._limits,
             as_view=self.gradient_as_bucket_view,
             dtype=reduce_dtype(self.mixed_precision),
@@ -224,19 +208,9 @@ class DistributedDataParallel(TorchNames):
         )
         averaging = self._averaging = Averaging(model, self._workers, options, self._options)
         self.reducer: Any = averaging.reducer  # torch's attribute is of another type
-        sync = self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
-        if averaging.comparison is not None:
-            averaging.comparison.order.wrapper = weakref.ref(self)
-        if self.reducer is not None:
-            self.reducer.schedule.send_besides = partial(
-                start_buffers, weakref.WeakMethod(self._start_buffers), weakref.WeakMethod(sync.start_buffers)
-            )
-        before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
-        # On the inner module, so that a forward through `.module` is seen as well.
-        sync.handles += [
-            self.module.register_forward_pre_hook(ModuleHook(before, sync.before_forward, sync), with_kwargs=True),
-            self.module.register_forward_hook(ModuleHook(after, sync.after_forward, sync), with_kwargs=True),
-        ]
+        self._uneven = UnevenInputs(model, self._workers, averaging, self.device)
+        self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
+        connect(self, self._sync, averaging, self._start_buffers, self._before_forward, self._after_forward)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
@@ -249,13 +223,13 @@ class DistributedDataParallel(TorchNames):
         if not self._sync.has_group:
             raise GroupError(
                 "The process group over which this module was wrapped was destroyed. Make a new one with "
-                "ls.init_process_group() and wrap the module again, or call the module itself to use it on one rank."
+                "ls.init_process_group() and wrap the module again, or call the module itself to use it on one "
+                "rank. (LS204)"
             )
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
-                dtype = getattr(self.mixed_precision, "param_dtype", None)
-                output = call_in_precision(self.module, dtype, self.parameters_to_ignore, inputs, kwargs)
+                output = call_in_precision(self.module, self.mixed_precision, self.parameters_to_ignore, inputs, kwargs)
             return self._post_forward(output)
 
     @disable_compiler
@@ -265,8 +239,8 @@ class DistributedDataParallel(TorchNames):
             self._lazy_init_ran = True
         if not self.device_ids:
             return inputs, kwargs
-        device = torch.device(self.device_type, self.device_ids[0])
-        return to_device(inputs, device), to_device(kwargs, device)
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = self._input_copies.move((inputs, kwargs))
+        return moved
 
     def _before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if not self._sync.has_group:
@@ -275,10 +249,11 @@ class DistributedDataParallel(TorchNames):
             self.reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
-        self._averaging.set_joining(self._join_config.enable)
+        joins = self._join_config.enable
+        self._averaging.set_joining(joins)
         self._sync.begin_forward(module)
-        source = self._sync.buffers.source = self._join_forward(sends_buffers) if self._join_config.enable else 0
-        if sends_buffers and self._buffer_hook_runs("PRE_FORWARD"):
+        source = self._sync.buffers.source = self._join_forward(sends_buffers=sends_buffers) if joins else 0
+        if sends_buffers and buffers_go_before_forward(self):
             self._sync_module_buffers(source)
         if trains and self.reducer is not None:
             self.logger.sample(self.reducer)
@@ -301,21 +276,13 @@ class DistributedDataParallel(TorchNames):
 
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         syncs = self._sync.has_group and torch.is_grad_enabled() and self.require_backward_grad_sync
-        if syncs and module.training and self.will_sync_module_buffers() and self._buffer_hook_runs("POST_FORWARD"):
+        if syncs and module.training and self.will_sync_module_buffers() and not buffers_go_before_forward(self):
             self._sync_module_buffers(0)
         self._sync.after_forward(module, inputs, kwargs, output)
         if self._delayed is not None:
             self._delayed.prepare()
 
     # -- Buffers -------------------------------------------------------------------------------------------------------
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether there are buffers that are overwritten with rank 0's before a training forward."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
-
-    def _buffer_hook_runs(self, when: str) -> bool:
-        hook = getattr(self, "buffer_hook", None)
-        return when == "PRE_FORWARD" if hook is None else hook.buffer_comm_hook_location.name == when
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Overwrite the buffers with those of a rank, or call the user's hook for that (collective)."""
@@ -355,15 +322,13 @@ class DistributedDataParallel(TorchNames):
 
     def _register_hook(self, hook: RegisteredHook) -> None:
         if self._hook is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once. (LS309)")
         self._hook = hook
         self._use_hook()
 
     def _use_hook(self) -> None:
-        if self.reducer is not None and self._hook is not None:
-            self.reducer.use_reduction(HookReduction(self._hook.comm_hook(), self._workers), only_gradients=True)
-            if self._averaging.comparison is not None and not leaves_ranks_equal(self._hook.function):
-                self._averaging.comparison.let_ranks_differ()
+        if self._hook is not None:
+            self._averaging.use_hook(self._hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._register_hook(built_in_hook(comm_hook_type, self.process_group))
@@ -373,36 +338,18 @@ class DistributedDataParallel(TorchNames):
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
-        self._averaging.set_joining(True)
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        reduce_nothing = None if self.reducer is None else self.reducer.reduce_nothing
-        return WrapperJoinHook(
-            JoinCalls(self.process_group, self.device),
-            self._sync_module_buffers,
-            reduce_nothing,
-            self._sync_final_model,
-        )
+        return self._uneven.begin(self._sync_module_buffers, sends_buffers=self.forward_sync_buffers)
 
-    def _join_forward(self, sends_buffers: bool) -> int:
+    def _join_forward(self, *, sends_buffers: bool) -> int:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
         work = Join.notify_join_context(self)
-        if self.reducer is not None and work is not None and not self._divide_by_initial_world_size:
+        if work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
-            self._averaging.mean.divide_by(int(num_ranks.item()))
-        calls = JoinCalls(self.process_group, self.device)
-        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync and self.reducer is not None
-        calls.exchange_forward(buffers=sends_buffers, reduction=reduces)
-        return calls.highest_rank(is_candidate=True) if sends_buffers else self._sync.buffers.source
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Take the model of a rank that joined last (collective)."""
-        calls = JoinCalls(self.process_group, self.device)
-        source = self._authoritative_rank = calls.highest_rank(is_candidate=is_last_joiner)
-        model = TrainedModel(self.module, self.parameters_to_ignore)
-        broadcast_model(model, self.process_group, source, with_buffers=self.forward_sync_buffers)
-        if self.reducer is not None:
-            self._averaging.mean.divide_by(self._workers.world_size)
-        self._averaging.set_joining(False)
+            self._uneven.divide_by(int(num_ranks.item()))
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        source = self._uneven.begin_forward(sends_buffers=sends_buffers, reduces=reduces)
+        return self._sync.buffers.source if source is None else source
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 

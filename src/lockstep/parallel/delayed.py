@@ -24,7 +24,9 @@ def check_delayed(
         ValueError: Only one of the two arguments was given.
     """
     if (named is None) != (trigger is None):
-        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. (LS303)"
+        )
     return list(named or ())
 
 
@@ -68,7 +70,7 @@ class DelayedParameters:
         if not self._trigger_name:
             raise RuntimeError(
                 "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
-                "so a copy would not have it. Copy the module, and wrap the copy."
+                "so a copy would not have it. Copy the module, and wrap the copy. (LS324)"
             )
         return self._names, self._trigger_name
 

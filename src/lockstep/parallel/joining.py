@@ -9,12 +9,18 @@ Per forward of the ranks that still have inputs, in this order; a joined rank ta
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import JoinHook
+
+from lockstep.comm import World
+from lockstep.parallel.averaging import Averaging
+from lockstep.parallel.module_buffers import broadcast_model
+from lockstep.reduce import TrainedModel
 
 
 @final
@@ -79,3 +85,51 @@ class WrapperJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the final model (collective)."""
         self._sync_final_model(is_last_joiner)
+
+
+@final
+class UnevenInputs:
+    """A wrapper's part in `join`, on ranks with inputs and without.
+
+    Args:
+        model: The wrapped model.
+        world: The ranks; there is a group.
+        averaging: Averages its gradients.
+        device: Where messages lie.
+    """
+
+    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, device: torch.device) -> None:
+        assert world.group is not None
+        self._model = model
+        self._world = world
+        self._group = world.group
+        self._averaging = averaging
+        self._calls = JoinCalls(world.group, device)
+
+    def begin(self, sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> WrapperJoinHook:
+        """Begin with `join`; return what a rank without inputs does (each rank calls).
+
+        Args:
+            sync_buffers: Overwrites the buffers with those of a rank (collective).
+            sends_buffers: Whether the final model is sent with its buffers.
+        """
+        self._averaging.set_joining(True)
+        reducer = self._averaging.reducer
+        reduce_nothing = None if reducer is None else reducer.reduce_nothing
+        return WrapperJoinHook(self._calls, sync_buffers, reduce_nothing, partial(self._end, sends_buffers))
+
+    def divide_by(self, num_ranks: int) -> None:
+        """Let the next mean be over so many ranks (each rank calls)."""
+        self._averaging.mean.divide_by(num_ranks)
+
+    def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
+        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
+        self._calls.exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
+        return self._calls.highest_rank(is_candidate=True) if sends_buffers else None
+
+    def _end(self, sends_buffers: bool, is_last_joiner: bool) -> None:
+        """Take the model of a rank that joined last (collective)."""
+        source = self._calls.highest_rank(is_candidate=is_last_joiner)
+        broadcast_model(self._model, self._group, source, with_buffers=sends_buffers)
+        self.divide_by(self._world.world_size)
+        self._averaging.set_joining(False)

@@ -35,6 +35,11 @@ class ModuleDevices:
         """The first device."""
         return self.devices[0]
 
+    @property
+    def input_device(self) -> torch.device:
+        """The device to which forward moves its inputs, if there is one."""
+        return torch.device(self.device.type, self.device_ids[0]) if self.device_ids else self.device
+
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a module that has nothing to train, or is not ready for it.
@@ -45,11 +50,12 @@ def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-            "Run a dummy forward pass to correctly initialize the modules."
+            "Run a dummy forward pass to correctly initialize the modules. (LS301)"
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            "gradient. (LS301)"
         )
 
 
@@ -64,7 +70,7 @@ def find_placement(
         ValueError: `device_ids` or `output_device` do not fit.
     """
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
+        raise ValueError("device_ids can only be None or contain a single element. (LS302)")
     devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
     if device_ids and devices[0].type != "cpu" and len(devices) == 1:
         only = _index(device_ids[0])
@@ -78,7 +84,7 @@ def find_placement(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
             f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
             f"{output_device}, and module parameters {set(devices)}. Leave both out for a module on the CPU or on "
-            "several devices."
+            "several devices. (LS302)"
         )
     return ModuleDevices(devices=devices, device_ids=None, output_device=None)
 
@@ -97,16 +103,16 @@ def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
         RuntimeError: Both were given, or the mesh has several dimensions.
     """
     if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. (LS303)")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}. (LS303)")
         process_group = device_mesh.get_group(mesh_dim=0)
     world = current_world(process_group)
     if world.group is None:
         raise GroupError(
             "DistributedDataParallel needs a process group, and this process has none. "
-            "Call ls.init_process_group() first, or start the function with ls.launch."
+            "Call ls.init_process_group() first, or start the function with ls.launch. (LS127)"
         )
     return world
 
@@ -120,7 +126,7 @@ def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
     caps = list(bucket_cap_mb_list or ([] if bucket_cap_mb is None else [bucket_cap_mb]))
     for cap in caps:
         if cap <= 0:
-            raise ValueError(f"A bucket's size is {cap} MiB, expected a number above zero.")
+            raise ValueError(f"A bucket's size is {cap} MiB, expected a number above zero. (LS303)")
     return BucketLimits(sizes_bytes=tuple(max(int(cap * _MIB), 1) for cap in caps)) if caps else BucketLimits()
 
 
@@ -158,7 +164,7 @@ def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> No
     if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
         raise ValueError(
             "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
-            "convert_sync_batchnorm(module), which works on the CPU as well."
+            "convert_sync_batchnorm(module), which works on the CPU as well. (LS331)"
         )
 
 
@@ -166,11 +172,11 @@ def _deprecation(*, is_ignored: bool) -> str:
     if is_ignored:
         return (
             "Both `broadcast_buffers` and `forward_sync_buffers` were specified; `broadcast_buffers` is deprecated and "
-            "ignored then."
+            "ignored then. (LS325)"
         )
     return (
         "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which unlike it leaves the broadcast "
-        "at construction as it is."
+        "at construction as it is. (LS325)"
     )
 
 

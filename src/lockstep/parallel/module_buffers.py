@@ -57,6 +57,12 @@ def broadcast_model(model: TrainedModel, group: ProcessGroup, source: int, *, wi
     broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in left_out], group, source)
 
 
+def buffers_go_before_forward(wrapper: object) -> bool:
+    """Return whether a wrapper's buffers are sent before its forward: after it, if a user's hook wants it so."""
+    hook = getattr(wrapper, "buffer_hook", None)  # torch sets it when one is registered
+    return hook is None or hook.buffer_comm_hook_location.name == "PRE_FORWARD"
+
+
 def start_buffers(
     method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
     otherwise: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",

@@ -7,10 +7,13 @@ copied.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from torch import nn
 
+from lockstep.parallel.averaging import Averaging
+from lockstep.parallel.module_buffers import start_buffers
 from lockstep.parallel.module_sync import ModuleSync
 from lockstep.torch_private import disable_compiler, forward_pre_hooks
 
@@ -60,6 +63,43 @@ def close_orphans(module: nn.Module) -> None:
     for hook in list(forward_pre_hooks(module).values()):
         if isinstance(hook, ModuleHook) and hook.is_orphaned:
             hook.module_sync.close()
+
+
+def connect(
+    wrapper: nn.Module,
+    sync: ModuleSync,
+    averaging: Averaging,
+    start: Callable[[], Callable[[], None]],
+    before: Callable[..., None],
+    after: Callable[..., None],
+) -> None:
+    """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
+
+    All are held weakly: when the wrapper was deleted, `sync` does what is needed.
+
+    Args:
+        wrapper: The wrapper; the module is its attribute `module`.
+        sync: Synchronises the module when the wrapper was deleted.
+        averaging: Averages the gradients.
+        start: Begins to send the buffers beside the gradients; returns what waits for it (collective).
+        before: Called before a forward.
+        after: Called after it.
+    """
+    assert isinstance(wrapper.module, nn.Module)
+    close_orphans(wrapper.module)
+    if averaging.comparison is not None:
+        averaging.comparison.order.wrapper = weakref.ref(wrapper)
+    if averaging.reducer is not None:
+        averaging.reducer.schedule.send_besides = partial(
+            start_buffers, weakref.WeakMethod(start), weakref.WeakMethod(sync.start_buffers)
+        )
+    before_hook = ModuleHook(weakref.WeakMethod(before), sync.before_forward, sync)
+    after_hook = ModuleHook(weakref.WeakMethod(after), sync.after_forward, sync)
+    # On the inner module, so that a forward through `.module` is seen as well.
+    sync.handles += [
+        wrapper.module.register_forward_pre_hook(before_hook, with_kwargs=True),
+        wrapper.module.register_forward_hook(after_hook, with_kwargs=True),
+    ]
 
 
 def _nothing(*_arguments: Any) -> None:

@@ -61,15 +61,16 @@ def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
 
 def call_in_precision(
     module: nn.Module,
-    dtype: torch.dtype | None,
+    mixed_precision: Any,
     ignored: Iterable[str],
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run `module` with its parameters cast to `dtype`; gradients come back in the parameters' own.
+    """Run `module` with its parameters cast to `param_dtype`, if there is one; gradients come back in their own.
 
     The cast is a part of the graph, so the parameters themselves stay as they are throughout.
     """
+    dtype = getattr(mixed_precision, "param_dtype", None)
     if dtype is None:
         return module(*inputs, **kwargs)
     left_alone = set(ignored)
@@ -81,7 +82,13 @@ def call_in_precision(
     return functional_call(module, cast, cast_floats(inputs, dtype), cast_floats(kwargs, dtype))
 
 
-def name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
+def prepare_precisions(module: nn.Module, mixed_precision: Any, ignored: Iterable[str]) -> None:
+    """Name what parameters are in either precision, and cast buffers in place, if there is a mixed precision."""
+    _name_precisions(module, getattr(mixed_precision, "param_dtype", None), ignored)
+    _cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), ignored)
+
+
+def _name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
     """Give parameters the attributes by which torch names what they are in either precision."""
     if dtype is None:
         return
@@ -91,7 +98,7 @@ def name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Itera
             set_precision_attributes(parameter, dtype)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
+def _cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
     """Cast the floating-point buffers of `module` to `dtype`, in place."""
     if dtype is None:
         return

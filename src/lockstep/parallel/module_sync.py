@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World
 from lockstep.parallel.averaging import Averaging
+from lockstep.parallel.loaded_keys import LoadedKeys
 from lockstep.parallel.module_buffers import BufferBroadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import TrainedModel
@@ -46,6 +47,9 @@ class ModuleSync:
         self._comparison = averaging.comparison
         self._syncs_buffers = syncs_buffers
         self._puts_time_first = model.module is not None and puts_time_first(model.module)
+        self._loaded = LoadedKeys()
+        if model.module is not None:
+            self.handles.append(model.module.register_load_state_dict_post_hook(self._loaded))
 
     @property
     def has_group(self) -> bool:
@@ -67,6 +71,7 @@ class ModuleSync:
 
     def begin_forward(self, module: nn.Module) -> None:
         """Note that a forward begins."""
+        self._loaded.warn()
         if self._comparison is not None and torch.is_grad_enabled():
             self._comparison.begin_forward(is_training=module.training)
 

@@ -61,5 +61,5 @@ def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> No
         check_comm_hook(wrapper, hook)
     except KeyError as error:
         raise ValueError(
-            "Communication hook: its second parameter must be called `bucket`: `def hook(state, bucket)`."
+            "Communication hook: its second parameter must be called `bucket`: `def hook(state, bucket)`. (LS309)"
         ) from error

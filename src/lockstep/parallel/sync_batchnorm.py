@@ -183,7 +183,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             if values is not None and values.numel() != inputs.size(1):
                 raise ValueError(
                     f"The input has {inputs.size(1)} channels (size {list(inputs.shape)}), and this SyncBatchNorm "
-                    f"{values.numel()}. Build the layer with num_features={inputs.size(1)}."
+                    f"{values.numel()}. Build the layer with num_features={inputs.size(1)}. (LS331)"
                 )
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class _Refuse(Function):
     def backward(_ctx: Any, *_grads: Any) -> Any:
         raise RuntimeError(
             "SyncBatchNorm cannot be differentiated twice. Leave out create_graph=True, or use BatchNorm where "
-            "gradients of gradients are needed."
+            "gradients of gradients are needed. (LS332)"
         )
 
 
@@ -272,7 +272,7 @@ def _check_all_recorded(records: Tensor, world: World) -> None:
             f"SyncBatchNorm's backward on rank {world.rank} needs all {world.world_size} ranks, and rank(s) "
             f"{', '.join(map(str, missing))} ran the forward without recording it: under torch.no_grad(), or with an "
             "input, weight and bias that need no gradient. Run the forward alike on every rank, or switch the layer to "
-            "eval()."
+            "eval(). (LS330)"
         )
 
 
@@ -280,19 +280,19 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
     if is_compiled_module(layer) and isinstance(original_of_compiled(layer), AnyBatchNorm):
         raise ValueError(
             f"{name or 'The module'} is what torch.compile made of a BatchNorm, and would go on running that one. "
-            "Convert before compiling."
+            "Convert before compiling. (LS331)"
         )
     if not isinstance(layer, AnyBatchNorm):
         return
     called = f"{name or 'The module'} is a {type(layer).__name__}"
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(  # noqa: TRY004 - the class is right, the time is not
-            f"{called} that has seen no input yet. Run a forward with a sample before converting it."
+            f"{called} that has seen no input yet. Run a forward with a sample before converting it. (LS331)"
         )
     if parametrize.is_parametrized(layer):
         raise ValueError(
             f"{called} with parametrizations, which would be lost in a SyncBatchNorm. Convert it first, and register "
-            "them on the new layer."
+            "them on the new layer. (LS331)"
         )
     # The base, and not `nn.SyncBatchNorm`, which is this class under `lockstep.drop_in`.
     torchs: Any = SyncBatchNorm.__base__
@@ -300,5 +300,5 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
     if "forward" in vars(layer) or type(layer).forward not in known:
         raise ValueError(
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "
-            "followed by a module for what it does beyond that."
+            "followed by a module for what it does beyond that. (LS331)"
         )

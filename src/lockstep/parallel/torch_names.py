@@ -30,6 +30,13 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     process_group: ProcessGroup
     forward_sync_buffers: bool
     static_graph: bool
+    # What torch sets in each object; nothing here depends on the last three.
+    require_forward_param_sync = True
+    _divide_by_initial_world_size = True
+    _lazy_init_ran = False
+    _use_python_reducer = False
+    broadcast_bucket_size = 250 << 20
+    use_side_stream_for_tensor_copies = False
 
     def train(self, mode: bool = True) -> Self:
         """Set the module in training mode, or in evaluation mode."""
@@ -47,6 +54,10 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether there are buffers that are overwritten with rank 0's before a training forward."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -92,7 +103,7 @@ class TorchNames(torch_parallel.DistributedDataParallel):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1 (LS303)")
         self.logger.sample_rate = sample_rate
 
     def _remove_autograd_hooks(self) -> None:
@@ -101,7 +112,9 @@ class TorchNames(torch_parallel.DistributedDataParallel):
 
     def _check_reducer_finalized(self) -> None:
         if self.reducer is not None and not self.reducer.is_idle:
-            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new one. (LS326)"
+            )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are not cloned."""

@@ -6,7 +6,7 @@ A copy begins anew over the default group, as torch's does.
 from collections.abc import Mapping
 from typing import Any, Final
 
-_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_averaging", "_hook"})
+_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_averaging", "_uneven", "_hook"})
 """Attributes that belong to a group, or live only in this process."""
 
 

@@ -87,7 +87,7 @@ def warn_of_late_workspace(multiply: Callable[[], object]) -> None:
             "is not reproducible in it, and torch refuses further matrix products while operators must be "
             f"deterministic. Set CUBLAS_WORKSPACE_CONFIG={CUBLAS_WORKSPACE} where the process is started (ls.launch, "
             "lockstep run and lockstep train do), make the trainer before the first product, or pass "
-            "deterministic=False.",
+            "deterministic=False. (LS531)",
             stacklevel=2,
         )
 

@@ -66,7 +66,11 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
+def handle_stop_signals(
+    request: StopRequest,
+    clock: Callable[[], float] = time.monotonic,
+    on_sigterm: Callable[[], None] | None = None,
+) -> Callable[[], None]:
     """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
     A signal that was ignored before stays ignored. This does nothing outside the main thread, because only the main
@@ -75,6 +79,7 @@ def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.
     Args:
         request: The request to make.
         clock: Returns the time in seconds. [Note: one request, several signals].
+        on_sigterm: Called in a signal handler at the first SIGTERM, instead of making the request; None to make it.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -87,6 +92,9 @@ def handle_stop_signals(request: StopRequest, clock: Callable[[], float] = time.
                 os.kill(os.getpid(), signal.SIGTERM)
             elif not first:
                 first.append(clock())
+            if on_sigterm is not None:
+                on_sigterm()
+                return
         request.make()
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}

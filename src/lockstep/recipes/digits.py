@@ -116,15 +116,16 @@ def read(file: Traversable) -> tuple[_Bytes, _Bytes]:
             # For a member that is not an array, NumPy returns bytes.
             pixels, digits = np.asarray(arrays["images"]), np.asarray(arrays["labels"])
     except FileNotFoundError as error:
-        raise DataFileError(f"{file} is missing. {_REMEDY}") from error
+        raise DataFileError(f"{file} is missing. {_REMEDY} (LS451)") from error
     except _DAMAGE as error:
-        raise DataFileError(f"{file} cannot be read as two arrays ({error!r}). {_REMEDY}") from error
+        raise DataFileError(f"{file} cannot be read as two arrays ({error!r}). {_REMEDY} (LS451)") from error
     _check(file, "images", pixels, shape=(NUM_IMAGES, 8, 8), highest=_MAX_PIXEL)
     _check(file, "labels", digits, shape=(NUM_IMAGES,), highest=NUM_CLASSES - 1)
     rarest = int(np.bincount(digits, minlength=NUM_CLASSES).min())
     if rarest <= NUM_TEST_IMAGES_PER_CLASS:
         raise DataFileError(
-            f"{file} holds only {rarest} images of one digit; expected more than {NUM_TEST_IMAGES_PER_CLASS}. {_REMEDY}"
+            f"{file} holds only {rarest} images of one digit; expected more than {NUM_TEST_IMAGES_PER_CLASS}. "
+            f"{_REMEDY} (LS451)"
         )
     return pixels, digits
 
@@ -133,7 +134,7 @@ def _check(file: Traversable, name: str, array: _Bytes, *, shape: tuple[int, ...
     """Raise DataFileError unless the array is uint8 of that shape with values up to `highest`."""
     if array.dtype != np.uint8 or array.shape != shape:
         raise DataFileError(
-            f"{file} holds {name} as {array.dtype} {list(array.shape)}; expected uint8 {list(shape)}. {_REMEDY}"
+            f"{file} holds {name} as {array.dtype} {list(array.shape)}; expected uint8 {list(shape)}. {_REMEDY} (LS451)"
         )
     if array.max() > highest:
-        raise DataFileError(f"{file} holds {array.max()} in {name}; expected at most {highest}. {_REMEDY}")
+        raise DataFileError(f"{file} holds {array.max()} in {name}; expected at most {highest}. {_REMEDY} (LS451)")

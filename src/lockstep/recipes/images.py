@@ -120,7 +120,7 @@ def folder(
     if not 0 < test_fraction < 1 or image_size < 1:
         raise ValueError(
             f"test_fraction is {test_fraction} and image_size {image_size}; "
-            "expected a number between 0 and 1, and at least 1."
+            "expected a number between 0 and 1, and at least 1. (LS452)"
         )
     train = _list_classes(Path(root).absolute())
     if test_root is None:
@@ -128,7 +128,7 @@ def folder(
         train, test = ({name: part[i] for name, part in parts.items()} for i in range(2))
         if not any(test.values()):
             raise DataFileError(
-                f"No class in {root} has a second picture for the test set. Add pictures, or set test_root."
+                f"No class in {root} has a second picture for the test set. Add pictures, or set test_root. (LS452)"
             )
     else:
         test = _list_classes(Path(test_root).absolute())
@@ -136,7 +136,7 @@ def folder(
         if different:
             raise DataFileError(
                 f"{test_root} and {root} must have the same classes, but only one has {', '.join(different)}. "
-                "Rename or remove those folders."
+                "Rename or remove those folders. (LS452)"
             )
     return (
         Pictures(tuple(train), _number(train), image_size=image_size, augment=augment),
@@ -151,28 +151,32 @@ def _list_classes(root: Path) -> dict[str, list[Path]]:
         classes = {entry.name: _list_visible(entry) for entry in entries if entry.is_dir()}
     except FileNotFoundError as error:
         raise DataFileError(
-            f"There is no folder {error.filename}. Check the path; relative paths start at the current directory."
+            f"There is no folder {error.filename}. Check the path; "
+            "relative paths start at the current directory. (LS452)"
         ) from error
     except NotADirectoryError as error:
-        raise DataFileError(f"{root} is not a folder. Expected a folder with a sub-folder for each class.") from error
+        raise DataFileError(
+            f"{root} is not a folder. Expected a folder with a sub-folder for each class. (LS452)"
+        ) from error
     except OSError as error:
         raise DataFileError(
-            f"The folder {error.filename} cannot be read: {error.strerror}. Make it readable."
+            f"The folder {error.filename} cannot be read: {error.strerror}. Make it readable. (LS452)"
         ) from error
     if not classes:
-        raise DataFileError(f"{root} has no sub-folders. Put the pictures of each class into a sub-folder.")
+        raise DataFileError(f"{root} has no sub-folders. Put the pictures of each class into a sub-folder. (LS452)")
     for name, files in classes.items():
         # Sub-folders usually mean that `root` is one level too high and contains "train" and "test".
         folders = [file.name for file in files if not _is_picture(file) and file.is_dir()]
         if folders:
             raise DataFileError(
                 f"{root / name} contains the folder {folders[0]}; expected pictures only. Set root and test_root "
-                "to the folders whose sub-folders are the classes."
+                "to the folders whose sub-folders are the classes. (LS452)"
             )
         classes[name] = [file for file in files if _is_picture(file)]
         if not classes[name]:
             raise DataFileError(
-                f"{root / name} holds no pictures ({', '.join(sorted(EXTENSIONS))}). Add some, or remove the folder."
+                f"{root / name} holds no pictures ({', '.join(sorted(EXTENSIONS))}). "
+                "Add some, or remove the folder. (LS452)"
             )
     return classes
 
@@ -202,16 +206,18 @@ def _read(file: str) -> Image.Image:
         with Image.open(file) as image:
             if image.mode.startswith(("I", "F")):
                 # Pillow would clip these to 8 bits, and a 16-bit picture would become white.
-                raise DataFileError(f"{file} has colours of more than 8 bits. Convert it to 8 bits.")
+                raise DataFileError(f"{file} has colours of more than 8 bits. Convert it to 8 bits. (LS452)")
             upright = ImageOps.exif_transpose(image)
             # A palette with transparency has to become RGBA first.
             return (upright.convert("RGBA") if "transparency" in upright.info else upright).convert("RGB")
     except FileNotFoundError as error:
-        raise DataFileError(f"{file} was removed after the run started. Restore it, or start a new run.") from error
+        raise DataFileError(
+            f"{file} was removed after the run started. Restore it, or start a new run. (LS452)"
+        ) from error
     except UnidentifiedImageError as error:
-        raise DataFileError(f"{file} is not a picture. Replace or remove it.") from error
+        raise DataFileError(f"{file} is not a picture. Replace or remove it. (LS452)") from error
     except _DAMAGE as error:
-        raise DataFileError(f"{file} cannot be read as a picture: {error}. Replace or remove it.") from error
+        raise DataFileError(f"{file} cannot be read as a picture: {error}. Replace or remove it. (LS452)") from error
 
 
 def _centre_box(width: int, height: int) -> _Box:

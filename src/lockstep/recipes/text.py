@@ -44,7 +44,7 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 128, num_layers: int = 2, num_heads: int = 4, block_size: int = BLOCK_SIZE) -> None:
         super().__init__()
         if width % num_heads:
-            raise ValueError(f"width is {width}; expected a multiple of num_heads, which is {num_heads}.")
+            raise ValueError(f"width is {width}; expected a multiple of num_heads, which is {num_heads}. (LS453)")
         self.block_size = block_size
         self.characters = nn.Embedding(len(VOCABULARY), width)
         self.positions = nn.Parameter(torch.empty(block_size, width))
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
         """Score every next character."""
         length = characters.shape[1]
         if length > self.block_size:
-            raise ValueError(f"The input has {length} characters; the model sees at most {self.block_size}.")
+            raise ValueError(f"The input has {length} characters; the model sees at most {self.block_size}. (LS453)")
         x: Tensor = self.characters(characters) + self.positions[:length]
         scores: Tensor = self.scores(self.norm(self.blocks(x)))
         return scores
@@ -128,13 +128,15 @@ def datasets(block_size: int = BLOCK_SIZE, max_chars: int = 1_000_000) -> tuple[
     """
     shortest = (block_size + 1) * _NUM_PARTS
     if block_size < 1 or max_chars < shortest:
-        raise ValueError(f"block_size is {block_size} and max_chars {max_chars}; expected at least 1 and {shortest}.")
+        raise ValueError(
+            f"block_size is {block_size} and max_chars {max_chars}; expected at least 1 and {shortest}. (LS453)"
+        )
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = read_sources(folder, max_chars)
     if len(text) < shortest:
         raise DataFileError(
             f"The .py files in {folder} hold {len(text)} characters, fewer than the {shortest} that block_size "
-            f"{block_size} needs. Lower block_size, or use a Python that has its library's sources."
+            f"{block_size} needs. Lower block_size, or use a Python that has its library's sources. (LS453)"
         )
     num_test = len(text) // _NUM_PARTS
     return Windows(text[:-num_test], block_size), Windows(text[-num_test:], block_size)
@@ -159,9 +161,11 @@ def read_sources(folder: Path, max_chars: int) -> str:
         except UnicodeDecodeError:
             continue
         except OSError as error:
-            raise DataFileError(f"{file} cannot be read: {error.strerror}. Make it readable.") from error
+            raise DataFileError(f"{file} cannot be read: {error.strerror}. Make it readable. (LS453)") from error
     if not text:
-        raise DataFileError(f"{folder} holds no .py files to learn from. Use a Python that has its library's sources.")
+        raise DataFileError(
+            f"{folder} holds no .py files to learn from. Use a Python that has its library's sources. (LS453)"
+        )
     return text[:max_chars]
 
 
@@ -197,7 +201,7 @@ def sample(
     """
     if not prompt or temperature <= 0:
         raise ValueError(
-            f"prompt is {prompt!r} and temperature {temperature}; expected some text and a temperature above 0."
+            f"prompt is {prompt!r} and temperature {temperature}; expected some text and a temperature above 0. (LS453)"
         )
     # Drawn on the CPU, so that a seed gives the same random numbers on any device.
     generator = torch.Generator().manual_seed(seed)

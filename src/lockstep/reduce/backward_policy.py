@@ -81,7 +81,8 @@ class LeaveLocalGradients:
         """
         raise ReductionError(
             f"The parameters of the model were changed during a step on {len(status.changed)} of "
-            f"{self._world.world_size} ranks, so these gradients are not whole. Change a model between steps only."
+            f"{self._world.world_size} ranks, so these gradients are not whole. "
+            "Change a model between steps only. (LS305)"
         )
 
     def take_local(self, slot: AnySlot) -> None:

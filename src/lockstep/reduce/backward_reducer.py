@@ -75,14 +75,9 @@ class BackwardReducer:
         """The buckets, in the order in which they are sent."""
         return self.plan.bucket_set.buckets
 
-    def describe_progress(self) -> str:
-        """Return in words how far this rank is."""
-        inside = "is not in a backward" if self.watch.phase is Phase.IDLE else "is in a backward"
-        return f"{self.schedule.describe_wait() or inside} and has reduced {self.num_reductions} times"
-
     def listen_last(self) -> None:
         """See each gradient after all other hooks that the parameters have by now (local; between two backwards)."""
-        self._hooks.listen(self.buckets)
+        self._hooks.listen(self.buckets, self.schedule.kept_bucket)
 
     def renew(self) -> None:
         """Use buckets that were planned anew (local; between two backwards)."""
@@ -109,6 +104,7 @@ class BackwardReducer:
     def begin(self, phase: Phase) -> None:
         """Prepare for a backward that begins."""
         self.schedule.observer.begin()
+        self._hooks.listen_unfrozen()
         if phase is Phase.SYNCHRONIZING:
             # Not earlier: in a forward, `torch.func.functional_call` may have put other tensors in the parameters'
             # places.
@@ -182,7 +178,7 @@ class BackwardReducer:
             raise ReductionError(
                 f"The backward of {len(status.failed)} of {self._world.world_size} ranks ended in an exception (rank "
                 f"{', '.join(map(str, status.failed))}), so these gradients are not whole. The log of "
-                f"{'that rank' if len(status.failed) == 1 else 'those ranks'} shows it."
+                f"{'that rank' if len(status.failed) == 1 else 'those ranks'} shows it. (LS306)"
             )
         if status.changed:
             self._policy.follow_change(status, self.plan)
@@ -197,7 +193,7 @@ class BackwardReducer:
 
     def _use_buckets(self) -> None:
         self.schedule.use(self.plan.bucket_set, self.plan.make_status_channel(self.schedule.purpose))
-        self._hooks.listen(self.buckets)
+        self._hooks.listen(self.buckets, self.schedule.kept_bucket)
 
     def drop_buckets(self) -> None:
         """Hold no buckets: there will be others, for which their memory is needed (local)."""

@@ -19,7 +19,8 @@ things shows in its first backward, so that one sends nothing before its end.
 
 [Note: plain arrivals] A model may have hundreds of small parameters, and each gradient costs a call into Python. After
 one that had nothing special about it, those that follow in the same graph task have not either, and are only counted
-(`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task.
+(`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task. [Note: a hook that is switched] in
+`lockstep.reduce.plain_arrivals` tells how some of them are counted without Python code.
 
 The watch has no reference to its listener, so each call passes it. [Note: ownership] in
 `lockstep.reduce.backward_reducer`.
@@ -86,6 +87,19 @@ class BackwardListener(Protocol):
         """Forget a backward that reduces nothing, and call `BackwardWatch.end`."""
 
 
+class PlainSwitch(Protocol):
+    """Notes plain gradients without Python code."""
+
+    def begin(self) -> None:
+        """Only note what arrives from now on, until `end`."""
+
+    def take_in(self) -> None:
+        """Take in what was noted: the backward has ended."""
+
+    def end(self) -> None:
+        """Forget what was noted, and note no more."""
+
+
 @final
 class BackwardWatch:
     """Watches the backwards of one rank.
@@ -116,6 +130,7 @@ class BackwardWatch:
         self._lock = threading.RLock()
         self._task = NO_GRAPH_TASK
         self._callback: Callable[[], partial[None] | None] = _no_callback
+        self._switch: Callable[[], PlainSwitch | None] = _no_switch
         self._any_arrived = False
         self._only_once = False
         self._is_forced = False
@@ -164,6 +179,10 @@ class BackwardWatch:
                 refuse_distributed_autograd()
                 output.register_hook(partial(self._on_output, listener, self.synchronizes, forward))
 
+    def use_switch(self, switch: PlainSwitch | None) -> None:
+        """Switch this where gradients become plain, and when a backward is over; it is held weakly."""
+        self._switch = _no_switch if switch is None else weakref.ref(switch)
+
     def force_next(self) -> None:
         """Let the next backward synchronise, whatever was said when its graph was built."""
         self._is_forced = True
@@ -211,6 +230,9 @@ class BackwardWatch:
     def call_plain(self) -> None:
         """Say that the gradients to come in this graph task need only be counted. [Note: plain arrivals]."""
         self.plain_task = self._task
+        switch = self._switch()
+        if switch is not None:
+            switch.begin()
 
     def note_second_gradient(self) -> None:
         """Note that a parameter got two gradients in one backward, as it does inside a reentrant checkpoint."""
@@ -222,6 +244,7 @@ class BackwardWatch:
         self.waits_for_end = self._is_forced = False
         self._forwards.clear()
         self._task, self.plain_task = NO_GRAPH_TASK, _NEVER_A_TASK
+        _end_switch(self._switch)
         if self._phase is not Phase.IDLE:
             self._change_phase(Phase.IDLE)
 
@@ -284,13 +307,17 @@ class BackwardWatch:
         listener.begin(phase)
         self._task = current_graph_task_id()  # not earlier, or another thread would not wait for `begin`
         callback = partial(self._on_end, listener, self._task)
-        self._callback = weakref.ref(callback)
+        # If the backward fails, its hooks must see the next one, which may not begin at a marked output.
+        self._callback = weakref.ref(callback, partial(_end_switch, self._switch))
         queue_callback(callback)
 
     @keep_compiler_out
     def _on_end(self, listener: BackwardListener, task: int) -> None:
         if task != self._task:
             return
+        switch = self._switch()
+        if switch is not None:
+            switch.take_in()
         if self._phase is Phase.SYNCHRONIZING and self._any_arrived:
             self._always_waits = self._has_inner_tasks
             listener.complete()
@@ -323,6 +350,16 @@ class _Forward:
         on_reached, self._on_reached = self._on_reached, None
         if on_reached is not None:
             on_reached()
+
+
+def _end_switch(find: Callable[[], PlainSwitch | None], _callback: object = None) -> None:
+    switch = find()
+    if switch is not None:
+        switch.end()
+
+
+def _no_switch() -> None:
+    """Return no switch: nothing is noted without Python code."""
 
 
 def _no_callback() -> None:

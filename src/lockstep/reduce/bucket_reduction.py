@@ -211,7 +211,7 @@ def dense_message(bucket: Bucket) -> Tensor:
     if bucket.message.is_sparse:
         raise ReductionError(
             f"The gradient of {bucket.slots[0].name} is sparse and cannot be divided among the ranks. Build the "
-            "embedding with sparse=False."
+            "embedding with sparse=False. (LS308)"
         )
     return bucket.message
 

@@ -23,13 +23,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, final
+from typing import Final, TypeVar, final
 
 import torch
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import World, calls_for, capabilities_of
 from lockstep.errors import GroupError
+from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce.bucket_reduction import BucketReduction, Finish, start_all_reduce
 from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets, read_used_counts
 from lockstep.reduce.observer import BackwardObserver, NoObserver
@@ -40,6 +41,10 @@ from lockstep.reduce.waits import Waits
 from lockstep.torch_private import abort_device_backends
 
 Result = TypeVar("Result")
+
+
+_NUM_NAMES: Final = 3
+"""So many parameters of a bucket are named in the recording."""
 
 
 @final
@@ -56,7 +61,7 @@ class BucketSchedule:
         reduction: How a bucket is reduced; may be replaced between two backwards.
         num_buckets_sent: How many buckets of the last backward were sent.
         times: When the parts of the last step began and ended.
-        waits: What this rank waits for.
+        waits: Since when this rank waits.
         failure: The error that this rank had when it made a message of this backward ready. It sent zeros instead, and
             the status shows that its backward failed.
         on_end_of_backward: Called when the last gradient has arrived.
@@ -91,6 +96,9 @@ class BucketSchedule:
         self._lock = threading.RLock()
         self._next = 0
         self._finishes: dict[int, Finish] = {}
+        self._events: dict[int, int] = {}
+        self._recorder = own_recorder()
+        self._texts: dict[int, int] = {}
         self._used: set[int] = set()
         self._sends_nothing = False
         self._is_cut_off = False
@@ -108,9 +116,15 @@ class BucketSchedule:
         """How many ranks had each gradient, for each bucket in which one was absent here; after `complete`."""
         return self._counts
 
+    @property
+    def kept_bucket(self) -> Bucket | None:
+        """The bucket that is never sent before the end of a backward: the status goes with it."""
+        buckets = self._bucket_set.buckets
+        return buckets[-1] if self._num_free < len(buckets) else None
+
     def use(self, bucket_set: BucketSet, status: StatusChannel) -> None:
         """Send these buckets from now on, and the status over this channel; called between two backwards."""
-        self._bucket_set, self._status = bucket_set, status
+        self._bucket_set, self._status, self._texts = bucket_set, status, {}
         self._used = set()
 
     def drop_buckets(self) -> None:
@@ -149,7 +163,7 @@ class BucketSchedule:
         self.times.end_backward()
         self._sends_nothing = status.has_failed
         self._run_local(self.on_end_of_backward)
-        self.waits.begin(0)
+        self.waits.begin()
         for streams in self._bucket_set.streams:
             self._run_local(streams.join)
         while self._next < self._num_free:
@@ -171,10 +185,6 @@ class BucketSchedule:
             self._awaited.pop().wait()
         self.times.end()
         return group_status
-
-    def describe_wait(self) -> str:
-        """Return in words what this rank waits for; empty if it does not."""
-        return self.waits.describe(self._bucket_set.buckets)
 
     def wait_at_end(self, futures: "Sequence[torch.futures.Future[object]]") -> None:
         """Let the next backward wait for these at its end."""
@@ -241,14 +251,25 @@ class BucketSchedule:
 
     def _start(self, index: int, start: "Callable[..., Finish]", *, is_last_message: bool = False) -> None:
         waits = is_last_message and self._group_uses_this_thread
+        self._events[index] = self._recorder.begin(EventKind.BUCKET, index, 0, self._text(index))
         with calls_for(f"bucket {1 + index} of the gradients of {self._purpose}"):
             if waits:
                 # The group's calls run one after the other; so it is known which one is waited for, and an error of one
                 # is raised before this rank waits in the next, which the others may never reach.
                 self._wait()
-                self.waits.turn_to(index)
             finish = self._run_local(partial(start, waits=waits))
         self._finishes[index] = finish or _do_nothing
+        if waits:
+            self._recorder.end(self._events[index])
+
+    def _text(self, index: int) -> int:
+        """Return the place of a bucket's name in the recording."""
+        if index not in self._texts and self._recorder.is_open:
+            slots = self._bucket_set.buckets[index].slots if index < len(self._bucket_set.buckets) else ()
+            names = ", ".join(slot.name for slot in slots[:_NUM_NAMES])
+            more = f" and {len(slots) - _NUM_NAMES} more" if len(slots) > _NUM_NAMES else ""
+            self._texts[index] = self._recorder.text(names + more)
+        return self._texts.get(index, 0)
 
     def _finish_previous(self) -> None:
         """Wait for the reduction that was started last, if only one may be under way."""
@@ -256,6 +277,7 @@ class BucketSchedule:
             index = next(reversed(self._finishes))
             finish, self._finishes[index] = self._finishes[index], _do_nothing
             self._run_local(finish)
+            self._recorder.end(self._events[index])
 
     def _run_local(self, function: Callable[[], Result]) -> Result | None:
         """Run what may fail on this rank alone, and go on where the other ranks can be informed of it."""
@@ -300,7 +322,6 @@ class BucketSchedule:
         used = [float(index not in bucket.unused) for bucket in buckets for index in range(len(bucket.slots))]
         status = replace(status, has_failed=status.has_failed or self.failure is not None)
         self._status.post(write_status(status, rank, world_size), [*cut_off, *used])
-        self.waits.turn_to("the status of the other ranks")
         numbers, further = self._status.receive()
         lost = [other for other in range(world_size) if further[other] > 0]
         if lost:
@@ -319,7 +340,7 @@ class BucketSchedule:
         raise GroupError(
             f"Rank {', '.join(map(str, ranks))} could not send its gradients to the other ranks, and its log shows "
             "why: its device has failed, or is out of memory. The process group was aborted on every rank and cannot "
-            "be used any more. Start the program again, from a checkpoint."
+            "be used any more. Start the program again, from a checkpoint. (LS214)"
         ) from self.failure
 
     def _send_late(self, status: GroupStatus) -> None:
@@ -340,12 +361,13 @@ class BucketSchedule:
 
     def _wait(self) -> None:
         for index, finish in self._finishes.items():
-            self.waits.turn_to(index)
             self._finishes[index] = _do_nothing
             if self.reduction.is_one_at_a_time:
                 self._run_local(finish)
             else:
                 finish()
+            if finish is not _do_nothing:
+                self._recorder.end(self._events[index])
         finish_besides, self._finish_besides = self._finish_besides, _do_nothing
         finish_besides()
 

@@ -75,7 +75,7 @@ class CommHook:
         if not isinstance(future, AnyFuture):
             raise ReductionError(
                 "Communication hook: callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__}."
+                f"{type(future).__name__}. (LS309)"
             )
         return future
 
@@ -91,6 +91,7 @@ def result_of(future: "torch.futures.Future[Tensor]") -> Tensor:
     if not isinstance(result, Tensor):
         raise ReductionError(
             f"The future of a communication hook holds {type(result).__name__}, expected one tensor with the reduced "
-            "gradients. After `all_reduce(...).get_future()`, which holds a list, add `.then(lambda f: f.value()[0])`."
+            "gradients. After `all_reduce(...).get_future()`, which holds a list, add `.then(lambda f: "
+            "f.value()[0])`. (LS309)"
         )
     return result

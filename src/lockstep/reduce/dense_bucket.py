@@ -14,7 +14,7 @@ from sys import getrefcount
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
@@ -31,6 +31,10 @@ from lockstep.torch_private import (
 
 _GRADIENT = attrgetter("grad")
 _PLACE = attrgetter("place")
+_IS_SPARSE = attrgetter("is_sparse")
+_HAS_ARRIVED = attrgetter("has_arrived")
+_IS_SCALED = attrgetter("is_scaled")
+_LIES_IN_BUCKET = attrgetter("lies_in_bucket")
 
 
 @final
@@ -127,16 +131,15 @@ class DenseBucket:
         if self.streams is not None:
             self.streams.join()
         self._adopt_small()
-        for slot in self.slots:
-            if not slot.has_arrived:
-                slot.fill_absent()
+        self.absent = self._find_absent()
+        for index in self.absent:
+            self.slots[index].fill_absent()
         self.count_used()
         if scale == 1.0:
             return
-        unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
-        if len(unscaled) == len(self.slots):
+        if not any(map(_IS_SCALED, self.slots)):
             self._gradients.mul_(scale)
-        elif unscaled:
+        elif unscaled := [slot.place for slot in self.slots if not slot.is_scaled]:
             foreach_mul_(unscaled, scale)
 
     def prepare_nothing(self) -> None:
@@ -156,7 +159,7 @@ class DenseBucket:
 
     def count_used(self) -> None:
         """Write down which parameters have a gradient here. [Note: used-parameter counts] in `lockstep.reduce.plan`."""
-        self.absent = [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
+        self.absent = self._find_absent()
         self.unused = []
         self.used_counts.fill_(1)
         for index in self.absent:
@@ -259,9 +262,45 @@ class DenseBucket:
             self.streams.keep_until_read(found)
         return packed
 
+    def _find_absent(self) -> list[int]:
+        if all(map(_HAS_ARRIVED, self.slots)):
+            return []
+        return [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
+
     def _adopt_small(self) -> None:
-        places, gradients = [], []
-        found = list(map(_GRADIENT, self._parameters))
+        gradients = list(map(_GRADIENT, self._parameters))
+        if self._are_all_moved(gradients):
+            places = list(map(_PLACE, self.slots))
+            moved = list(zip(self._parameters, places, strict=True))
+        else:
+            places, gradients, moved = self._find_moved(gradients)
+        if places:
+            with torch.no_grad():
+                foreach_copy_(places, gradients)
+            for parameter, place in moved:
+                parameter.grad = place
+            if self.streams is not None:
+                self.streams.keep_until_read(gradients)
+
+    def _are_all_moved(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether all gradients are to be copied, and nothing else; it runs in C, for there may be hundreds."""
+        slots = self.slots
+        return (
+            all(map(_HAS_ARRIVED, slots))
+            and all(map(_LIES_IN_BUCKET, slots))
+            and not any(map(is_, gradients, repeat(None)))
+            and not any(map(is_, gradients, map(_PLACE, slots)))
+            and not any(map(_IS_SPARSE, gradients))
+            and max(map(getrefcount, map(_PLACE, slots))) <= REFERENCES_OF_ONE_HOLDER
+        )
+
+    def _find_moved(
+        self, found: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
+        """Return where to copy which gradients, and which parameters get these places; held ones keep their memory."""
+        places: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        moved: list[tuple[nn.Parameter, Tensor]] = []
         for slot, gradient in zip(self.slots, found, strict=True):
             if gradient is None or gradient is slot.place or not slot.has_arrived:
                 continue
@@ -270,9 +309,5 @@ class DenseBucket:
             places.append(slot.place)
             gradients.append(slot.as_dense(gradient) if gradient.is_sparse else gradient)
             if slot.lies_in_bucket:
-                slot.parameter.grad = slot.place
-        if places:
-            with torch.no_grad():
-                foreach_copy_(places, gradients)
-            if self.streams is not None:
-                self.streams.keep_until_read(gradients)
+                moved.append((slot.parameter, slot.place))
+        return places, gradients, moved

@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.compiler import keep_compiler_out
 from lockstep.reduce.backward_watch import BackwardWatch
 from lockstep.reduce.bucket_set import AnySlot, Bucket
+from lockstep.reduce.plain_arrivals import PlainArrivals
+from lockstep.reduce.slot import Slot
 from lockstep.torch_private import current_graph_task_id
 
 _NUM_WATCHED = 32
@@ -47,18 +49,31 @@ class GradientHooks:
         self._watch = watch
         self._receiver = weakref.ref(receiver)
         self._handles: list[RemovableHandle] = []
+        self._frozen: list[tuple[AnySlot, Bucket]] = []
+        self._plain: PlainArrivals | None = None
         weakref.finalize(self, _remove, self._handles)
 
-    def listen(self, buckets: Sequence[Bucket]) -> None:
-        """See the gradients of these buckets only, after all other hooks that their parameters have by now."""
+    def listen(self, buckets: Sequence[Bucket], kept: Bucket | None) -> None:
+        """See the gradients of these buckets only, after all other hooks that their parameters have by now.
+
+        Args:
+            buckets: The buckets.
+            kept: The one that is never sent before the end of a backward, if there is one.
+        """
         self.remove()
-        places = [(slot, bucket) for bucket in buckets for slot in bucket.slots if slot.parameter.requires_grad]
-        for slot, bucket in places:
-            deliver = _deliver if bucket.streams is None else _deliver_on_stream
-            hook = partial(deliver, self._watch, self._receiver, slot, bucket)
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-        for slot, _ in places[:_NUM_WATCHED]:
-            self._handles.append(slot.parameter.register_hook(partial(_note_asked, self._watch)))
+        if kept is not None and kept.streams is None:
+            small = [slot for slot in kept.slots if isinstance(slot, Slot) and slot.is_small]
+            self._plain = PlainArrivals(small, partial(_deliver, self._watch, self._receiver, kept))
+        self._watch.use_switch(self._plain)
+        self._listen([(slot, bucket) for bucket in buckets for slot in bucket.slots])
+
+    def listen_unfrozen(self) -> None:
+        """See those that were frozen, and had no hooks, when `listen` was called, and are not any more.
+
+        As those of a critic that is frozen while its generator trains, if its buckets get their order at that moment.
+        """
+        if self._frozen:
+            self._listen(self._frozen)
 
     def listen_unplanned(self, parameters: Iterable[nn.Parameter]) -> None:
         """See the gradients of parameters that have no slot yet, as well."""
@@ -68,14 +83,28 @@ class GradientHooks:
     def remove(self) -> None:
         """See no gradients any more."""
         _remove(self._handles)
+        self._frozen, self._plain = [], None
+
+    def _listen(self, places: Sequence[tuple[AnySlot, Bucket]]) -> None:
+        self._frozen = [(slot, bucket) for slot, bucket in places if not slot.parameter.requires_grad]
+        places = [(slot, bucket) for slot, bucket in places if slot.parameter.requires_grad]
+        for slot, bucket in places:
+            if self._plain is not None and self._plain.has(slot):
+                hook = self._plain.hook
+            else:
+                deliver = _deliver if bucket.streams is None else _deliver_on_stream
+                hook = partial(deliver, self._watch, self._receiver, bucket, slot)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        for slot, _ in places[:_NUM_WATCHED]:
+            self._handles.append(slot.parameter.register_hook(partial(_note_asked, self._watch)))
 
 
 @keep_compiler_out
 def _deliver(
     watch: BackwardWatch,
     receiver: "weakref.ref[GradientReceiver]",
-    slot: AnySlot,
     bucket: Bucket,
+    slot: AnySlot,
     parameter: nn.Parameter,
 ) -> None:
     if slot.is_small and not slot.has_arrived and current_graph_task_id() == watch.plain_task:
@@ -96,13 +125,13 @@ def _deliver(
 def _deliver_on_stream(
     watch: BackwardWatch,
     receiver: "weakref.ref[GradientReceiver]",
-    slot: AnySlot,
     bucket: Bucket,
+    slot: AnySlot,
     parameter: nn.Parameter,
 ) -> None:
     if bucket.streams is not None:
         bucket.streams.note_current()
-    _deliver(watch, receiver, slot, bucket, parameter)
+    _deliver(watch, receiver, bucket, slot, parameter)
 
 
 @keep_compiler_out

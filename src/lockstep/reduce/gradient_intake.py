@@ -84,6 +84,6 @@ class GradientIntake:
             raise ReductionError(
                 f"Parameter {slot.name} got a second gradient in one backward after its first had been sent. This "
                 "happens when a model begins to use a parameter inside a reentrant checkpoint and elsewhere after its "
-                "first step. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                "first step. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False). (LS307)"
             )
         slot.take_second()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, separate, take_gradients
-from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, version_of
+from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, run_backward_of_leaf, version_of
 
 _GRADIENT = attrgetter("grad")
 
@@ -155,14 +155,13 @@ class _TaskCounter:
 
     def __init__(self) -> None:
         self._found = 0
-        with torch.enable_grad():
-            self._leaf = torch.zeros((), requires_grad=True, device="cpu")
-            self._output = self._leaf * 1.0
-        self._output.register_hook(self._note)
+        self._leaf = torch.zeros((), requires_grad=True, device="cpu")
+        self._leaf.register_hook(self._note)
+        self._gradient = torch.zeros((), device="cpu")
 
     def next_task(self) -> int:
         """Return the number of the next graph task, which this call uses."""
-        torch.autograd.grad(self._output, self._leaf, retain_graph=True)
+        run_backward_of_leaf(self._leaf, self._gradient)
         return self._found
 
     def _note(self, _gradient: Tensor) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from lockstep.torch_private import module_registry, parameter_registry
 
 _CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
 """What of a parameter may change in place."""
+_TRAINING = attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,10 @@ class TrainedModel:
         self._module = weakref.ref(module)
         self.ignored = frozenset(ignored)
         self._parameters: list[nn.Parameter] = []
-        self._seen: list[Any] = []
+        self._parts: list[dict[str, Any]] = []
+        self._filled: list[dict[str, Any]] = []
         self._held: list[Any] = []
+        self._layers: list[nn.Module] = []
         self.trained: list[TrainedParameter] = []
         self.look()
 
@@ -67,12 +70,14 @@ class TrainedModel:
         }
         named = list(self._named())
         self._parameters = [parameter for _, parameter in named]
-        parts: list[Any] = [
-            part for module in root.modules() for part in (parameter_registry(module), module_registry(module))
-        ]
-        self._parts = parts
-        self._seen = self._glance()
-        self._held = [list(part.values()) for part in self._parts]  # so that no other object gets the identity of one
+        modules = list(root.modules())
+        self._parts = [part for module in modules for part in (parameter_registry(module), module_registry(module))]
+        self._lengths = list(map(len, self._parts))
+        self._filled = [part for part in self._parts if part]
+        self._held = list(self._list_held())
+        self._seen = list(map(_CHANGEABLE, self._parameters))
+        children = (module_registry(module).values() for module in modules)
+        self._layers = [layer for layer in chain.from_iterable(children) if layer is not None]
         self.trained = [
             TrainedParameter(
                 spec=describe_parameter(name, parameter, is_sparse=id(parameter) in sparse), parameter=parameter
@@ -83,7 +88,11 @@ class TrainedModel:
 
     def has_changed(self) -> bool:
         """Whether the model differs from what was seen."""
-        return self._seen != self._glance()
+        return not (
+            self._lengths == list(map(len, self._parts))
+            and all(map(is_, self._held, self._list_held()))
+            and self._seen == list(map(_CHANGEABLE, self._parameters))
+        )
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that are not ignored, trainable or not."""
@@ -103,15 +112,19 @@ class TrainedModel:
         named = () if root is None else root.named_buffers()
         return [(name, buffer) for name, buffer in named if name not in self.ignored]
 
+    def modes(self) -> list[bool]:
+        """Return of each layer within, as they were seen, whether it is in training mode, always in the same order."""
+        return list(map(_TRAINING, self._layers))
+
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         root = self.module
         for name, parameter in () if root is None else root.named_parameters():
             if name not in self.ignored:
                 yield name, parameter
 
-    def _glance(self) -> list[Any]:
-        parts = chain.from_iterable(map(dict.values, self._parts))
-        return [list(map(id, parts)), list(map(len, self._parts)), list(map(_CHANGEABLE, self._parameters))]
+    def _list_held(self) -> Iterator[Any]:
+        """Return the parameters and layers of all modules, of those that hold any."""
+        return chain.from_iterable(map(dict.values, self._filled))
 
 
 def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = False) -> ParameterSpec:

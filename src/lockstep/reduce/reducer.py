@@ -10,6 +10,8 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm import World
+from lockstep.doctor.stall_watch import record_this_worker
+from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce.backward_policy import BackwardPolicy
 from lockstep.reduce.backward_reducer import BackwardReducer
 from lockstep.reduce.backward_watch import Phase
@@ -18,7 +20,6 @@ from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.observer import BackwardObserver
 from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.stall_reports import watch_for_stalls
 from lockstep.reduce.times import StepTimes
 from lockstep.reduce.torch_reducer_names import TorchReducerNames
 
@@ -53,7 +54,7 @@ class Reducer(TorchReducerNames):
         self._backwards = BackwardReducer(model, world, options, reduction, policy)
         self.watch = self._backwards.watch
         self.schedule = self._backwards.schedule
-        self._stop_watching = watch_for_stalls(self._backwards, model, world)
+        record_this_worker(world.rank, world.world_size)
 
     # -- Between two backwards -----------------------------------------------------------------------------------------
 
@@ -115,11 +116,10 @@ class Reducer(TorchReducerNames):
     def close(self) -> None:
         """Reduce no more (local)."""
         self._backwards.close()
-        self._stop_watching()
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """Watch a wait of the owner's within, as those of a reduction are: a long one is logged."""
-        return self.schedule.waits.during(what)
+        """Record a wait of the owner's within, as those of a reduction are."""
+        return own_recorder().during(EventKind.WAITING, -1, text=what)
 
     # -- What it has done ----------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 
-_BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it."
-_AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step."
+_BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
+_AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step. (LS305)"
 
 
 def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False, with_buffers: bool = True) -> None:
@@ -62,13 +62,13 @@ def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> N
                 changed, same = (rank, 0) if name in found else (0, rank)
                 raise ParameterMismatchError(
                     f"Parameter {name} was replaced, unfrozen or changed after wrapping on rank {changed}, and not on "
-                    f"rank {same}. Make the same change on every rank, before the same step."
+                    f"rank {same}. Make the same change on every rank, before the same step. (LS305)"
                 )
             if found[name] != expected[name]:
                 raise ParameterMismatchError(
                     f"Parameter {name} was added, unfrozen or changed after wrapping, and its values on rank {rank} "
                     "are not those on rank 0. Call torch.manual_seed with the same seed on every rank before "
-                    "making it, or make it before wrapping."
+                    "making it, or make it before wrapping. (LS305)"
                 )
 
 

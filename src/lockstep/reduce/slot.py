@@ -232,5 +232,5 @@ def make_view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], *,
 def _unexpected_sparse(name: str) -> ReductionError:
     return ReductionError(
         f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
-        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False."
+        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False. (LS308)"
     )

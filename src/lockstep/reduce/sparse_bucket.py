@@ -91,7 +91,7 @@ class SparseBucket:
         if gradient is not None and not gradient.is_sparse:
             raise ReductionError(
                 f"Parameter {slot.name} has a dense gradient, and its embedding says sparse=True. Build the embedding "
-                "with sparse=False, or use its weight in nothing else."
+                "with sparse=False, or use its weight in nothing else. (LS308)"
             )
         self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
         self.count_used()

@@ -20,7 +20,7 @@ def refuse_compiled_autograd() -> None:
         raise ReductionError(
             "Compiled autograd is on, and under it gradients are not averaged over the ranks: it runs no hooks on "
             "parameters. Turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the model "
-            "works without it."
+            "works without it. (LS310)"
         )
 
 
@@ -35,5 +35,5 @@ def refuse_distributed_autograd() -> None:
             "This forward ran within torch.distributed.autograd.context(), whose backward keeps gradients in the "
             "context and not in .grad: they would not be averaged over the ranks. Keep the wrapped module out of the "
             "context and call loss.backward(), or wrap it with torch.nn.parallel.DistributedDataParallel, which "
-            "averages gradients in such a context."
+            "averages gradients in such a context. (LS310)"
         )

@@ -15,6 +15,7 @@ _STEP_COLOUR, _TRAIN_COLOUR, _TEST_COLOUR = "#b8c4d6", "#2f5d9b", "#c8553d"
 _SIZE_INCHES = (9.0, 4.0)
 _DPI = 130
 _DECADE = 10
+_NO_METRICS = {"kind", "epoch", "global_step", "train_loss", "samples_per_second", "learning_rate"}
 
 
 def draw_curves(metrics: Path, picture: Path, title: str) -> None:
@@ -28,17 +29,19 @@ def draw_curves(metrics: Path, picture: Path, title: str) -> None:
         return
     from matplotlib.figure import Figure
 
-    names = [key for key, value in epochs[-1].items() if key.startswith("test_") and key != "test_loss" and value]
+    measured = [key for key, value in epochs[-1].items() if key not in _NO_METRICS and value is not None]
+    losses = [key for key in measured if key.endswith("loss")]
+    names = [key for key in measured if key not in losses]
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(1, 1 + bool(names), squeeze=False)[0]
-    _draw_loss(axes[0], [row for row in rows if row["kind"] == "step"], epochs)
+    _draw_loss(axes[0], [row for row in rows if row["kind"] == "step"], epochs, losses)
     if names:
         _draw_metrics(axes[1], epochs, names)
     figure.savefig(picture)
 
 
-def _draw_loss(axes: "Axes", steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+def _draw_loss(axes: "Axes", steps: list[dict[str, Any]], epochs: list[dict[str, Any]], losses: list[str]) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
     per_epoch = epochs[-1]["global_step"] / (epochs[-1]["epoch"] + 1)
@@ -46,8 +49,9 @@ def _draw_loss(axes: "Axes", steps: list[dict[str, Any]], epochs: list[dict[str,
     places = [row["global_step"] / per_epoch for row in known]
     axes.plot(places, [row["loss"] for row in known], color=_STEP_COLOUR, linewidth=0.8, label="training, each step")
     _draw_epochs(axes, epochs, "train_loss", "training, mean of the epoch", _TRAIN_COLOUR)
-    if "test_loss" in epochs[-1]:
-        _draw_epochs(axes, epochs, "test_loss", "test", _TEST_COLOUR)
+    for name in losses:
+        label = "test" if name == "test_loss" else name.replace("_", " ")
+        _draw_epochs(axes, epochs, name, label, _TEST_COLOUR if name == "test_loss" else None)
     shown = [value for row in [*steps, *epochs] for key, value in row.items() if key.endswith("loss") and value]
     if shown and 0 < _DECADE * min(shown) < max(shown):
         axes.set_yscale("log")
@@ -60,8 +64,9 @@ def _draw_metrics(axes: "Axes", epochs: list[dict[str, Any]], names: list[str]) 
 
     for name in names:
         last = epochs[-1][name]
-        shown = f"{last:.2%}" if name == "test_accuracy" else f"{last:.4g}"
-        label = f"{name.removeprefix('test_')} on the test set, last {shown}"
+        shown = f"{last:.2%}" if name.endswith("accuracy") else f"{last:.4g}"
+        what = f"{name.removeprefix('test_')} on the test set" if name.startswith("test_") else name.replace("_", " ")
+        label = f"{what}, last {shown}"
         _draw_epochs(axes, epochs, name, label, _TEST_COLOUR if len(names) == 1 else None)
     if names == ["test_accuracy"]:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))

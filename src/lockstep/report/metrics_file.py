@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, for steps, for epochs, and for workers that were lost.
+"""`metrics.jsonl`: one JSON object per line, for steps, for epochs, and for workers that were lost, joined or left.
 
 Each object has a "kind" ("step", "epoch" or "workers") and a "global_step". Who reads it leaves out other kinds.
 """
@@ -17,6 +17,7 @@ from lockstep.errors import RunDirectoryError
 from lockstep.events import (
     CheckpointSaved,
     EpochFinished,
+    Evaluated,
     Event,
     RecordingTakenOver,
     RunStarted,
@@ -52,7 +53,7 @@ class MetricsFile:
 
     def record(self, event: Event) -> None:
         """Append the event, if it is one that has a row."""
-        line = _as_line(event)
+        line = row_of(event)
         if line is None:
             return
         try:
@@ -68,12 +69,12 @@ class MetricsFile:
         if not self._may_fail:
             raise RunDirectoryError(
                 f"{self._path} cannot be written: {error}. Earlier checkpoints are intact. Free disk space, then "
-                "continue the run with --resume."
+                "continue the run with --resume. (LS818)"
             ) from error
         if not self._is_failing:
             warnings.warn(
                 f"{self._path} cannot be written: {error}. The training continues. Lines will be missing until the "
-                "file can be written again.",
+                "file can be written again. (LS818)",
                 stacklevel=3,
             )
         self._is_failing = True
@@ -101,7 +102,7 @@ class MetricsFile:
             return frozenset()
         self._lead = "" if whole or not start else "\n"
         lines = whole.decode("utf-8", errors="replace").splitlines()
-        return frozenset(_key_of_row(row) for row in _parse(lines[1:] if start else lines))
+        return frozenset(key_of_row(row) for row in _parse(lines[1:] if start else lines))
 
     def rewind(self, global_step: int) -> None:
         """Remove the lines after update `global_step`, from which the run is resumed.
@@ -115,7 +116,8 @@ class MetricsFile:
                 atomic_write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
             except OSError as error:
                 raise RunDirectoryError(
-                    f"{self._path} cannot be written: {error}. Free disk space, then continue the run with --resume."
+                    f"{self._path} cannot be written: {error}. "
+                    "Free disk space, then continue the run with --resume. (LS818)"
                 ) from error
             self._lead = ""
 
@@ -140,8 +142,8 @@ def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
 
 def key_of(event: Event) -> RowKey | None:
     """Return what the row of an event is for; None for an event without a row."""
-    row = _as_line(event)
-    return None if row is None else _key_of_row(row)
+    row = row_of(event)
+    return None if row is None else key_of_row(row)
 
 
 def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -150,12 +152,16 @@ def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _key_of_row(row: Mapping[str, Any]) -> RowKey:
+def key_of_row(row: Mapping[str, Any]) -> RowKey:
+    """Return what a row is for."""
     kind = row["kind"]
+    if kind == "evaluation":  # there may be some of other sets after the same update
+        kind = " ".join(sorted(row))
     return kind, row["generation"] if kind == "workers" else row["global_step"]
 
 
-def _as_line(event: Event) -> dict[str, Any] | None:
+def row_of(event: Event) -> dict[str, Any] | None:
+    """Return the row of an event; None for an event without a row."""
     match event:
         case StepFinished():
             return {
@@ -165,6 +171,8 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "global_step": event.global_step,
                 "loss": _finite(event.loss),
                 "weight": event.weight,
+                **({} if event.learning_rate is None else {"learning_rate": event.learning_rate}),
+                **({} if event.grad_norm is None else {"grad_norm": _finite(event.grad_norm)}),
             }
         case EpochFinished():
             test = {f"test_{name}": _finite(value) for name, value in event.test.items()}
@@ -174,9 +182,13 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "global_step": event.global_step,
                 "train_loss": _finite(event.train_loss),
                 **test,
+                **{name: _finite(value) for name, value in event.others.items()},
                 "samples_per_second": event.samples_per_second,
                 "learning_rate": event.learning_rate,
             }
+        case Evaluated():
+            values = {name: _finite(value) for name, value in event.values.items()}
+            return {**values, "kind": "evaluation", "global_step": event.global_step}
         case WorkersChanged():
             return {
                 "kind": "workers",
@@ -185,6 +197,8 @@ def _as_line(event: Event) -> dict[str, Any] | None:
                 "global_step": event.global_step,
                 "generation": event.generation,
                 "lost": [{"rank": each.rank, "pid": each.pid, "reason": each.reason} for each in event.lost],
+                "joined": [{"rank": rank, "pid": pid} for rank, pid in event.joined],
+                "left": [{"rank": rank, "pid": pid} for rank, pid in event.left],
                 "repeats_step": event.repeats_step,
                 "seconds": event.seconds,
                 "shards": [[shards.start, shards.stop] for shards in event.shards],

@@ -1,19 +1,29 @@
 """Progress of a training on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
+from lockstep.errors import counted
 from lockstep.events import (
     CheckpointSaved,
     EpochFinished,
+    Evaluated,
     Event,
     RecordingTakenOver,
     RunStarted,
     StepFinished,
     WorkersChanged,
 )
+
+_WIDTH_WITH_BAR = 130
+"""On narrower terminals there is only room for the numbers."""
+_NUM_SEEN = 50
+"""Over how many steps the speed is measured."""
 
 
 @final
@@ -36,7 +46,7 @@ class PlainLines:
                 self._console.print(event.text, highlight=False, markup=False, soft_wrap=True)
             case RecordingTakenOver():
                 self._num_epochs = event.run.num_epochs
-            case StepFinished() | CheckpointSaved():
+            case StepFinished() | Evaluated() | CheckpointSaved():
                 pass
 
 
@@ -48,14 +58,13 @@ class ProgressBar:
         self._lines = PlainLines(console)
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps  loss {task.fields[loss]}"),
-            TimeRemainingColumn(),
+            *([BarColumn()] if console.width >= _WIDTH_WITH_BAR else []),
+            TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}  {task.fields[speed]}"),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("train", epoch="", loss="", total=None)
+        self._task = self._progress.add_task("train", epoch="", loss="", speed="", total=None)
+        self._speed = Speed()
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -67,7 +76,7 @@ class ProgressBar:
         """Update the progress bar."""
         match event:
             case RunStarted():
-                self._start(event, event.first_epoch * event.num_steps + event.first_step)
+                self._start(event, event.first_epoch * (event.num_steps or 0) + event.first_step)
             case RecordingTakenOver():
                 self._progress.console.print()  # below what is left of the bar of the process that has ended
                 self._start(event.run, event.global_step)
@@ -77,40 +86,97 @@ class ProgressBar:
                     completed=event.global_step,
                     epoch=str(event.epoch + 1),
                     loss=f"{event.loss:.4f}",
+                    speed=self._speed.after(event.global_step),
                 )
-            case EpochFinished() | CheckpointSaved() | WorkersChanged():
+            case EpochFinished() | Evaluated() | CheckpointSaved() | WorkersChanged():
                 pass
         self._lines.record(event)
 
     def _start(self, run: RunStarted, done: int) -> None:
-        total = run.num_epochs * run.num_steps
-        epoch = min(done // run.num_steps + 1, run.num_epochs)
-        self._progress.update(self._task, total=total, completed=done, epoch=str(epoch))
+        total = None if run.num_steps is None else run.num_epochs * run.num_steps
+        epoch = min(done // run.num_steps, run.num_epochs - 1) if run.num_steps else run.first_epoch
+        self._speed.begin(run, done)
+        self._progress.update(self._task, total=total, completed=done, epoch=str(epoch + 1))
         self._progress.start()
 
 
+@final
+class Speed:
+    """Samples per second, and how long the epoch and the run will take, in words.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_samples = self._total = 0
+        self._num_steps: int | None = 0
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_NUM_SEEN)
+
+    def begin(self, run: RunStarted, done: int) -> None:
+        """Begin with the first step after `done` steps."""
+        self._num_samples, self._num_steps = run.num_train_samples or 0, run.num_steps
+        self._total = run.num_epochs * (run.num_steps or 0)
+        self._seen.clear()
+        self._seen.append((self._clock(), done))
+
+    def after(self, step: int) -> str:
+        """Return the text after a step; evaluations and saves count as long as they take."""
+        self._seen.append((self._clock(), step))
+        (began, first), (now, _) = self._seen[0], self._seen[-1]
+        if step <= first or now <= began:
+            return ""
+        steps_per_second = (step - first) / (now - began)
+        if self._num_steps is None:  # of a stream: neither its samples nor its end are known
+            return f"{steps_per_second:,.1f} steps/s"
+        left_of_epoch, left = -step % self._num_steps, max(self._total - step, 0)
+        samples = steps_per_second * self._num_samples / self._num_steps
+        return (
+            f"{samples:,.0f} samples/s  left: epoch {_duration(left_of_epoch / steps_per_second)}, "
+            f"run {_duration(left / steps_per_second)}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def _describe_run(event: RunStarted) -> str:
-    workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
     kind = "the CPU" if event.device.startswith("cpu") else "GPUs"
     return (
-        f"training {event.num_parameters:,} parameters on {event.num_train_samples:,} samples "
-        f"with {workers} on {kind}, {event.num_shards} shards per step" + _describe_start(event)
+        f"training {event.num_parameters:,} parameters on {_describe_data(event)} "
+        f"with {counted(event.world_size, 'worker')} on {kind}, {counted(event.num_shards, 'shard')} per step"
+        + _describe_start(event)
     )
+
+
+def _describe_data(event: RunStarted) -> str:
+    return "a stream" if event.num_train_samples is None else f"{event.num_train_samples:,} samples"
 
 
 def _describe_start(event: RunStarted) -> str:
     if event.first_epoch >= event.num_epochs:
         return f"; all {event.first_epoch} epochs are done already, so nothing is left to train"
     if event.first_step:
-        return f", continuing with epoch {event.first_epoch + 1}, step {event.first_step + 1} of {event.num_steps}"
+        of_all = "" if event.num_steps is None else f" of {event.num_steps}"
+        return f", continuing with epoch {event.first_epoch + 1}, step {event.first_step + 1}{of_all}"
     return f", continuing with epoch {event.first_epoch + 1}" if event.first_epoch else ""
 
 
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> str:
     parts = [f"epoch {event.epoch + 1:>{len(str(num_epochs))}}/{num_epochs}", f"loss {event.train_loss:.4f}"]
     parts += [f"test {name} {_format_metric(name, value)}" for name, value in event.test.items()]
+    parts += [f"{_spaced(name)} {_format_metric(name, value)}" for name, value in event.others.items()]
     return "  ".join([*parts, f"{event.samples_per_second:,.0f} samples/s"])
 
 
 def _format_metric(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _spaced(name: str) -> str:
+    """Return a name as "val loss"."""
+    return name.replace("_", " ", 1)

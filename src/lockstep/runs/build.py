@@ -1,37 +1,36 @@
 """Constructing what a config names: model, data, loss, optimizer, scheduler, metric."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from lockstep.data import ShardedLoader
+from lockstep.data import ShardedLoader, Stream, as_stream
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import can_be_called, check_scheduler
-from lockstep.engine.evaluation import MetricValues
-from lockstep.engine.metrics import accuracy, has_classes
+from lockstep.engine.averaging import AveragedWeights
+from lockstep.engine.callbacks import Callback
+from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
+from lockstep.engine.stopping import MaxSteps
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
+from lockstep.runs.build_callbacks import build_callbacks
+from lockstep.runs.build_metrics import Criterion, build_metrics, input_and_target
+from lockstep.runs.build_optimizer import build_optimizer, build_scheduler
+from lockstep.runs.build_sampling import build_collate, build_lengths, build_weights
 from lockstep.runs.config import Config
 from lockstep.runs.importing import call_object, import_object
 from lockstep.shards import derive_seed
-from lockstep.torch_private import tree_leaves
 
-Criterion = Callable[[Any, Any], Tensor]
-"""A loss as a config names it: called with (output, target)."""
-Autocast = Callable[[], AbstractContextManager[object]]
-"""Returns the autocast context in which model and loss are computed."""
-Counter = Callable[[Any, Any], tuple[float, float]]
-"""A metric as a config names it: called with (output, target), returns a sum and a count."""
+_DRY_STEPS = 2
+"""Steps of a dry run, and batches of each of its evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +42,24 @@ class RunParts:
     scheduler: Scheduler | None
     """The scheduler, whatever its interval."""
     metric: Metric
-    """Loss, and accuracy or the config's own metric."""
+    """Loss, and accuracy or the config's own metrics."""
+    collection: Any
+    """Metrics of torchmetrics; None without any."""
+    averages: Mapping[str, AveragedWeights]
+    """Averages of the weights, which are evaluated too, by the names that are put before those of the metrics."""
     train: ShardedLoader
     """Shuffled."""
-    test: ShardedLoader | None
-    """In order."""
+    states: Mapping[str, Stateful]
+    """What has a state besides the trainer, by name: the loader of a stream."""
+    datasets: Mapping[str, Dataset[Any]]
+    """The sets that are evaluated, by name."""
+    evaluated: Mapping[str, ShardedLoader]
+    """The sets that are evaluated after each epoch, by name; each in order."""
+
+    @property
+    def test(self) -> ShardedLoader | None:
+        """The test set, if there is one; else the first set that is evaluated."""
+        return self.evaluated.get("test", next(iter(self.evaluated.values()), None))
 
 
 def build_parts(config: Config, device: torch.device) -> RunParts:
@@ -58,28 +70,80 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     """
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
-    train_set, test_set = _build_data(config)
+    train_set, others = _limit_data(config, *_find_streams(config, *_build_data(config)))
     # Seeded again, so that random numbers drawn for the data do not change the model.
     seed_generators(derive_seed("model", config.seed))
     model = _build_model(config, device)
-    optimizer = _build_optimizer(config, model)
-    scheduler = _build_scheduler(config, optimizer)
+    optimizer = build_optimizer(config, model)
+    scheduler = build_scheduler(config, optimizer, train_set)
     criterion = _build_criterion(config, device)
-    autocast = _build_autocast(config, device)
-    trainer = _build_trainer(config, model, optimizer, scheduler, _as_loss(criterion, autocast))
+    metrics = build_metrics(config, criterion, device)
+    callbacks = build_callbacks(config, optimizer)
+    if config.dry_run:
+        callbacks.append(MaxSteps(_DRY_STEPS))
+    trainer = _build_trainer(config, model, optimizer, scheduler, _as_loss(criterion), callbacks)
+    train = _build_loader(
+        config,
+        train_set,
+        device,
+        shuffle=True,
+        weights=build_weights(config, train_set),
+        lengths=build_lengths(config, train_set),
+    )
     return RunParts(
         trainer=trainer,
         scheduler=scheduler,
-        metric=_as_metric(criterion, _build_metric(config), autocast),
-        train=_build_loader(config, train_set, device, shuffle=True),
-        test=None if test_set is None else _build_loader(config, test_set, device, shuffle=False),
+        metric=metrics.function,
+        collection=metrics.collection,
+        averages={type(each).__name__.lower(): each for each in callbacks if isinstance(each, AveragedWeights)},
+        train=train,
+        states={"loader": train} if isinstance(train_set, Stream) else {},
+        datasets=others,
+        evaluated={name: _build_loader(config, each, device, shuffle=False) for name, each in others.items()},
     )
 
 
+def _find_streams(
+    config: Config, train: Dataset[Any], others: dict[str, Dataset[Any]]
+) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    """Return the data sets, those that are streams as such."""
+    found: dict[str, Dataset[Any]] = {}
+    for name, each in {"train": train, **others}.items():
+        try:
+            found[name] = as_stream(each) or each
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data is {config.data!r}, whose {name} set cannot be used: {error} (LS806)") from error
+    return found.pop("train"), found
+
+
+def _limit_data(
+    config: Config, train: Dataset[Any], others: dict[str, Dataset[Any]]
+) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    """Return the data of a dry run, or of a run that is to overfit."""
+    if config.overfit is not None:
+        train = first_samples(train, config.overfit * config.batch_size)
+        others = dict.fromkeys(others or ["test"], train)
+    if config.dry_run:
+        others = {name: first_samples(each, _DRY_STEPS * config.batch_size) for name, each in others.items()}
+    return train, others
+
+
+def first_samples(data: Dataset[Any], number: int) -> Dataset[Any]:
+    """Return a data set of the first samples of another one."""
+    if isinstance(data, Stream):
+        return data.first(number)
+    sized: Any = data
+    return Subset(data, range(min(number, len(sized))))
+
+
 def _build_trainer(
-    config: Config, model: nn.Module, optimizer: Optimizer, scheduler: Scheduler | None, loss: Loss
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Scheduler | None,
+    loss: Loss,
+    callbacks: Sequence[Callback],
 ) -> Trainer:
-    device_type = next(model.parameters()).device.type
     try:
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
@@ -87,62 +151,56 @@ def _build_trainer(
             model,
             optimizer,
             loss=loss,
-            num_shards=config.num_shards,
+            num_shards=config.total_shards,
             seed=config.seed,
-            scheduler=scheduler if config.scheduler_interval == "step" else None,
-            scaler=torch.amp.GradScaler(device_type) if config.precision == "float16" else None,
+            scheduler=None if config.steps_scheduler_per_epoch else scheduler,
+            precision=config.precision,
+            compile=config.compile,
+            track_grad_norm=config.track_grad_norm,
             max_grad_norm=config.max_grad_norm,
             nonfinite=config.nonfinite,
             balance=config.balance,
             deterministic=config.deterministic,
             on_worker_loss=config.on_worker_loss,
             min_workers=config.min_workers,
+            callbacks=callbacks,
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"The config cannot be used for training: {error}") from error
+        raise ConfigError(f"The config cannot be used for training: {error} (LS805)") from error
 
 
 def _build_model(config: Config, device: torch.device) -> nn.Module:
     model = call_object("model", import_object("model", config.model), **config.model_args)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model is {config.model!r}, which made a value of type {type(model).__name__}, not a torch.nn.Module."
+            f"model is {config.model!r}, which made a value of type {type(model).__name__}, not a "
+            "torch.nn.Module. (LS806)"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient.")
+        raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient. (LS806)")
     return model.to(device)
 
 
-def _build_data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
+def _build_data(config: Config) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    """Return the training set, and the sets to evaluate by name."""
     data = call_object("data", import_object("data", config.data), **config.data_args)
+    if isinstance(data, Mapping):
+        if "train" not in data or not all(str(name).isidentifier() for name in data):
+            raise ConfigError(
+                f"data is {config.data!r}, which returned sets called {', '.join(map(str, data))}; expected train and "
+                "others with names like val and test. (LS806)"
+            )
+        return data["train"], {name: each for name, each in data.items() if name != "train" and each is not None}
     if isinstance(data, tuple | list) and any(isinstance(part, Dataset) for part in data):
         if len(data) != 2:  # noqa: PLR2004 - (train, test)
-            raise ConfigError(f"data is {config.data!r}, which returned {len(data)} data sets; expected (train, test).")
-        return data[0], data[1]
-    return data if isinstance(data, tuple) and len(data) == 2 else (data, None)  # noqa: PLR2004
-
-
-def _build_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = call_object(
-        "optimizer", import_object("optimizer", config.optimizer), trainable, **config.optimizer_args
-    )
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer is {config.optimizer!r}, which made a value of type {type(optimizer).__name__}, "
-            "not a torch.optim.Optimizer."
-        )
-    return optimizer
-
-
-def _build_scheduler(config: Config, optimizer: Optimizer) -> Scheduler | None:
-    if config.scheduler is None:
-        return None
-    scheduler = call_object(
-        "scheduler", import_object("scheduler", config.scheduler), optimizer, **config.scheduler_args
-    )
-    made: Scheduler = scheduler
-    return made
+            raise ConfigError(
+                f"data is {config.data!r}, which returned {len(data)} data sets; expected (train, test), or a "
+                "dictionary {'train': ..., 'val': ..., 'test': ...}. (LS806)"
+            )
+    elif not (isinstance(data, tuple) and len(data) == 2):  # noqa: PLR2004
+        return data, {}
+    train, test = data
+    return train, {} if test is None else {"test": test}
 
 
 def _build_criterion(config: Config, device: torch.device) -> Criterion:
@@ -151,33 +209,34 @@ def _build_criterion(config: Config, device: torch.device) -> Criterion:
         made: Criterion = call_object("loss", loss, **config.loss_args)
         return made.to(device) if isinstance(made, nn.Module) else made
     if not callable(loss):
-        raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class.")
+        raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class. (LS806)")
     if not can_be_called(loss, None, None, **config.loss_args):
         raise ConfigError(
             f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {config.loss_args}: "
-            f"its parameters are {inspect.signature(loss)}."
+            f"its parameters are {inspect.signature(loss)}. (LS806)"
         )
     return lambda output, target: loss(output, target, **config.loss_args)
 
 
-def _build_metric(config: Config) -> Counter | None:
-    if config.metric is None:
-        return None
-    metric = import_object("metric", config.metric)
-    if not callable(metric):
-        raise ConfigError(f"metric is {config.metric!r}, a {type(metric).__name__}, expected a function.")
-    made: Counter = metric
-    return made
-
-
-def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *, shuffle: bool) -> ShardedLoader:
+def _build_loader(
+    config: Config,
+    dataset: Dataset[Any],
+    device: torch.device,
+    *,
+    shuffle: bool,
+    weights: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> ShardedLoader:
     try:
         return ShardedLoader(
             dataset,
             batch_size=config.batch_size,
-            num_shards=config.num_shards,
+            num_shards=config.total_shards,
             seed=config.seed,
             shuffle=shuffle,
+            weights=weights,
+            lengths=lengths,
+            collate_fn=build_collate(config),
             drop_last=config.drop_last and shuffle,  # a test set is counted whole
             num_workers=config.loader_workers,
             persistent_workers=config.loader_workers > 0,  # the data set does not change between epochs
@@ -187,54 +246,13 @@ def _build_loader(config: Config, dataset: Dataset[Any], device: torch.device, *
         name = "train" if shuffle else "test"
         raise ConfigError(
             f"data is {config.data!r}, whose {name} set cannot be used: {error} "
-            "The function returns (train, test), or (train, None)."
+            "The function returns (train, test), or (train, None). (LS806)"
         ) from error
 
 
-def _build_autocast(config: Config, device: torch.device) -> Autocast:
-    dtype = getattr(torch, config.precision)
-    return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
-
-
-def _as_loss(criterion: Criterion, autocast: Autocast) -> Loss:
+def _as_loss(criterion: Criterion) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, target = _input_and_target(batch)
-        with autocast():
-            return criterion(model(inputs), target)
+        inputs, target = input_and_target(batch)
+        return criterion(model(inputs), target)
 
     return loss
-
-
-def _as_metric(criterion: Criterion, metric: Counter | None, autocast: Autocast) -> Metric:
-    def evaluate(model: nn.Module, batch: Any) -> MetricValues:
-        inputs, target = _input_and_target(batch)
-        with autocast():
-            output = model(inputs)
-            loss = criterion(output, target)
-        num_samples = _count_samples(target)
-        values: dict[str, tuple[float | Tensor, float]] = {"loss": (loss.double() * num_samples, num_samples)}
-        if metric is not None:
-            values[getattr(metric, "__name__", "metric")] = metric(output, target)
-        elif has_classes(output, target):
-            values["accuracy"] = accuracy(output, target)
-        return values
-
-    return evaluate
-
-
-def _count_samples(target: Any) -> int:
-    sizes = [len(leaf) for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim > 0]
-    if not sizes:
-        raise ConfigError(
-            "data yields targets without a tensor in them, expected one with the samples along dimension 0."
-        )
-    return sizes[0]
-
-
-def _input_and_target(batch: Any) -> tuple[Any, Any]:
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):  # noqa: PLR2004
-        raise ConfigError(
-            f"data yields samples that collate to a {type(batch).__name__}, expected pairs (input, target). "
-            "For other batches write a training loop with ls.Trainer, whose loss gets the whole batch."
-        )
-    return batch[0], batch[1]

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engine.restoring import SCHEDULED
 from lockstep.errors import CheckpointError, ConfigError
 
 ALL = "all"
@@ -18,20 +17,26 @@ ALL = "all"
 
 _HARMLESS = frozenset(
     {
-        *("async_save", "balance", "device_ids", "epochs", "finish", "finish_args", "keep", "keep_best"),
-        *("loader_workers", "metric", "min_workers", "on_save_error", "on_worker_loss", "resume", "run_dir"),
-        *("save_every", "workers"),
+        *("async_save", "balance", "device_ids", "dry_run", "epochs", "finish", "finish_args", "keep", "keep_best"),
+        *("early_stopping", "evict_after", "loader_workers", "max_steps", "max_time", "metric", "metrics"),
+        *("min_workers", "report"),
+        *("on_save_error", "on_worker_loss", "respawn", "respawn_minutes", "resume", "run_dir", "save_every"),
+        *("spares", "track_grad_norm", "trackers", "workers"),
     }
 )
 """Config keys that do not change what is computed, only where, how long, and what is saved."""
 _SCHEDULER_REASON = "the scheduler's state in the checkpoint contains its old arguments"
 _IMPOSSIBLE: Mapping[str, str] = {
     "num_shards": "the order in which gradients are added depends on it, during the whole run",
+    "accumulate": "the order in which gradients are added depends on it, during the whole run",
     "seed": "all random numbers depend on it, during the whole run",
     "optimizer": "one optimizer cannot use the state of another",
     "scheduler": _SCHEDULER_REASON,
     "scheduler_args": _SCHEDULER_REASON,
     "scheduler_interval": _SCHEDULER_REASON,
+    "warmup": _SCHEDULER_REASON,
+    "param_groups": "the optimizer's state in the checkpoint has its groups",
+    "no_decay": "the optimizer's state in the checkpoint has its groups",
 }
 _UNSET = object()
 _REMOVES = ", so the next save removes older checkpoints from their directory"
@@ -104,7 +109,7 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
         listed = "; ".join(f"{change}, but {change.reason_impossible}" for change in impossible)
         raise CheckpointError(
             f"The run was started with another config and cannot continue with this one: {listed}. To continue, "
-            "restore the old value; to change it, start a new run."
+            "restore the old value; to change it, start a new run. (LS709)"
         )
     refused = [change for change in changes if change.needs_allow and not change.is_allowed(allowed)]
     if refused:
@@ -112,7 +117,7 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
         raise CheckpointError(
             f"The run was started with another config: {'; '.join(map(str, refused))}. This changes the results of the "
             f"run. To continue, restore the old value; to change it from here on, give {options}; or "
-            "start a new run."
+            "start a new run. (LS709)"
         )
 
 
@@ -129,6 +134,7 @@ def check_names(allowed: Collection[str], known: Collection[str]) -> None:
             raise ConfigError(
                 f"--allow {name} does not name a config key."
                 + (f" Did you mean {near[0]!r}?" if near else " Expected one such as max_grad_norm, or all.")
+                + " (LS813)"
             )
 
 
@@ -151,12 +157,16 @@ def _text(value: Any) -> str:
 
 def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
     """Return why a value cannot be changed; empty if it can."""
+    from lockstep.engine.restoring import SCHEDULED  # imports torch, which the names of keys do not need
+
     key, _, option = name.partition(".")
     if key in _IMPOSSIBLE:
         return _IMPOSSIBLE[key]
+    if key in {"epochs", "max_steps"} and now.get("scheduler") in {"linear", "cosine"}:
+        return f"the learning rate of a {now['scheduler']} schedule depends on the steps of the whole run"
     if key == "precision" and "float16" in {saved[key], now[key]}:
         return "float16 uses a gradient scaler, and only one of the two configs has its state"
-    if key in {"batch_size", "drop_last"} and is_mid_epoch:
+    if key in {"batch_size", "drop_last", "lengths", "weights"} and is_mid_epoch:
         return (
             "the checkpoint was written in the middle of an epoch. With other batches some samples of it would be "
             "used twice or not at all; resume from a checkpoint written at the end of an epoch"

@@ -4,20 +4,27 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from lockstep.devices import parse_request
-from lockstep.errors import ConfigError, DeviceError, counted
+from lockstep.errors import ConfigError, DeviceError, clause, counted
+from lockstep.launch.elastic import USUAL_RESPAWNS
+from lockstep.runs.training_options import (
+    EarlyStoppingOptions,
+    EMAOptions,
+    ImportPath,
+    NamedObject,
+    NamedTracker,
+    SWAOptions,
+    parse_seconds,
+)
+from lockstep.runs.yaml_text import parse_yaml
 
-ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 Kwargs = dict[str, Any]
-_MAX_VALUES = 100_000
-"""How many values a config may hold, aliases written out."""
 _MAX_BYTES = 1 << 20
 """How long its file may be."""
 
@@ -31,7 +38,7 @@ class Config(BaseModel):
     """Import path of the model: called with `model_args`, returns a `torch.nn.Module`."""
     model_args: Kwargs = {}
     data: ImportPath
-    """Import path of the data: called with `data_args`, returns `(train, test)`; test may be None."""
+    """Import path of the data: called with `data_args`, returns `(train, test)`, test may be None; or them by name."""
     data_args: Kwargs = {}
     loss: ImportPath = "torch.nn.functional:cross_entropy"
     """Import path of the loss: a function of (output, target), or a class whose instances are such functions."""
@@ -39,13 +46,21 @@ class Config(BaseModel):
     optimizer: ImportPath = "torch.optim:AdamW"
     """Import path of the optimizer: called with the parameters and `optimizer_args`."""
     optimizer_args: Kwargs = {}
-    scheduler: ImportPath | None = None
-    """Import path of the learning-rate scheduler: called with the optimizer and `scheduler_args`."""
+    param_groups: dict[str, Kwargs] = {}
+    """Options of the optimizer by patterns of parameter names."""
+    no_decay: bool = False
+    """Whether biases and parameters of normalizations have weight_decay 0."""
+    scheduler: ImportPath | Literal["constant", "linear", "cosine", "plateau"] | None = None
+    """Import path of the learning-rate scheduler, called with the optimizer and `scheduler_args`; or a name."""
     scheduler_args: Kwargs = {}
     scheduler_interval: Literal["epoch", "step"] = "epoch"
-    """How often the scheduler steps."""
+    """How often the scheduler steps; one with a name steps per step, and plateau per evaluation."""
+    warmup: float = Field(default=0, ge=0)
+    """Steps in which the learning rate grows at first, or a part of the run; for a scheduler with a name, or none."""
     metric: ImportPath | None = None
     """Import path of a function of (output, target) that returns a sum and a count; None: accuracy, if it applies."""
+    metrics: list[NamedObject] = []
+    """Further metrics: functions as `metric`, or classes of torchmetrics, alone or as `{path: arguments}`."""
     finish: ImportPath | None = None
     """Import path of a function that is called with the trained model on rank 0; what it returns is printed."""
     finish_args: Kwargs = {}
@@ -53,30 +68,66 @@ class Config(BaseModel):
     """Number of samples of a step, over all workers."""
     drop_last: bool = False
     """Whether an epoch of the training data ends before a last batch that is smaller than the others."""
+    weights: ImportPath | Literal["balanced"] | None = None
+    """Import path of a function of the training set that returns how often to draw each sample; or a name."""
+    collate: ImportPath | None = None
+    """Import path of a function that makes a batch of a list of samples; None: torch's `default_collate`."""
+    lengths: ImportPath | None = None
+    """Import path of a function of the training set that returns the length of each sample: similar ones in a batch."""
     num_shards: int = Field(default=4, ge=1)
     """Number of parts of each batch. It belongs to the run, so the number of workers does not change the result."""
+    accumulate: int = Field(default=1, ge=1)
+    """By how much the number of parts is multiplied, to use less memory: gradients of the parts are added."""
     epochs: int = Field(default=10, ge=1)
     """Passes over the training set."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Clip the 2-norm of the gradients to this value."""
+    track_grad_norm: bool = False
+    """Record the 2-norm of the gradient in each step."""
+    compile: bool | str = False
+    """Whether torch.compile compiles the model, or with which backend."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of torch.autocast for model and loss; parameters keep their dtype."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss that is not finite does: stop the run, or skip the step."""
     balance: Literal["even", "speed"] = "even"
     """Whether shards move from slow workers to fast workers; this does not change the result."""
+    callbacks: list[NamedObject] = []
+    """Import paths of callbacks, or `{path: arguments}`: classes of `lockstep.Callback`."""
+    early_stopping: EarlyStoppingOptions | None = None
+    """End the run when a metric does not become better any more."""
+    ema: EMAOptions | None = None
+    """Keep an exponential moving average of the weights, which is evaluated and saved as well."""
+    swa: SWAOptions | None = None
+    """Keep the mean of the weights at the ends of epochs, which is evaluated and saved as well."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """End the run after this many steps."""
+    max_time: str | float | None = None
+    """End the run after this time: seconds, or 90m, 1h30m, 2d. It goes on counting when the run is resumed."""
+    dry_run: bool = False
+    """Take two steps, evaluate two batches of each set, save, and end; `lockstep train --dry-run` sets it."""
+    overfit: int | None = Field(default=None, ge=1)
+    """Train on so many batches alone, and evaluate on them: a model that can learn fits them."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of all random numbers."""
     deterministic: bool = True
     """Use only deterministic operators, so that every run has the same digest."""
     device_ids: str | list[int | str] = "auto"
-    """Devices: auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
+    """Devices: auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
     workers: int | None = Field(default=None, ge=1)
     """Number of workers, if device_ids does not determine it."""
     on_worker_loss: Literal["continue", "stop"] = "continue"
     """What the other workers do when one is killed: continue with its shards (on the CPU of one host), or stop."""
     min_workers: int = Field(default=1, ge=1)
     """With fewer workers left the run stops."""
+    respawn: int = Field(default=0, ge=0)
+    """How often a lost worker is replaced, at most, in `respawn_minutes`; true for 3 times."""
+    respawn_minutes: float = Field(default=10.0, gt=0)
+    """The time in which replacements are counted, in minutes."""
+    spares: int = Field(default=0, ge=0)
+    """How many more workers wait, with everything imported and built, to replace a lost one."""
+    evict_after: float | None = Field(default=None, gt=0)
+    """Kill a worker that hangs for so many seconds while others wait for it; they continue without it."""
     threads_per_worker: int = Field(default=1, ge=1)
     """CPU threads of each worker. It belongs to the run, because it changes the last bits of a matrix product."""
     loader_workers: int = Field(default=0, ge=0)
@@ -91,6 +142,10 @@ class Config(BaseModel):
     """A metric of the test set, by which the best checkpoint is kept too; `-loss` if lower is better."""
     save_every: int | None = Field(default=None, ge=1)
     """Save after every so many steps too; None to save only at the end of each epoch."""
+    report: bool = True
+    """Whether a page about the run is written at its end: report.html in the run directory."""
+    trackers: list[NamedTracker] = []
+    """Where else the metrics are shown: tensorboard, wandb, mlflow or import paths, each alone or with options."""
     async_save: bool = True
     """Whether checkpoints are written in the background, from a copy of the state, while the training continues."""
     on_save_error: Literal["stop", "warn"] = "stop"
@@ -108,8 +163,13 @@ class Config(BaseModel):
         try:
             parse_request(request)
         except DeviceError as error:
-            raise ValueError(str(error).removesuffix(".")) from error
+            raise ValueError(clause(error)) from error
         return request
+
+    @field_validator("respawn", mode="before")
+    @classmethod
+    def _count_respawns(cls, given: object) -> object:
+        return given * USUAL_RESPAWNS if isinstance(given, bool) else given
 
     @field_validator("keep_best")
     @classmethod
@@ -120,14 +180,54 @@ class Config(BaseModel):
             )
         return name
 
+    @field_validator("max_time")
+    @classmethod
+    def _check_time(cls, text: str | float | None) -> str | float | None:
+        if text is not None:
+            parse_seconds(text)
+        return text
+
     @model_validator(mode="after")
     def _check_shards(self) -> "Config":
         if self.batch_size < (self.workers or 1):
             raise ValueError(f"batch_size is {self.batch_size}, smaller than the {self.workers} workers that share it")
-        if self.batch_size < self.num_shards:
+        if self.batch_size < self.total_shards:
+            times = f" times accumulate ({self.accumulate})" if self.accumulate > 1 else ""
             raise ValueError(
-                f"batch_size is {self.batch_size}, smaller than num_shards ({self.num_shards}): each shard needs a "
-                "sample of every batch"
+                f"batch_size is {self.batch_size}, smaller than num_shards ({self.num_shards}){times}: each shard "
+                "needs a sample of every batch"
+            )
+        if self.warmup and self.schedule is None:
+            raise ValueError(
+                f"warmup is for a scheduler that is constant, linear or cosine, and scheduler is {self.scheduler!r}. "
+                "Leave it out, and make the warm-up a part of that scheduler"
+            )
+        return self
+
+    @property
+    def total_shards(self) -> int:
+        """Number of shards of the run."""
+        return self.num_shards * self.accumulate
+
+    @property
+    def schedule(self) -> Literal["constant", "linear", "cosine"] | None:
+        """The name of the schedule; None for a scheduler by import path, or none."""
+        if self.scheduler in {"constant", "linear", "cosine"}:
+            return cast("Literal['constant', 'linear', 'cosine']", self.scheduler)
+        return "constant" if self.warmup and self.scheduler is None else None
+
+    @property
+    def steps_scheduler_per_epoch(self) -> bool:
+        """Whether the scheduler steps at the end of each epoch, rather than in each step."""
+        return self.schedule is None and self.scheduler_interval == "epoch"
+
+    @model_validator(mode="after")
+    def _check_elastic(self) -> "Config":
+        if self.on_worker_loss == "stop" and (self.respawn or self.spares):
+            name = "respawn" if self.respawn else "spares"
+            raise ValueError(
+                f"{name} is {getattr(self, name)}, but on_worker_loss is 'stop': a lost worker ends the run, so none "
+                "is replaced. Use on_worker_loss: continue"
             )
         return self
 
@@ -140,12 +240,12 @@ class Config(BaseModel):
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
-                f"to do. Use at most {self.num_shards} workers, or set num_shards to {num_workers} or more."
+                f"to do. Use at most {self.num_shards} workers, or set num_shards to {num_workers} or more. (LS809)"
             )
         if num_workers < self.min_workers:
             raise ConfigError(
                 f"min_workers is {self.min_workers}, but the run starts with {counted(num_workers, 'worker')}. Use "
-                "more workers, or lower min_workers."
+                "more workers, or lower min_workers. (LS809)"
             )
 
     def to_yaml(self) -> str:
@@ -174,17 +274,16 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"There is no config file {path}. Check the path. For an example, see examples/digits.yaml."
+            f"There is no config file {path}. Check the path. For an example, see examples/digits.yaml. (LS801)"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
+        raise ConfigError(f"The config file {path} cannot be read: {error}. (LS801)") from error
     if len(text) > _MAX_BYTES:
-        raise ConfigError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, which no config is. Check the path.")
-    values = _parse_yaml(text, str(path))
+        raise ConfigError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, which no config is. Check the path. (LS801)")
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {_kind(values)}, expected keys and values such as `batch_size: 128`.")
-    for override in overrides:
-        _apply_override(values, override)
+        raise ConfigError(f"{path} holds {_kind(values)}, expected keys and values such as `batch_size: 128`. (LS801)")
+    apply_overrides(values, overrides)
     return parse_config(values, str(path))
 
 
@@ -199,72 +298,36 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
     except ValidationError as error:
         problems = list(dict.fromkeys(_explain(details) for details in error.errors(include_url=False)))
         if len(problems) == 1:
-            raise ConfigError(f"{source}: {problems[0]}") from error
+            raise ConfigError(f"{source}: {problems[0]} (LS802)") from error
         raise ConfigError(
-            f"{source} has {len(problems)} mistakes:\n" + "\n".join(f"  {p}" for p in problems)
+            f"{source} has {len(problems)} mistakes:\n" + "\n".join(f"  {p}" for p in problems) + " (LS802)"
         ) from error
 
 
-def _check_size(root: Any, source: str) -> None:
-    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes.
-
-    Args:
-        root: Its node; None for an empty document.
-        source: What it is, for the message.
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Replace values of a config by `key=value` overrides, in place.
 
     Raises:
-        ConfigError: It is larger, or contains itself.
+        ConfigError: One has another form, or its value is not YAML.
     """
-    sizes: dict[int, int] = {}
-    under_way: set[int] = set()
-
-    def count(node: Any) -> int:
-        if id(node) in sizes:
-            return sizes[id(node)]
-        if id(node) in under_way:
-            raise ConfigError(f"{source} has a value that contains itself: the alias of an anchor is inside of it.")
-        under_way.add(id(node))
-        value = node.value if isinstance(node.value, list) else []
-        inner = [each for entry in value for each in (entry if isinstance(entry, tuple) else (entry,))]
-        sizes[id(node)] = found = 1 + sum(map(count, inner))
-        under_way.discard(id(node))
-        return found
-
-    num_values = count(root) if root is not None else 0
-    if num_values > _MAX_VALUES:
-        raise ConfigError(
-            f"{source} stands for {num_values:,} values, and a config has at most {_MAX_VALUES:,}. Its aliases (*name) "
-            "repeat what their anchors (&name) hold: write out what is needed."
-        )
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    try:
-        _check_size(YAML(typ="safe", pure=True).compose(text), source)
-        return YAML(typ="safe", pure=True).load(text)
-    except RecursionError as error:
-        raise ConfigError(f"{source} is nested too deeply for a config.") from error
-    except (YAMLError, ValueError) as error:  # ValueError: an invalid date
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{source} is not YAML{place}: {problem}.") from error
+    for override in overrides:
+        _apply_override(values, override)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not (key and equals):
         raise ConfigError(
-            f"{override!r} is not an override, expected key=value, e.g. epochs=3 or optimizer_args.lr=0.01."
+            f"{override!r} is not an override, expected key=value, e.g. epochs=3 or optimizer_args.lr=0.01. (LS803)"
         )
     *parents, last = key.split(".")
     place = values
     for parent in parents:
         inner = place.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}.")
+            raise ConfigError(f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}. (LS803)")
         place = inner
-    place[last] = _parse_yaml(text, f"the value of {key}")
+    place[last] = parse_yaml(text, f"the value of {key}")
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -280,28 +343,82 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than": "more than {gt}",
     "less_than": "less than {lt}",
     "literal_error": "{expected}",
+    "less_than_equal": "at most {le}",
+    "model_type": "keys and values",
     "string_too_short": "some text",
 }
 
 
 def _explain(details: ErrorDetails) -> str:
-    place = [str(part) for part in details["loc"]]
-    name = place[0] if place else ""
+    place = [str(part) for part in details["loc"] if str(part) in _GROUP_KEYS or part == details["loc"][0]]
+    name = ".".join(place)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"there is no key {name!r}.{_suggest(name, Config.model_fields)}"
+        *groups, last = map(str, details["loc"])
+        known = _GROUPS[groups[0]].model_fields if groups else Config.model_fields
+        said = "" if groups else _OTHERS_WORDS.get(last, "")
+        return f"there is no key {'.'.join([*groups, last])!r}.{said or _suggest(last, known)}"
     if kind == "missing":
         return f"the key {name!r} is missing."
     if kind == "value_error":
         return f"{details['ctx']['error']}."
+    if name in {"callbacks", "metrics"}:
+        return (
+            f"{name} holds {details['input']!r}, expected a list of import paths package.module:name, each alone or "
+            "with its arguments: - mine:Name, or - mine:Name: {argument: 2}."
+        )
+    if name == "trackers":
+        return (
+            f"trackers holds {details['input']!r}, expected a list of tensorboard, wandb, mlflow or import paths "
+            "package.module:name, each alone or with options: - wandb, or - wandb: {mode: offline}."
+        )
     if name == "device_ids":
         return (
-            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3>=20GiB, cpu, cpu:2, or a list of GPU "
+            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
             "numbers or UUIDs such as [0, 2]."
         )
+    if name in _NAMES:
+        return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
     given = "empty" if details["input"] is None else repr(details["input"])
-    return f"{name} is {given}, expected {expected}."
+    return f"{name} is {given}, expected {expected}.{_hint(name, details['input'])}"
+
+
+def _hint(name: str, given: object) -> str:
+    """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
+    if name in _EXAMPLES:
+        return f" For example: {_EXAMPLES[name]}."
+    if not isinstance(given, str) or ":" in given or name not in _IMPORTED:
+        return ""
+    module, _, attribute = given.rpartition(".")
+    module = module or _IMPORTED[name]
+    return f" Did you mean {f'{module}:{attribute}'!r}?" if module and attribute.isidentifier() else ""
+
+
+_EXAMPLES: Mapping[str, str] = {
+    "early_stopping": "{metric: val_loss, patience: 3}",
+    "ema": "{decay: 0.999}",
+    "swa": "{start_epoch: 5}",
+}
+_IMPORTED: Mapping[str, str] = {
+    "model": "", "data": "", "metric": "", "finish": "", "loss": "torch.nn", "optimizer": "torch.optim"
+}  # fmt: skip
+"""Keys of import paths, and the module of a name without one."""
+_OTHERS_WORDS: Mapping[str, str] = {
+    **{name: f" Did you mean 'optimizer_args.{name}'?" for name in ("lr", "weight_decay", "momentum", "betas")},
+    "learning_rate": " Did you mean 'optimizer_args.lr'?",
+    "gpus": " Did you mean 'device_ids'?",
+    "output_dir": " Did you mean 'run_dir'?",
+    "amp": " Did you mean 'precision'?",
+}
+"""What other tools call a key, and what newcomers therefore type."""
+_NAMES: Mapping[str, str] = {"scheduler": "constant, linear, cosine, plateau", "weights": "balanced"}
+_GROUPS: Mapping[str, type[BaseModel]] = {
+    "early_stopping": EarlyStoppingOptions,
+    "ema": EMAOptions,
+    "swa": SWAOptions,
+}
+_GROUP_KEYS = {key for group in _GROUPS.values() for key in group.model_fields}
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from lockstep.comm import World
 from lockstep.devices import count_cores, take_inventory
 from lockstep.errors import RunDirectoryError
-from lockstep.settings import hide_secrets, read_settings
+from lockstep.runs.run_directory import ENVIRONMENT_NAME
+from lockstep.secrets import hide_secrets
+from lockstep.settings import read_settings
 
-ENVIRONMENT_NAME = "environment.json"
 _GIT_SECONDS = 20.0
 _MAX_UNTRACKED_NAMES = 1000
 _MAX_PATCH_BYTES = 16 << 20
@@ -89,6 +90,7 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(hide_secrets(sys.argv)),
         "directory": str(Path.cwd()),
+        "modules": str(code.resolve()),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": {"platform": platform.platform(), "cores": count_cores()},
         "driver": take_inventory().driver,
@@ -174,5 +176,5 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise RunDirectoryError(
-            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir."
+            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir. (LS810)"
         ) from error

@@ -1,8 +1,7 @@
 """The training loop of a run, in one worker: train, evaluate, save."""
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
 from lockstep.runs.importing import call_object, import_object
+from lockstep.runs.loop_state import FitState
+from lockstep.runs.measuring import check_metric_names, measure_all, split_by_set, update_statistics, values_of
 from lockstep.runs.resuming import Resume, restore_run
-from lockstep.runs.retention import check_metric_name
 from lockstep.runs.saving import RunSaver
 from lockstep.runs.step_losses import EpochSums, StepLosses
 
@@ -49,6 +49,10 @@ class FitResult:
     """Whether the last checkpoint exists on the disk."""
     finish: str | None
     """What the config's `finish` function returned, on rank 0."""
+    others: Sequence[str] = ()
+    """Which of the metrics are of another set than the test set; their names begin with the set's."""
+    end_reason: str = ""
+    """Why a callback has ended the run before its last epoch; empty if none has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +63,8 @@ class StopResult:
     """The checkpoint from which the run can be resumed; it is on the disk."""
     cursor: Cursor
     """Position of the next step."""
-    num_steps: int
-    """Number of steps of an epoch."""
+    num_steps: int | None
+    """Number of steps of an epoch; None for a stream whose end is not known."""
 
 
 def fit(
@@ -93,36 +97,40 @@ def fit(
     stop = StopRequest() if stop is None else stop
     parts = build_parts(config, device)
     trainer = parts.trainer
-    if resume is not None:
-        restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
-    stop.add_listener(trainer.request_stop)
-    fingerprint = trainer.fingerprint()
-    saver = RunSaver(config, run_dir, recorder)
-    training = TrainingContext(config, parts, recorder, saver, stop)
+    sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
+    saver = RunSaver(config, run_dir, recorder, parts.states)
+    training = TrainingContext(config, parts, recorder, saver, stop, sums)
     trainer.on_continued(training.follow)
-
-    trainer.repeatable(lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path()))
+    stop.add_listener(trainer.request_stop)
+    own_scheduler = parts.scheduler if trainer.scheduler is None else None
+    if not trainer.join(FitState(sums, saver, own_scheduler, parts.states), before_leaving=saver.wait):
+        check_metric_names(config, parts)
+        if resume is not None:
+            restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
+        fingerprint = trainer.fingerprint()
+        trainer.repeatable(lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path()))
     recorder.record(_describe_run(config, parts, device))
-    if parts.test is None:
-        check_metric_name(config.keep_best, {})
-    is_over = trainer.cursor.epoch >= config.epochs
+    trainer.moments.start()
+    is_over = trainer.cursor.epoch >= config.epochs or trainer.is_ending
     with saver:
-        sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
-        test = _train_epochs(training, sums)
+        test = _train_epochs(training)
         if test is None:
-            return _confirm_saved(trainer, len(parts.train), saver, run_dir)
+            return _confirm_saved(trainer, parts.train.num_steps, saver, run_dir)
         _wait_for_save(trainer, saver)
-    if is_over and parts.test is not None:
-        test = trainer.evaluate(parts.test, parts.metric)
+    if is_over:
+        test = measure_all(parts)
+    trainer.moments.end()
     counted = test.get("accuracy", test.get("loss"))
     return FitResult(
         digest=trainer.digest(),
         fingerprint=trainer.fingerprint(),
-        test={name: mean.value for name, mean in test.items()},
+        test=values_of(test),
         num_test_samples=counted.weight if counted is not None else 0,
         num_right=test["accuracy"].total if "accuracy" in test else None,
         is_saved=(run_dir / checkpoint_name(trainer.global_step)).exists(),
         finish=_finish(config, trainer),
+        others=list(split_by_set(parts, values_of(test))[1]),
+        end_reason=trainer.end_reason,
     )
 
 
@@ -140,18 +148,23 @@ class TrainingContext:
     """Saves checkpoints, on rank 0."""
     stop: StopRequest
     """The request to stop, if this worker has one."""
+    sums: EpochSums
+    """The losses of the present epoch."""
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
         _check_finite(self.parts.trainer)
         self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
+        self.parts.trainer.moments.note_save(self.saver.path_of(self.parts.trainer))
 
     def follow(self, continued: Continued, world: World) -> None:
-        """Record that workers were lost, and let the next rank 0 do what the lost one was to do (local)."""
+        """Record that the workers are others, and let the next rank 0 do what the last one was to do (local)."""
         self.recorder.record(
             WorkersChanged(
                 generation=continued.generation,
                 lost=tuple(WorkerEnded(rank=each.rank, pid=each.pid, reason=each.reason) for each in continued.lost),
+                joined=tuple((each.rank, each.pid) for each in continued.arrived),
+                left=tuple((each.rank, each.pid) for each in continued.left),
                 epoch=continued.cursor.epoch,
                 step=continued.cursor.step,
                 global_step=self.parts.trainer.global_step,
@@ -166,7 +179,7 @@ class TrainingContext:
         self.saver.take_over(self.parts.trainer, self.parts.scheduler, world)
 
 
-def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] | None:
+def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
     """Train, evaluate and save each epoch; return the last evaluation, or None if the run has to stop.
 
     A request to stop that arrives during evaluation or saving takes effect afterwards. After the last epoch it is
@@ -175,15 +188,20 @@ def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] 
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     test: dict[str, Any] = {}
     for epoch in range(trainer.cursor.epoch, config.epochs):
-        finished = _train_epoch(training, epoch, sums)
+        if trainer.is_ending:
+            break
+        finished = _train_epoch(training, epoch)
         if finished is None:
             return None
-        sums = EpochSums()
-        test = trainer.evaluate(parts.test, parts.metric) if parts.test is not None else {}
-        values = {name: mean.value for name, mean in test.items()}
-        training.recorder.record(finished(values))
+        is_last = epoch + 1 == config.epochs or trainer.is_ending
+        if is_last:
+            update_statistics(parts)
+        test = measure_all(parts)
+        if not is_last:
+            test = _measure_again_if_ending(parts, test)
+        values = values_of(test)
+        training.recorder.record(finished(*split_by_set(parts, values)))
         training.save(values)
-        check_metric_name(config.keep_best, values)
         if epoch + 1 < config.epochs and trainer.repeatable(
             lambda world: any(world.gather_objects(training.stop.is_made))
         ):
@@ -192,20 +210,25 @@ def _train_epochs(training: TrainingContext, sums: EpochSums) -> dict[str, Any] 
 
 
 def _train_epoch(
-    training: TrainingContext, epoch: int, sums: EpochSums
-) -> Callable[[Mapping[str, float]], EpochFinished] | None:
+    training: TrainingContext, epoch: int
+) -> Callable[[Mapping[str, float], Mapping[str, float]], EpochFinished] | None:
     """Train the rest of an epoch; return a function that makes its event, or None if the run was saved and stops."""
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     began = time.perf_counter()
     num_samples = 0
     learning_rate = 0.0
-    losses = StepLosses(sums, training.recorder, is_late=is_asynchronous(next(trainer.model.parameters()).device))
+    is_late = is_asynchronous(next(trainer.model.parameters()).device)
+    losses = StepLosses(training.sums, training.recorder, is_late=is_late)
     for batch in parts.train.epoch(epoch, trainer.cursor.step):
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        in_step = None if isinstance(rate, torch.Tensor) else float(rate)
         if batch.cursor.step + 1 == batch.num_steps:  # not in each step: it may be a tensor on a device
-            learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
+            learning_rate = float(rate)
         result = trainer.step(batch)
-        losses.add(result, trainer.global_step)
+        losses.add(result, trainer.global_step, in_step)
         num_samples += batch.num_samples
+        if trainer.is_ending:
+            break
         if trainer.cursor.epoch == epoch:  # after the last step the epoch is evaluated first
             is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
             if is_due or result.should_stop:
@@ -214,17 +237,30 @@ def _train_epoch(
             if result.should_stop:
                 return None
     losses.record_last()
-    if parts.scheduler is not None and config.scheduler_interval == "epoch":
+    is_whole = trainer.cursor.epoch != epoch  # else a callback has ended the run
+    if parts.scheduler is not None and config.steps_scheduler_per_epoch and is_whole:
         parts.scheduler.step()
-    seconds = time.perf_counter() - began
-    return lambda test: EpochFinished(
+    seconds, train_loss = time.perf_counter() - began, training.sums.take_mean()
+    return lambda test, others: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,
-        train_loss=sums.loss / sums.weight if sums.weight else math.nan,
+        train_loss=train_loss,
         test=test,
         samples_per_second=num_samples / seconds,
         learning_rate=learning_rate,
+        others=others,
     )
+
+
+def _measure_again_if_ending(parts: RunParts, test: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation; if it has ended the run, another one with BatchNorm's statistics for the mean of weights.
+
+    Collective.
+    """
+    if not parts.trainer.is_ending or not update_statistics(parts):
+        return test
+    with parts.trainer.moments.no_evaluation():
+        return measure_all(parts)
 
 
 def _write_facts(world: World, run_dir: Path, fingerprint: Fingerprint, device: torch.device, code: Path) -> None:
@@ -244,7 +280,7 @@ def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
         trainer.repeatable(lambda world: gather_results(world, saver.wait, "writing the last checkpoint"))
 
 
-def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver, run_dir: Path) -> StopResult:
+def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run_dir: Path) -> StopResult:
     """Wait on every rank until the last save is on the disk, and return the state of the run (collective).
 
     Raises:
@@ -261,7 +297,8 @@ def _confirm_saved(trainer: Trainer, num_steps: int, saver: RunSaver, run_dir: P
             read_manifest(path)  # a failed save may only have warned
         except CheckpointError as error:
             raise CheckpointError(
-                f"The run was asked to stop, but its state could not be saved: {error} Earlier checkpoints are intact."
+                "The run was asked to stop, but its state could not be saved: "
+                f"{error} Earlier checkpoints are intact. (LS703)"
             ) from error
 
     trainer.repeatable(lambda world: gather_results(world, wait_for_save, "saving before the run stops"))
@@ -274,7 +311,7 @@ def _check_finite(trainer: Trainer) -> None:
         if not parameter.isfinite().all():
             raise LossError(
                 f"Parameter {name} is not finite after update {trainer.global_step}, although the losses were: a "
-                "gradient was not. Earlier checkpoints are kept. Try max_grad_norm, or a smaller learning rate."
+                "gradient was not. Earlier checkpoints are kept. Try max_grad_norm, or a smaller learning rate. (LS516)"
             )
 
 
@@ -303,12 +340,12 @@ def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunS
     return RunStarted(
         world_size=parts.trainer.world.world_size,
         device=str(device),
-        num_shards=config.num_shards,
+        num_shards=config.total_shards,
         num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         num_train_samples=parts.train.num_samples,
         num_test_samples=0 if parts.test is None else parts.test.num_samples,
         first_epoch=parts.trainer.cursor.epoch,
         num_epochs=config.epochs,
-        num_steps=len(parts.train),
+        num_steps=parts.train.num_steps,
         first_step=parts.trainer.cursor.step,
     )

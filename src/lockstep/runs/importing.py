@@ -2,9 +2,11 @@
 
 import difflib
 import importlib
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, clause
 
 
 def import_object(key: str, path: str) -> Any:
@@ -19,18 +21,24 @@ def import_object(key: str, path: str) -> Any:
     """
     module_name, colon, attributes = path.partition(":")
     if not (module_name and colon and attributes):
-        raise ConfigError(f"{key} is {path!r}, expected an import path of the form package.module:name.")
+        raise ConfigError(f"{key} is {path!r}, expected an import path of the form package.module:name. (LS804)")
     value: Any = _import_module(key, module_name)
     walked = module_name
     for attribute in attributes.split("."):
         try:
             value = getattr(value, attribute)
         except AttributeError as error:
-            near = difflib.get_close_matches(attribute, [name for name in dir(value) if name[0] != "_"], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{key} is {path!r}, but {walked!r} has no {attribute!r}.{hint}") from error
+            near = _find_similar(attribute, [name for name in dir(value) if name[0] != "_"])
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"{key} is {path!r}, but {walked!r} has no {attribute!r}.{hint} (LS804)") from error
         walked = f"{walked}.{attribute}"
     return value
+
+
+def _find_similar(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that is most like `name`; one that differs in upper and lower case alone comes first."""
+    same = [each for each in known if each.casefold() == name.casefold()]
+    return next(iter(same or difflib.get_close_matches(name, known, n=1)), None)
 
 
 def _import_module(key: str, name: str) -> Any:
@@ -40,14 +48,16 @@ def _import_module(key: str, name: str) -> Any:
         missing = error.name or name
         if name == missing or name.startswith(f"{missing}."):
             remedy = "Modules are searched in the folder of the config file and in the installed packages."
-            raise ConfigError(f"{key} is in module {name!r}, but there is no module {missing!r}. {remedy}") from error
+            raise ConfigError(
+                f"{key} is in module {name!r}, but there is no module {missing!r}. {remedy} (LS804)"
+            ) from error
         raise ConfigError(
-            f"{key} is in module {name!r}, which needs a module {missing!r} that is not installed."
+            f"{key} is in module {name!r}, which needs a module {missing!r} that is not installed. (LS804)"
         ) from error
     except LockstepError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key} is in module {name!r}, which fails to import: {_line(error)}.") from error
+        raise ConfigError(f"{key} is in module {name!r}, which fails to import: {_line(error)}. (LS804)") from error
 
 
 def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +67,7 @@ def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         ConfigError: It is not callable, or it raised an exception, which is chained.
     """
     if not callable(function):
-        raise ConfigError(f"{key} names a {type(function).__name__}, expected a class or a function.")
+        raise ConfigError(f"{key} names a {type(function).__name__}, expected a class or a function. (LS805)")
     try:
         return function(*args, **kwargs)
     except LockstepError:
@@ -66,10 +76,21 @@ def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "nothing"
         raise ConfigError(
             f"{key} could not be constructed: {_line(error)}. It was called with {key}_args: {given}. "
-            "Run with --debug to see the traceback."
+            f"{_accepted(function, kwargs)}Run with --debug to see the traceback. (LS805)"
         ) from error
 
 
+def _accepted(function: Any, given: Mapping[str, Any]) -> str:
+    """Return which arguments a function takes, as a sentence, if it was given others; else nothing."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C, without a signature
+        return ""
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) or set(given) <= set(parameters):
+        return ""
+    return f"It takes {', '.join(parameters) or 'no arguments'}. "
+
+
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
+    text = clause(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

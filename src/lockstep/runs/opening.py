@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.checkpoint import Manifest, read_manifest, read_verified_manifest
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.step_files import (
     checkpoint_name,
@@ -34,9 +34,11 @@ from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config
 from lockstep.runs.own_run import check_may_begin_again, find_own_run, note_job
-from lockstep.runs.resuming import compare_config
 from lockstep.runs.run_directory import CONFIG_NAME, find_run_directory, make_run_directory, write_config
 from lockstep.runs.run_lock import lock_run
+
+if TYPE_CHECKING:  # opening a new run needs no torch
+    from lockstep.checkpoint import Manifest
 
 NEWEST = ""
 """Used in place of a path for the newest checkpoint of a run."""
@@ -75,7 +77,7 @@ class SourceCheckpoint:
     """The run directory that contains it; None if it is not in a run directory."""
     checkpoint: Path
     """The file."""
-    manifest: Manifest
+    manifest: "Manifest"
     """Its manifest."""
 
 
@@ -128,6 +130,8 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
 
 def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | None) -> OpenedRun:
     """Continue from a checkpoint; `locked` is the run directory if it is locked already."""
+    from lockstep.runs.resuming import compare_config
+
     config = wanted.config
     found = _find_directory(wanted)
     needs_new_directory = found is None or (
@@ -139,8 +143,17 @@ def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | N
     if found is not None and not needs_new_directory:
         _check_no_newer(found, origin)
     changes = compare_config(origin.manifest, config)
-    check_changes(changes, wanted.allowed)
-    _check_epochs(origin, config)
+    try:
+        check_changes(changes, wanted.allowed)
+        _check_epochs(origin, config)
+    except CheckpointError as error:
+        if wanted.resumed:
+            raise
+        said = str(error).removesuffix(" (LS709)")
+        raise CheckpointError(
+            f"{said} (--resume without a path took {origin.checkpoint}, the newest checkpoint of the last run named "
+            f"{wanted.name!r}. For another give its path: --resume RUN.) (LS709)"
+        ) from error
     if found is not None and not needs_new_directory:
         run_dir = found
         _rename_broken(found, origin, warn)
@@ -163,23 +176,27 @@ def _find_directory(wanted: OpenRequest) -> Path | None:
         if not find_checkpoints(path):
             raise RunDirectoryError(
                 f"{path} holds no checkpoint to resume from. Name a checkpoint, or the directory of a run that has "
-                "saved one."
+                "saved one. (LS701)"
             )
         return path
     if not path.is_file():
         raise CheckpointError(
             f"There is no checkpoint or run directory {path} to resume from. Without a path --resume takes the newest "
-            "checkpoint of the run."
+            "checkpoint of the run. (LS701)"
         )
     file = _resolve_links(path)
     return file.parent if is_checkpoint_name(file) and (file.parent / CONFIG_NAME).is_file() else None
 
 
 def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> SourceCheckpoint:
+    from lockstep.checkpoint import read_manifest
+
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
     if path.is_dir():
-        checkpoint, manifest = find_newest_intact(path, lambda error: warn(f"{error} Trying the checkpoint before it."))
+        checkpoint, manifest = find_newest_intact(
+            path, lambda error: warn(f"{error} Trying the checkpoint before it. (LS713)")
+        )
     else:
         checkpoint = _resolve_links(path)
         manifest = read_manifest(checkpoint)
@@ -194,7 +211,7 @@ def _check_no_newer(run_dir: Path, origin: SourceCheckpoint) -> None:
         raise RunDirectoryError(
             f"{origin.checkpoint} is not the newest checkpoint of its run: {', '.join(newer_intact)} would not belong "
             f"to the steps that are trained now. Give --resume {run_dir} to continue from the newest, or run_dir=NAME "
-            "to continue from this one in a new directory."
+            "to continue from this one in a new directory. (LS714)"
         )
 
 
@@ -204,7 +221,7 @@ def _check_epochs(origin: SourceCheckpoint, config: Config) -> None:
     if (manifest.epoch, manifest.step) > (config.epochs, 0):
         raise CheckpointError(
             f"{origin.checkpoint} is at epoch {manifest.epoch + 1}, after step {manifest.step}, but epochs is only "
-            f"{config.epochs}: nothing is left to train. Set more epochs, or use an earlier checkpoint."
+            f"{config.epochs}: nothing is left to train. Set more epochs, or use an earlier checkpoint. (LS709)"
         )
 
 
@@ -220,11 +237,15 @@ def _rename_broken(run_dir: Path, origin: SourceCheckpoint, warn: Tell) -> None:
             try:
                 path.replace(renamed)
             except OSError as error:
-                raise RunDirectoryError(f"The damaged {path} could not be renamed to {renamed}: {error}.") from error
-            warn(f"{path} was renamed to {renamed.name}.")
+                raise RunDirectoryError(
+                    f"The damaged {path} could not be renamed to {renamed}: {error}. (LS713)"
+                ) from error
+            warn(f"{path} was renamed to {renamed.name}. (LS713)")
 
 
 def _is_intact(path: Path) -> bool:
+    from lockstep.checkpoint import read_verified_manifest
+
     try:
         read_verified_manifest(path)
     except LaterFormatError:
@@ -257,4 +278,4 @@ def _copy(source: Path, target: Path) -> None:
             ):
                 shutil.copyfileobj(file, copy)
         except OSError as error:
-            raise CheckpointError(f"{source} could not be copied to {target}: {error}.") from error
+            raise CheckpointError(f"{source} could not be copied to {target}: {error}. (LS703)") from error

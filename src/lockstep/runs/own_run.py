@@ -30,7 +30,7 @@ def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
     if job is None:
         raise ConfigError(
             "resume is auto, but nothing says which run is to be continued: this process does not belong to a Slurm "
-            "job, and torchrun has no run id. Set run_dir, or give torchrun --standalone or --rdzv-id."
+            "job, and torchrun has no run id. Set run_dir, or give torchrun --standalone or --rdzv-id. (LS812)"
         )
     found = [path for _, path in sorted(find_numbered(name).items()) if _read_job(path) == job]
     return found[-1] if found else None
@@ -47,7 +47,7 @@ def note_job(run_dir: Path, job: str | None) -> None:
     try:
         (run_dir / JOB_NAME).write_text(job, encoding="utf-8")
     except OSError as error:
-        raise RunDirectoryError(f"{run_dir / JOB_NAME} cannot be written: {error}. Free disk space.") from error
+        raise RunDirectoryError(f"{run_dir / JOB_NAME} cannot be written: {error}. Free disk space. (LS810)") from error
 
 
 def check_may_begin_again(run_dir: Path, config: Config) -> None:
@@ -59,7 +59,8 @@ def check_may_begin_again(run_dir: Path, config: Config) -> None:
     if not (run_dir / CONFIG_NAME).is_file():
         if any(not path.name.startswith(".") for path in run_dir.iterdir()):
             raise RunDirectoryError(
-                f"{run_dir} exists already, and is not the directory of a run. Choose another name: run_dir=NAME."
+                f"{run_dir} exists already, and is not the directory of a run. Choose another name: "
+                "run_dir=NAME. (LS810)"
             )
         return
     before = json.loads(read_config(run_dir / CONFIG_NAME).model_dump_json())
@@ -68,7 +69,7 @@ def check_may_begin_again(run_dir: Path, config: Config) -> None:
     if others:
         raise RunDirectoryError(
             f"{run_dir} is of a run with another config, which has no checkpoint: {'; '.join(map(str, others))}. "
-            "Delete it, or choose another name: run_dir=NAME."
+            "Delete it, or choose another name: run_dir=NAME. (LS810)"
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import Checkpoint, Manifest
+from lockstep.checkpoint.manifest import decode_state
 from lockstep.engine.state_file import split_scheduler_state, unpack_state
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts
@@ -57,9 +58,17 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     )
     if checkpoint.manifest.step == 0:  # between epochs the loader may change, if this was allowed
         state["loader"] = None
+    if checkpoint.manifest.config is not None:  # which callbacks there are may have changed, where that was allowed
+        mine = trainer.moments.callbacks
+        known = {name: each for name, each in state["callbacks"].items() if name in mine.names}
+        state["callbacks"] = {**mine.state_dict(), **known}
     trainer.load_state_dict(state)
     if own is not None and scheduler is not None:
         own.load_state_dict(scheduler)
+    states = decode_state(checkpoint.manifest.extra or {}, checkpoint.optimizer)
+    for name, each in parts.states.items():
+        if name in states:
+            each.load_state_dict(states[name])
     for change in changes:
         if change.key == "optimizer_args":
             _set_option(change.name, options, trainer.optimizer.param_groups)
@@ -73,12 +82,13 @@ def _check_data(manifest: Manifest, source: str, changed: Collection[str], allow
     if manifest.step > 0:
         raise CheckpointError(
             f"{differs}. The checkpoint was written in the middle of an epoch, where this cannot change: samples would "
-            "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an epoch."
+            "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an "
+            "epoch. (LS710)"
         )
-    if not ({"batch_size", "data", "data_args", "drop_last"} & set(changed) or {"data", ALL} & set(allowed)):
+    if not ({"batch_size", "data", "data_args", "drop_last", "weights"} & set(changed) or {"data", ALL} & set(allowed)):
         raise CheckpointError(
             f"{differs}. This changes the results of the run. Restore the data; to change them from here on, "
-            "give --allow data; or start a new run."
+            "give --allow data; or start a new run. (LS710)"
         )
 
 
@@ -88,7 +98,7 @@ def _set_option(name: str, made: Sequence[Mapping[str, Any]], groups: Sequence[d
     if not all(option in group for group in made):
         raise CheckpointError(
             f"{name} cannot be changed when a run is resumed: it is not an option of the optimizer's parameter groups, "
-            "whose state the checkpoint contains. Restore the old value, or start a new run."
+            "whose state the checkpoint contains. Restore the old value, or start a new run. (LS709)"
         )
     for group, fresh in zip(groups, made, strict=True):
         group[option] = fresh[option]

@@ -4,6 +4,7 @@ The newest `keep` checkpoints are kept, and the best one by a metric. A damaged 
 It is removed when `keep` intact ones are newer. So the only intact checkpoint is never removed.
 """
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,17 @@ def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None
         ConfigError: It was not.
     """
     if wanted is not None and wanted.removeprefix("-") not in measured:
+        near = difflib.get_close_matches(wanted.removeprefix("-"), [*measured], n=1)
+        guess = f"Did you mean {'-' if wanted.startswith('-') else ''}{near[0]}? " if near else ""
         known = " or ".join(f"{sign}{name}" for name in measured for sign in ("", "-") if f"{sign}{name}" != "loss")
         raise ConfigError(
             f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
             + (
-                f"Expected {known}; - means that lower is better."
+                f"{guess}Expected {known}; - means that lower is better."
                 if known
                 else "It needs a test set: data returned None."
             )
+            + " (LS808)"
         )
 
 

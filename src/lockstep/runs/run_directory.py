@@ -7,7 +7,13 @@ runs/digits/
   step-00000132.ckpt     the newest checkpoints and the best one, named by the number of updates
   best.ckpt              a link to the best one, if the config names a metric; see retention.py
   curves.png             loss and accuracy
+  report.html            a page about the run, for a browser
+  recording/             what each worker did last; see lockstep.recording
+  tensorboard/, wandb/   what trackers write; see report/trackers
+  .tracked               the key of the run for trackers
   .lock                  locked while a training uses the directory; see run_lock.py
+  .ended                 how the run ended, once it has; see ending.py
+  .control               where `lockstep scale` asks the launcher, while it runs; see launch/control.py
   .job                   which job the run belongs to, with resume: auto; see own_run.py
 """
 
@@ -16,24 +22,36 @@ import glob
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from lockstep.checkpoint import Checkpoint
 from lockstep.checkpoint.atomic_write import atomic_write_text, is_temp_name
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.engine.state_file import Scheduler, pack_state
-from lockstep.engine.trainer import Trainer
 from lockstep.errors import RunDirectoryError
+from lockstep.launch.control import CONTROL_NAME
 from lockstep.runs.config import Config
-from lockstep.runs.environment import ENVIRONMENT_NAME
 from lockstep.runs.run_lock import LOCK_NAME, explain_holder, find_holder
 
+if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
+    from lockstep.checkpoint import Checkpoint
+    from lockstep.engine.restoring import Stateful
+    from lockstep.engine.state_file import Scheduler
+    from lockstep.engine.trainer import Trainer
+
 CONFIG_NAME = "config.yaml"
+ENVIRONMENT_NAME = "environment.json"
 METRICS_NAME = "metrics.jsonl"
 CURVES_NAME = "curves.png"
+REPORT_NAME = "report.html"
 BEST_NAME = "best.ckpt"
 JOB_NAME = ".job"
+ENDED_NAME = ".ended"
+RECORDING_NAME = "recording"
+TRACKED_NAME = ".tracked"
+_TRACKER_FOLDERS = {"tensorboard", "wandb"}
 
 _RUNS = Path("runs")
 
@@ -57,7 +75,7 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
         if not _is_left_over(Path(run_dir)):
             raise RunDirectoryError(_explain_existing(Path(run_dir))) from error
     except OSError as error:
-        raise RunDirectoryError(f"The run directory {run_dir} cannot be created: {error}.") from error
+        raise RunDirectoryError(f"The run directory {run_dir} cannot be created: {error}. (LS810)") from error
     return Path(run_dir)
 
 
@@ -66,8 +84,8 @@ def _explain_existing(path: Path) -> str:
         return explain_holder(path, holder)
     start = f"The run directory {path} exists already, and a run is never overwritten."
     if path.is_dir() and find_checkpoints(path):
-        return f"{start} Continue the run with --resume, or choose another name: run_dir=NAME."
-    return f"{start} It holds no checkpoint to resume from: delete it, or choose another name: run_dir=NAME."
+        return f"{start} Continue the run with --resume, or choose another name: run_dir=NAME. (LS810)"
+    return f"{start} It holds no checkpoint to resume from: delete it, or choose another name: run_dir=NAME. (LS810)"
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -87,7 +105,7 @@ def write_config(run_dir: Path, config: Config) -> None:
         if not find_checkpoints(run_dir):
             discard_unused(run_dir)
         raise RunDirectoryError(
-            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir."
+            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir. (LS810)"
         ) from error
 
 
@@ -97,19 +115,24 @@ def discard_unused(run_dir: Path) -> None:
         paths = list(run_dir.iterdir())
         if all(map(_is_made_before_training, paths)):
             for path in paths:
-                path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             run_dir.rmdir()
 
 
 def _is_made_before_training(path: Path) -> bool:
-    is_written = path.name in {CONFIG_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME} or path.suffix == ".patch"
+    names = {CONFIG_NAME, CONTROL_NAME, ENDED_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME, RECORDING_NAME}
+    names |= {TRACKED_NAME, *_TRACKER_FOLDERS}
+    is_written = path.name in names or path.suffix == ".patch"
     return is_written or is_temp_name(path.name)
 
 
 def _is_left_over(path: Path) -> bool:
     """Whether a run made this directory and was killed before its first step; another one may take it over."""
     paths = list(path.iterdir()) if path.is_dir() else []
-    is_of_a_run = {LOCK_NAME, CONFIG_NAME} <= {each.name for each in paths}
+    is_of_a_run = LOCK_NAME in {each.name for each in paths}  # a run writes that first
     return is_of_a_run and all(map(_is_made_before_training, paths)) and find_holder(path) is None
 
 
@@ -132,11 +155,13 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
     found = {number: path for number, path in find_numbered(name).items() if find_checkpoints(path)}
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
     if not path.is_dir():
-        raise RunDirectoryError(f"There is no run directory {path} to resume. To start a new run, leave --resume out.")
+        raise RunDirectoryError(
+            f"There is no run directory {path} to resume. To start a new run, leave --resume out. (LS701)"
+        )
     if not find_checkpoints(path):
         raise RunDirectoryError(
             f"{path} holds no checkpoint to resume from: the run ended before it saved one. Delete it, or "
-            "choose another name (run_dir=NAME), and leave --resume out."
+            "choose another name (run_dir=NAME), and leave --resume out. (LS701)"
         )
     return path
 
@@ -157,8 +182,12 @@ def link_best_checkpoint(run_dir: Path, path: Path) -> None:
 
 
 def make_checkpoint(
-    trainer: Trainer, scheduler: Scheduler | None, config: Config | None, metrics: Mapping[str, float | None]
-) -> Checkpoint:
+    trainer: "Trainer",
+    scheduler: "Scheduler | None",
+    config: Config | None,
+    metrics: Mapping[str, float | None],
+    extra: "Mapping[str, Stateful]" = MappingProxyType({}),
+) -> "Checkpoint":
     """Return a checkpoint of a run; its tensors are not copied, and the saver computes its digest (local).
 
     Args:
@@ -166,13 +195,15 @@ def make_checkpoint(
         scheduler: The scheduler, whether the trainer steps it or not.
         config: The config of the run, if it has one.
         metrics: Means over the test set, by name; finite or None.
+        extra: What else has a state, by name.
 
     Raises:
         CheckpointError: The state contains something that a checkpoint cannot store.
     """
-    return pack_state(
-        trainer.state_dict(), scheduler, None if config is None else json.loads(config.model_dump_json()), metrics
-    )
+    from lockstep.engine.state_file import pack_state
+
+    values = None if config is None else json.loads(config.model_dump_json())
+    return pack_state(trainer.state_dict(), scheduler, values, metrics, extra)
 
 
 def _make_numbered(name: str) -> Path:
@@ -184,5 +215,5 @@ def _make_numbered(name: str) -> Path:
                 path.mkdir()
                 return path
     except OSError as error:
-        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be created: {error}.") from error
+        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be created: {error}. (LS810)") from error
     raise AssertionError("unreachable: the loop ends by return or exception")

@@ -48,7 +48,8 @@ def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
             file = (run_dir / LOCK_NAME).open("a+b", buffering=0)
         except OSError as error:
             raise RunDirectoryError(
-                f"The run directory {run_dir} cannot be locked: {error}. Make it writable, or choose another run_dir."
+                f"The run directory {run_dir} cannot be locked: {error}. "
+                "Make it writable, or choose another run_dir. (LS811)"
             ) from error
         with file:
             _close_in_children(file)
@@ -90,7 +91,7 @@ def explain_holder(run_dir: Path, holder: str) -> str:
     """Return the message that another training uses a run directory."""
     return (
         f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
-        "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME."
+        "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME. (LS811)"
     )
 
 
@@ -108,9 +109,10 @@ def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
         raise RunDirectoryError(explain_holder(run_dir, _read_holder(descriptor))) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
-            raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}.") from error
+            raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}. (LS811)") from error
         warnings.warn(
-            f"The file system of {run_dir} has no locks ({error}). Do not start a second training in this directory.",
+            f"The file system of {run_dir} has no locks ({error}). "
+            "Do not start a second training in this directory. (LS811)",
             stacklevel=4,
         )
     return True

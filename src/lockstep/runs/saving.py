@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, final
+from types import MappingProxyType
+from typing import Any, Self, final
 
 from lockstep.checkpoint import Checkpoint, Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
@@ -17,6 +18,7 @@ from lockstep.checkpoint.state_copy import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError
@@ -46,12 +48,16 @@ class RunSaver:
         config: The config of the run, with `keep`, `keep_best`, `async_save` and `on_save_error`.
         run_dir: The run directory.
         recorder: Receives an event for each checkpoint that is on the disk.
+        extra: What else has a state that is saved, by name.
     """
 
-    def __init__(self, config: Config, run_dir: Path, recorder: Recorder) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, recorder: Recorder, extra: Mapping[str, Stateful] = MappingProxyType({})
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._recorder = recorder
+        self._extra = extra
         self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
         self._writes = False
         self._last: _Due | None = None
@@ -75,7 +81,7 @@ class RunSaver:
 
         def write() -> None:
             if trainer.world.rank == 0:
-                self._write(make_checkpoint(trainer, scheduler, self._config, metrics))
+                self._write(make_checkpoint(trainer, scheduler, self._config, metrics, self._extra))
 
         trainer.repeatable(lambda world: gather_results(world, write, "saving a checkpoint"))
 
@@ -102,7 +108,20 @@ class RunSaver:
             self._copy = StateCopy()  # the saver has one of its own
         else:
             metrics = due.metrics if due.global_step == trainer.global_step else {}
-            self._write(make_checkpoint(trainer, scheduler, self._config, metrics))
+            self._write(make_checkpoint(trainer, scheduler, self._config, metrics, self._extra))
+
+    def path_of(self, trainer: Trainer) -> Path:
+        """Return the file of a checkpoint that is saved now (local)."""
+        return self._run_dir / checkpoint_name(trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which save was begun last (local), for a worker that joins: it may have to write it."""
+        due = self._last
+        return {} if due is None else {"global_step": due.global_step, "metrics": dict(due.metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` has returned on another worker (local)."""
+        self._last = _Due(**state, copy=None) if state else None
 
     def wait(self) -> None:
         """Wait until the last save is on the disk, or has failed.
@@ -117,7 +136,7 @@ class RunSaver:
         copies = rank == 1 and trainer.can_continue
         self._last = None  # its memory is used again
         if rank == 0 or copies:
-            checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics)
+            checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics, self._extra)
         if rank == 0:
             self._write(checkpoint)
         copy = self._keep_copy(checkpoint) if copies else None
@@ -164,7 +183,9 @@ class RunSaver:
             for old in choose_checkpoints_to_remove(list(found), self._config.keep, global_step_of(written)):
                 found[old].unlink(missing_ok=True)
         except OSError as error:
-            raise CheckpointError(f"Old checkpoints in {self._run_dir} could not be removed: {error}.") from error
+            raise CheckpointError(
+                f"Old checkpoints in {self._run_dir} could not be removed: {error}. (LS703)"
+            ) from error
 
     def _describe(self, path: Path) -> SavedCheckpoint:
         try:

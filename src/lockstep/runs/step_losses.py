@@ -1,5 +1,6 @@
 """The losses of an epoch's steps: recorded one by one, and added up for the epoch's mean."""
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -15,6 +16,12 @@ class EpochSums:
     """Sum of loss times weight over the steps of the epoch that were not skipped."""
     weight: float = 0.0
     """Sum of their weights."""
+
+    def take_mean(self) -> float:
+        """Return the mean loss of an epoch that is over, NaN where nothing had a weight, and begin with the next."""
+        mean = self.loss / self.weight if self.weight else math.nan
+        self.loss = self.weight = 0.0
+        return mean
 
 
 @final
@@ -34,12 +41,12 @@ class StepLosses:
         self._sums = sums
         self._recorder = recorder
         self._is_late = is_late
-        self._last: tuple[StepResult, int] | None = None
+        self._last: tuple[StepResult, int, float | None] | None = None
 
-    def add(self, result: StepResult, global_step: int) -> None:
+    def add(self, result: StepResult, global_step: int, learning_rate: float | None = None) -> None:
         """Take in a step, which was update `global_step`."""
         self.record_last()
-        self._last = result, global_step
+        self._last = result, global_step, learning_rate
         if not self._is_late:
             self.record_last()
 
@@ -47,7 +54,7 @@ class StepLosses:
         """Record the last step, if it is not recorded yet."""
         if self._last is None:
             return
-        (result, global_step), self._last = self._last, None
+        (result, global_step, learning_rate), self._last = self._last, None
         weight = 0.0 if result.is_skipped else result.weight
         if weight:
             self._sums.loss += result.loss * weight
@@ -59,5 +66,7 @@ class StepLosses:
                 global_step=global_step,
                 loss=result.loss,
                 weight=weight,
+                learning_rate=learning_rate,
+                grad_norm=result.grad_norm,
             )
         )

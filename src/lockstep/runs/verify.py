@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint import state_digest
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.runs.build import RunParts, build_parts
+from lockstep.runs.build_callbacks import WITHOUT_CALLBACKS
 from lockstep.runs.config import Config
 
 
@@ -62,7 +63,7 @@ def run_steps(config: Config, device: torch.device, num_steps: int, reference: P
         is_first: Whether this is the first run, which writes these files.
     """
     # Without a lost worker it would be another number of workers.
-    parts = build_parts(config.model_copy(update={"on_worker_loss": "stop"}), device)
+    parts = build_parts(config.model_copy(update={"on_worker_loss": "stop", **WITHOUT_CALLBACKS}), device)
     digests: list[str] = []
     difference = None
     for step in islice(_train(config, parts), num_steps):
@@ -110,7 +111,7 @@ def _train(config: Config, parts: RunParts) -> Iterator[int]:
             parts.trainer.step(batch)
             step += 1
             yield step
-        if parts.scheduler is not None and config.scheduler_interval == "epoch":
+        if parts.scheduler is not None and config.steps_scheduler_per_epoch:
             parts.scheduler.step()
         epoch += 1
 

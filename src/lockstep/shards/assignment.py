@@ -34,12 +34,13 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
     """
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}. Expected 0 to {world_size - 1}."
+            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}. "
+            f"Expected 0 to {world_size - 1}. (LS102)"
         )
     if world_size > num_shards:
         raise ValueError(
             f"{world_size} workers cannot share {num_shards} shards: some would have nothing to do. "
-            f"Use at most {num_shards} workers, or set num_shards to {world_size} or more."
+            f"Use at most {num_shards} workers, or set num_shards to {world_size} or more. (LS809)"
         )
     return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
 

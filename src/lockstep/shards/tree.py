@@ -44,7 +44,7 @@ def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
         ValueError: The shards are not within `range(num_shards)`.
     """
     if not 0 <= start <= stop <= num_shards:
-        raise ValueError(f"Shards {start} to {stop} are not within the {num_shards} shards of the run.")
+        raise ValueError(f"Shards {start} to {stop} are not within the {num_shards} shards of the run. (LS210)")
     return list(_nodes_within((0, num_shards), start, stop))
 
 
@@ -121,7 +121,8 @@ def _sum_of_node(partials: Mapping[Node, T], node: Node, num_shards: int, add: C
     children = _children(node)
     if not children:
         raise ValueError(
-            f"No partial covers shard {node[0]} of {num_shards}. The partials cover the ranges {sorted(partials)}."
+            f"No partial covers shard {node[0]} of {num_shards}. "
+            f"The partials cover the ranges {sorted(partials)}. (LS210)"
         )
     left, right = (_sum_of_node(partials, child, num_shards, add) for child in children)
     return add(left, right)

@@ -12,8 +12,11 @@ what it costs in torch. `torch._foreach_*` are here too: torch's documentation l
     autograd    the engine's callbacks and graph tasks, hooks on gradients
     modules     what modules and optimizers keep inside
     groups      process groups, their stores and backends
+    loaders     how far a DataLoader is
     compiler    torch.compile, seen from outside and without importing it
+    compiler_import    optimizers that do not import the compiler, and its switches when somebody else does
     values      nested values, dispatch modes, kernels of devices, the default device
+    store_protocol    how a client of the TCPStore greets it
     sharded_checkpoints    what torch.distributed.checkpoint pickles; import it by itself, for it is slow to import
 
 Methods by which torch calls *us* (`_allgather_base` of a process group, `_check_comm_hook` of a DDP) are no uses: they
@@ -27,20 +30,27 @@ from lockstep.torch_private.autograd import (
     is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
+    run_backward_of_leaf,
     tensor_hooks,
 )
 from lockstep.torch_private.compiler import (
+    compile_module,
     disable_compiler,
     forget_compiled_call,
+    has_compiled_part,
     has_cuda_graphs_of_compiler,
     is_compiled_autograd_on,
     is_compiled_function,
     is_compiled_module,
-    is_inductor_deterministic,
+    is_compiler_error,
     mark_uncompiled,
     original_of_compiled,
-    set_inductor_deterministic,
     skip_frames,
+)
+from lockstep.torch_private.compiler_import import (
+    is_inductor_deterministic,
+    set_inductor_deterministic,
+    use_optimizers_without_compiler,
 )
 from lockstep.torch_private.groups import (
     AnyFuture,
@@ -51,6 +61,7 @@ from lockstep.torch_private.groups import (
     default_group,
     default_timeout,
     device_types,
+    gloo_announcements,
     gloo_num_threads,
     gloo_options,
     intercept_group_making,
@@ -69,7 +80,9 @@ from lockstep.torch_private.memory import (
     foreach_add_,
     foreach_copy_,
     foreach_div_,
+    foreach_lerp_,
     foreach_mul_,
+    foreach_norm,
     storage_address,
     storage_use_count,
     version_of,
@@ -119,6 +132,7 @@ __all__ = [
     "backend_of",
     "buffer_registry",
     "check_comm_hook",
+    "compile_module",
     "count_calls",
     "count_storage_users",
     "current_graph_task_id",
@@ -131,13 +145,17 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "foreach_div_",
+    "foreach_lerp_",
     "foreach_mul_",
+    "foreach_norm",
     "forget_compiled_call",
     "forget_scaling",
     "former_parameters_of",
     "forward_pre_hooks",
+    "gloo_announcements",
     "gloo_num_threads",
     "gloo_options",
+    "has_compiled_part",
     "has_cuda_graphs_of_compiler",
     "has_forward_or_backward_hooks",
     "has_kernel",
@@ -149,6 +167,7 @@ __all__ = [
     "is_compiled_autograd_on",
     "is_compiled_function",
     "is_compiled_module",
+    "is_compiler_error",
     "is_in_distributed_autograd",
     "is_inductor_deterministic",
     "is_inside_func_grad",
@@ -167,6 +186,7 @@ __all__ = [
     "queue_callback",
     "register_backend",
     "root_mesh",
+    "run_backward_of_leaf",
     "separate_registries",
     "set_default_backend",
     "set_inductor_deterministic",
@@ -182,6 +202,7 @@ __all__ = [
     "tensor_hooks",
     "tree_leaves",
     "tree_map_only",
+    "use_optimizers_without_compiler",
     "version_of",
     "warn_of_unequal_devices",
 ]

@@ -26,6 +26,16 @@ Each `backward()` and each `torch.autograd.grad` of the process takes the next w
 For: seeing that a gradient belongs to the backward that is under way, and whether a backward has run others inside.
 """
 
+
+def run_backward_of_leaf(leaf: Tensor, gradient: Tensor) -> None:
+    """Run a backward from a leaf to itself: its hooks are called, and nothing is accumulated.
+
+    It does what `torch.autograd.grad(leaf, leaf, gradient)` does, without what that checks in Python, which takes most
+    of its time. For: taking a number of a graph task.
+    """
+    _ENGINE.run_backward((leaf,), (gradient,), False, False, (leaf,), allow_unreachable=False, accumulate_grad=False)
+
+
 NO_GRAPH_TASK: Final = -1
 """What `current_graph_task_id` returns outside a backward."""
 

@@ -3,6 +3,7 @@
 Nothing here imports the compiler, which takes a second: unless somebody else has imported it, nothing is compiled.
 """
 
+import importlib
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+_MOST_GRAPHS = 64
+"""How many graphs of a module there may be; torch's own limit, 8, is not enough for slices of uneven sizes in training
+and evaluation. Beyond it the compiler raises an error."""
 
 disable_compiler = torch._disable_dynamo
 """Mark a function, as a decorator: it is not compiled. As `torch.compiler.disable`, but that imports the compiler."""
@@ -54,6 +59,32 @@ def is_compiled_function(function: Callable[..., object]) -> bool:
     return "_torchdynamo_orig_callable" in getattr(function, "__dict__", {})
 
 
+def compile_module(module: nn.Module, backend: str) -> None:
+    """Have calls of a module run compiled: one whole graph for each set of shapes, which depends on these shapes alone.
+
+    With torch's default the second shape of an input makes a graph for all shapes. Which graph a shape gets would then
+    depend on the shapes before it, and so on the number of workers. Parameters and submodules keep their names.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    # Not module.compile(): the frame that it compiles is one of torch's, which the compiler skips unless the module's
+    # forward is somebody else's. So a Sequential would run uncompiled.
+    inline: Any = importlib.import_module("torch._dynamo.external_utils").wrap_inline
+    call = torch.compile(inline(module._call_impl), backend=backend, dynamic=False, fullgraph=True)
+    module._compiled_call_impl = call
+
+
+def has_compiled_part(module: nn.Module) -> bool:
+    """Return whether calls of a module, or of a submodule, run compiled."""
+    return any(each._compiled_call_impl is not None or is_compiled_module(each) for each in module.modules())
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether an error says that the compiler cannot compile something."""
+    errors: Any = sys.modules.get("torch._dynamo.exc")
+    return errors is not None and isinstance(error, errors.TorchDynamoException | errors.FailOnRecompileLimitHit)
+
+
 def forget_compiled_call(state: dict[str, Any]) -> None:
     """Drop from a copy of a module's `__dict__` what `module.compile()` left there: it would run the module itself."""
     state.pop("_compiled_call_impl", None)
@@ -67,22 +98,6 @@ def is_compiled_autograd_on() -> bool:
     return bool(
         asked_for or (state is not None and (state.compiled_autograd_enabled or state.in_compiled_autograd_region))
     )
-
-
-def is_inductor_deterministic() -> bool:
-    """Return the compiler's own switch for repeatable code; False, its default, where it is not imported."""
-    config: Any = sys.modules.get("torch._inductor.config")
-    return config is not None and bool(config.deterministic)
-
-
-def set_inductor_deterministic(deterministic: bool) -> None:
-    """Set the compiler's own switch for repeatable code, if it is imported.
-
-    One that is imported later starts with False, and tunes by measuring.
-    """
-    config: Any = sys.modules.get("torch._inductor.config")
-    if config is not None:
-        config.deterministic = deterministic
 
 
 def has_cuda_graphs_of_compiler() -> bool:

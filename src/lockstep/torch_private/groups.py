@@ -136,6 +136,21 @@ def set_default_backend(group: ProcessGroup, kind: ProcessGroup.BackendType) -> 
     group._set_default_backend(kind)
 
 
+def gloo_announcements(store: Store, size: int) -> list[bytes]:
+    """Return what the ranks of a Gloo backend have put into its store, for each network interface: where each listens.
+
+    For: finding the connections of a group, to end its calls when a rank is lost.
+
+    Args:
+        store: The store that the backend was made with.
+        size: Number of ranks.
+    """
+    found: list[bytes] = []
+    while store.check(keys := [f"{len(found)}/{rank}" for rank in range(size)]):
+        found.append(b"".join(store.get(key) for key in keys))
+    return found
+
+
 def gloo_options(*, devices: Sequence[Any], timeout: timedelta, num_threads: int) -> Any:
     """Return options of Gloo with an interface of one's own choice, for which torch has no public name.
 

@@ -1,6 +1,6 @@
 """Storages, versions and reference counts of tensors, and operations on lists of tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -49,8 +49,16 @@ foreach_add_ = torch._foreach_add_
 foreach_div_ = torch._foreach_div_
 """Divide each tensor of a list in place, with the bits of `div_`."""
 
+foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+"""Return the norm of each tensor of a list; that of order infinity is not finite if a number is not."""
+
 foreach_copy_ = torch._foreach_copy_
 """Copy to each tensor of a list its counterpart of a second list, as `copy_` does: strides and dtype may differ."""
+
+
+foreach_lerp_ = torch._foreach_lerp_
+"""Move each tensor of a list in place towards its counterpart of a second list by a part of the way: with the bits of
+`lerp_` with that number."""
 
 
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:

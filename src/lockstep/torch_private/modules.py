@@ -162,17 +162,23 @@ def localize_tensor_parallel(module: nn.Module) -> None:
     _pre_dp_module_transform(module)
 
 
-def has_step_on_device(optimizer: Optimizer) -> bool:
+def has_step_on_device(optimizer: Optimizer, *, ignored_hooks: tuple[type, ...] = ()) -> bool:
     """Return whether `step_unless` works: one of torch's own classes with `fused=True`, without hooks after its step.
 
     `_step_supports_amp_scaling` is how `GradScaler` finds it out. A class that is derived from torch's may write
     something else in its step, and a hook may: these are not left out.
+
+    Args:
+        optimizer: The optimizer.
+        ignored_hooks: Classes of hooks that write nothing.
     """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False  # it need not have torch's attributes: several optimizers that are seen as one have none
+    hooks = (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
     return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
-        and not (optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+        and all(isinstance(hook, ignored_hooks) for hook in hooks)
     )
 
 

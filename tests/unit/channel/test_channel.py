@@ -234,3 +234,19 @@ def test_time_is_counted_by_the_worker_that_waits(server: ChannelServer) -> None
     with pytest.raises(dist.DistStoreError):
         store.wait(["never"], timedelta(milliseconds=20))
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_an_error_of_the_reading_thread_requests_fail_and_do_not_wait(server: ChannelServer) -> None:
+    def fail(_message: Message) -> None:
+        raise RuntimeError("a defect")
+
+    with server.worker_end(0) as descriptor:
+        channel = Channel(os.dup(descriptor), fail)
+    server.send(0, {"event": "news"})
+    with pytest.raises(ChannelClosedError):
+        channel.request(object(), "get", 20.0, key="never set")
+    # Its error is printed when it ends: in this test, and not in a later one.
+    for thread in threading.enumerate():
+        if thread.name == "channel":
+            thread.join(20)

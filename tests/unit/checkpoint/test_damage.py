@@ -161,8 +161,8 @@ def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format 4, but this version of Lockstep reads only formats up to 3"):
-        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=4))
+    with pytest.raises(CheckpointError, match="has format 5, but this version of Lockstep reads only formats up to 4"):
+        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=5))
     save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
         verify_checkpoint(tmp_path / "a.safetensors")

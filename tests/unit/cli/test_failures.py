@@ -1,10 +1,15 @@
 """What a command prints, and its exit code, when something fails."""
 
+from pathlib import Path
+
 import pytest
 import typer
 
+from lockstep.cli import failures
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.errors import LossError, PeerFailedError, WorkerFailedError, WorkerFailure
+from lockstep.cli.redirected import check_not_redirected
+from lockstep.errors import LossError, PeerFailedError, UsageError, WorkerFailedError, WorkerFailure
+from lockstep.launch.exits import describe_failures
 
 
 def shown(capsys: pytest.CaptureFixture[str], *errors: Exception) -> str:
@@ -26,3 +31,21 @@ def test_errors_of_ours_are_one_message(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_another_workers_own_error_is_not_hidden_by_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, LossError("Too much."), KeyError("the culprit")) == "error: The whole story.\n"
+
+
+def test_a_condition_that_the_shell_took_for_a_redirection_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "=20GiB").open("w") as file, pytest.raises(UsageError, match="device_ids=auto:3@20GiB"):
+        check_not_redirected(file.fileno())
+    with (tmp_path / "log=20.txt").open("w") as file:
+        check_not_redirected(file.fileno())
+
+
+def test_frames_before_the_users_are_left_out_without_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = f'  File "{failures.__file__}", line 1, in step\n    call()\n'
+    trace = f'Traceback (most recent call last):\n{ours}  File "/mine.py", line 7, in f\n    x\nKeyError: 1\n'
+    found = WorkerFailure(rank=0, reason="KeyError: 1", traceback=trace, error=KeyError(1))
+    for debug in (False, True):
+        with pytest.raises(typer.Exit), failures_shown(debug=debug):
+            raise WorkerFailedError(describe_failures([found]), (found,)) from KeyError(1)
+        said = capsys.readouterr().err
+        assert ('File "/mine.py", line 7' in said, "in step" in said, "--debug" in said) == (True, debug, not debug)

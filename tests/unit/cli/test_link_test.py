@@ -60,9 +60,12 @@ def test_what_is_known_of_this_nccl_is_a_warning(monkeypatch: pytest.MonkeyPatch
 
 def test_one_device_or_several_requests_cannot_be_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run(monkeypatch, [], "auto", "cpu")
-    assert (code, err) == (2, "error: --test takes one request, but 2 are given: auto cpu.\n")
+    assert (code, err.splitlines()[0]) == (2, "error: --test takes one request, but 2 are given: auto cpu. (LS821)")
     one = Placement(devices=THREE.devices[:1], reason="GPU 0")
     monkeypatch.setattr(command, "place_workers", lambda request, *, force: one)
     result = CliRunner().invoke(APP, ["--test"])
     assert result.exit_code == 2
-    assert result.stderr == "error: --test needs two devices or more, but the request gets one: GPU 0.\n"
+    assert result.stderr == (
+        "error: --test needs two devices or more, but the request gets one: GPU 0. (LS821)\n"
+        "`lockstep explain LS821` says more.\n"
+    )

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm.bootstrap import process_group
-from lockstep.comm.bootstrap.process_group import choose_backend
+from lockstep.comm.bootstrap.backends import backend_on_hosts, choose_backend
+from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.shm.group import ShmProcessGroup
 
@@ -75,6 +76,18 @@ def test_calls_of_an_accelerator_are_compared_on_demand(check: bool, monkeypatch
     assert compared == [b"all_reduce(sum, float32 [3])"] * check
 
 
+def test_the_calls_of_a_destroyed_group_can_be_ended() -> None:
+    # The thread that reads the launcher's channel does it. An error there would end the thread, and no generation that
+    # the launcher decides would reach the worker any more.
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    assert fake_pg
+    group = join("cpu:gloo,cuda:fake", check=True)
+    assert isinstance(group, CheckedProcessGroup)
+    ls.destroy_process_group()
+    group.end_calls(ls.GroupError("Rank 1 is lost."))
+
+
 def test_a_device_without_a_backend_is_named() -> None:
     group = join("shm")
     with pytest.raises(ls.GroupError, match="no backend for mtia tensors"):
@@ -94,11 +107,11 @@ def test_the_backend_of_the_accelerator_is_chosen(kind: str, name: str, monkeypa
 
 def test_gloo_replaces_shared_memory_beside_an_accelerator_on_several_hosts() -> None:
     both = "cpu:shm,cuda:nccl"
-    assert process_group._on_hosts(both, ONE_HOST, 0, is_chosen=True) == both
-    assert process_group._on_hosts(both, TWO_HOSTS, 0, is_chosen=True) == "cpu:gloo,cuda:nccl"
-    assert process_group._on_hosts("shm", TWO_HOSTS, 0, is_chosen=True) == "shm"  # the shm backend does so itself
+    assert backend_on_hosts(both, ONE_HOST, 0, is_chosen=True) == both
+    assert backend_on_hosts(both, TWO_HOSTS, 0, is_chosen=True) == "cpu:gloo,cuda:nccl"
+    assert backend_on_hosts("shm", TWO_HOSTS, 0, is_chosen=True) == "shm"  # the shm backend does so itself
     with pytest.warns(UserWarning, match="uses Gloo instead of shm, because ranks 0 and 1 are not on one host"):
-        process_group._on_hosts(both, TWO_HOSTS, 0, is_chosen=False)
+        backend_on_hosts(both, TWO_HOSTS, 0, is_chosen=False)
 
 
 @pytest.mark.parametrize(

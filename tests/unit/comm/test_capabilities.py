@@ -92,3 +92,13 @@ def test_ranks_that_cannot_share_memory_are_on_one_host_by_its_name() -> None:
     assert hosts.is_one_host
     assert hosts.why_not_shared([0, 1]) == "rank 0 cannot share memory (no Linux)"
     assert not hosts_of("alone, no Linux", "alone, no Linux").is_one_host
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_error_for_a_group_of_before_says_where_to_make_it_again(backend: str) -> None:
+    make(backend, check=True)
+    old = dist.new_group([0])
+    ls.destroy_process_group()
+    make(backend, check=True)
+    with pytest.raises(ValueError, match=r"that was destroyed, as all groups are .* trainer\.on_new_world"):
+        dist.all_reduce(torch.ones(2), group=old)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.checked import CheckedProcessGroup
-from lockstep.comm.collectives import COLLECTIVES, Collective
+from lockstep.comm.collectives import COLLECTIVES, Collective, refuse_one_output_twice
 from lockstep.comm.shm.group import ShmProcessGroup
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
@@ -107,3 +107,12 @@ def test_an_argument_that_is_none_keeps_its_place() -> None:
     assert BY_NAME["broadcast"].read(([ONE], 1, None), {}).options == [1]
     timeout = datetime.timedelta(seconds=1)
     assert [*BY_NAME["all_reduce"].read(([ONE], None, timeout), {}).arguments[1:]] == [None, timeout]
+
+
+def test_one_tensor_for_the_outputs_of_several_ranks_is_refused() -> None:
+    # `[torch.zeros(3)] * world_size`: only what the last rank had sent was left.
+    gather = BY_NAME["all_gather"]
+    refuse_one_output_twice(gather.read(([[ONE, ONE.clone()]], [ONE]), {}))
+    with pytest.raises(ValueError, match=r"all_gather: .* Make a tensor for each rank"):
+        refuse_one_output_twice(gather.read(([[ONE] * 2], [ONE]), {}))
+    refuse_one_output_twice(BY_NAME["all_reduce_coalesced"].read(([ONE, ONE],), {}))  # in place: nothing is lost

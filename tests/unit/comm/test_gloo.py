@@ -1,14 +1,20 @@
 """Connecting Gloo in time."""
 
+import os
+import time
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.channel.client import Channel
+from lockstep.channel.server import ChannelServer
+from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
-from lockstep.errors import GroupError
+from lockstep.comm.open_groups import OPEN_GROUPS
+from lockstep.errors import GroupError, PeerLostError
 
 
 def test_the_error_names_missing_ranks_of_a_subgroup_by_their_ranks_in_the_default_group() -> None:
@@ -18,3 +24,22 @@ def test_the_error_names_missing_ranks_of_a_subgroup_by_their_ranks_in_the_defau
         gloo_connected_in_time(HashStore(), 0, GroupMembers(names=(4, 6)), deadline),
     ):
         pytest.fail("rank 6 did not connect")
+
+
+def test_connecting_ends_when_the_launcher_announces_a_loss() -> None:
+    # Ranks that are late connect twice. The first time nothing ended the wait for a rank that was lost meanwhile.
+    server = ChannelServer()
+    with server.worker_end(0) as descriptor:
+        store = ChannelStore(Channel(os.dup(descriptor), lambda _event: None))
+    store.set("gloo/is_late/1", "True")
+    deadline = Deadline(end=time.monotonic() + 40, limit=timedelta(seconds=80))
+    OPEN_GROUPS.end_calls(PeerLostError("Rank 1 is lost.", rank=1))
+    try:
+        with (
+            pytest.raises(PeerLostError),
+            gloo_connected_in_time(store, 0, GroupMembers(names=range(2)), deadline),
+        ):
+            pytest.fail("rank 1 did not connect")
+    finally:
+        OPEN_GROUPS.renew()
+        server.close()

@@ -1,5 +1,6 @@
 """Whatever a stranger writes into the store of a rendezvous, the workers say so in one message."""
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -44,3 +45,25 @@ def test_garbage_instead_of_a_host_or_a_decision_is_named(garbage: str | bytes) 
     store.set("lockstep/0/handshake/decision", garbage)
     with pytest.raises(GroupError, match="under the key 'decision'"):
         run_handshake(store, ME, timeout=TIMEOUT)
+
+
+class ForgedStore(HashStore):
+    """A store into which a stranger writes after each rank has."""
+
+    forged = ("host/0", "")
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        super().set(*self.forged)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("forged", [["alone, of my choice", "there"], ["elsewhere", "there"], ["boot 1", "a\nb"]])
+def test_a_forged_host_does_not_move_ranks_out_of_shared_memory(forged: list[str], rank: int) -> None:
+    # A well-formed value was believed: the ranks took Gloo, and printed the stranger's text as the reason.
+    store = ForgedStore()
+    for peer in range(2):
+        HashStore.set(store, f"host/{peer}", json.dumps(["boot 1", "here"]))
+    store.forged = (f"host/{rank if forged[0].startswith('alone') else 1 - rank}", json.dumps(forged))
+    with pytest.raises(GroupError, match=r"under the key 'host/[01]', which no worker"):
+        find_hosts(store, rank, GroupMembers(names=range(2)), Deadline.after(TIMEOUT))

@@ -1,13 +1,14 @@
 import gc
 import multiprocessing
 import random
-from collections.abc import Iterator
+import traceback
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader
@@ -277,15 +278,6 @@ def test_an_empty_data_set_is_refused() -> None:
         loader(length=0)
 
 
-def test_a_stream_is_refused() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(())
-
-    with pytest.raises(TypeError, match="Stream is not one"):
-        ShardedLoader(Stream(), batch_size=4, num_shards=2)
-
-
 def test_a_step_outside_the_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match="have 3 steps"):
         loader().epoch(0, start_step=4)
@@ -304,3 +296,30 @@ def test_a_data_set_that_grows_or_shrinks_is_refused() -> None:
     data.length = 22
     with pytest.raises(ValueError, match="has 22 now"):
         next(epoch)
+
+
+class Failing(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 7:
+            raise KeyError("the seventh")
+        return torch.zeros(index % 2 + 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_names_sample_shard_and_step(workers: int) -> None:
+    loader = ShardedLoader(Failing(), batch_size=2, num_shards=2, shuffle=False, num_workers=workers)
+    with pytest.raises(KeyError) as caught:
+        list(loader.epoch(0))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "This was sample 7 of the data set." in text
+    assert "At epoch 0, step 3 (counted from 0), shard 1, samples 7 of the data set." in text
+
+
+def test_samples_of_other_shapes_are_named() -> None:
+    loader = ShardedLoader(Failing(), batch_size=2, num_shards=1, shuffle=False)
+    with pytest.raises(RuntimeError, match="stack") as caught:
+        next(loader.epoch(2))
+    assert caught.value.__notes__ == ["These samples of the data set do not make a batch: 0, 1."]

@@ -114,7 +114,7 @@ def test_a_second_epoch_of_the_same_order_is_warned_of_once() -> None:
     sampler = sampler_of_100()
     assert warnings_of(lambda: list(sampler)) == []
     (said,) = warnings_of(lambda: [list(sampler) for _ in range(3)])
-    assert "every epoch has the same order" in said
+    assert "Two epochs of this DistributedSampler had the same order" in said
     assert "sampler.set_epoch(epoch) before each epoch" in said
     assert "ls.ShardedLoader" in said
 
@@ -172,6 +172,36 @@ def test_a_glance_at_the_first_batch_is_no_epoch(batch_size: int) -> None:
 
     assert warnings_of(look_and_train) == []
     assert len(warnings_of(lambda: list(loader))) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [10, 25])  # with 25 all indices are sent before the first batch
+def test_a_glance_before_set_epoch_in_each_epoch_is_not_warned_of(workers: int, batch_size: int) -> None:
+    """As in PyTorch's tutorial: `len(next(iter(loader))[0])`, then `set_epoch`, then the epoch."""
+    loader = DataLoader(dataset(100), batch_size, sampler=(sampler := sampler_of_100()), num_workers=workers)
+
+    def train() -> None:
+        for epoch in range(3):
+            next(iter(loader))
+            sampler.set_epoch(epoch)
+            list(loader)
+
+    assert warnings_of(train) == []
+
+
+def test_few_batches_that_are_loaded_ahead_are_warned_of_in_the_third_epoch() -> None:
+    loader = DataLoader(dataset(100), 25, sampler=sampler_of_100(), num_workers=2)
+    assert len(warnings_of(lambda: [list(loader) for _ in range(3)])) == 1
+
+
+def test_the_warning_shows_the_line_that_iterates() -> None:
+    loader = DataLoader(dataset(100), 10, sampler=sampler_of_100())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _batch in loader:
+                pass
+    assert caught[0].filename == __file__
 
 
 def test_epochs_that_are_cut_short_are_never_warned_of() -> None:

@@ -54,6 +54,7 @@ def taken(placement: Placement, inventory: Inventory) -> list[Any]:
         ("auto:1", None, LAB, None, [2]),
         ("auto>=10GiB", None, LAB, None, [0, 1, 2, 4]),
         ("auto:4>=10GiB", None, LAB, None, [0, 1, 2, 4]),
+        ("auto:4@10GiB", None, LAB, None, [0, 1, 2, 4]),
         ("auto : 2 >= 14.5 gib", None, LAB, None, [2, 4]),
         ("auto:3>=2000MiB", None, LAB, 1, [1, 2, 4]),
         ("auto>=25GB", None, LAB, None, [2, 4]),
@@ -79,6 +80,7 @@ def test_request_becomes_placement(
         ("[0,", None, FOUR, "but GPUs are named by"),
         ("auto:3>20GiB", None, FOUR, "names no devices"),
         ("auto:3>=20", None, FOUR, "'20' should be an amount of memory with its unit"),
+        ("cpu:2@20GiB", None, FOUR, 'only "auto" asks for free memory'),
         ("cpu:2>=20GiB", None, FOUR, 'only "auto" asks for free memory'),
         (3, None, FOUR, "could be a count or the number of a GPU"),
         ("cpu:2", 3, NONE, "asks for 2 devices, but workers is 3. Leave one of the two out"),
@@ -163,7 +165,7 @@ def test_auto_without_a_free_card_lists_them_all_and_does_not_go_to_the_cpu() ->
     assert "GPU 0 (NVIDIA GeForce RTX 3090) is held by alice, pid 123" in lines[1]
     assert "GPU 1 (NVIDIA GeForce RTX 3090) cannot be used: it is lost" in lines[2]
     assert "is hidden by CUDA_VISIBLE_DEVICES" in lines[3]
-    assert lines[4].endswith('or use "cpu:2" to train on the CPU.')
+    assert lines[4].endswith('or use "cpu:2" to train on the CPU. (LS903)')
 
 
 def test_the_error_for_too_few_free_cards_counts_them() -> None:
@@ -187,7 +189,7 @@ def test_the_error_for_too_few_free_cards_counts_them() -> None:
             "auto",
             machine(held(0)),
             (
-                "Wait, share one (auto>=10GiB asks for free memory alone), take busy ones with --force "
+                "Wait, share one (auto@10GiB asks for free memory alone), take busy ones with --force "
                 '(in Python force=True), or use "cpu:2" to train on the CPU.'
             ),
         ),
@@ -198,7 +200,7 @@ def test_only_what_would_help_is_advised(request_: str, inventory: Inventory, ad
     # To wait and --force were advised where nobody held a card, and neither would have changed anything.
     with pytest.raises(DeviceError) as refused:
         choose_devices(request_, inventory=inventory)
-    assert str(refused.value).splitlines()[-1] == advice
+    assert str(refused.value).splitlines()[-1] == f"{advice} (LS903)"
 
 
 def test_named_cards_that_are_held_are_refused() -> None:

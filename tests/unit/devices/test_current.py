@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.comm.bootstrap import process_group
+from lockstep.comm.bootstrap.backends import own_device
 from lockstep.comm.bootstrap.identity import read_torch_variables
 from lockstep.devices.current import current_accelerator, own_accelerator, take_gpu
 
@@ -61,5 +61,5 @@ def test_a_group_is_bound_to_the_accelerator_whose_backend_it_has(
 ) -> None:
     # Only NCCL's groups were.
     own = {"cuda": "nccl", "xpu": "xccl"}[accelerator]
-    found = process_group._own_device(backend.format(own), read_torch_variables({"LOCAL_RANK": "1"}))
+    found = own_device(backend.format(own), read_torch_variables({"LOCAL_RANK": "1"}))
     assert found == (torch.device(accelerator, 1) if is_bound else None)

@@ -1,14 +1,19 @@
 """Copies of inputs beside the computation: complete when they are used, and their memory is kept as long."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from tests.support.asynchronous_device import asynchronous_device
 from tests.support.fake_device import StreamError
-from torch import Tensor
+from tests.support.threaded_ranks import run_ranks
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+import lockstep as ls
+from lockstep.comm import World
 from lockstep.devices.input_copies import InputCopies
 
 CPU = torch.device("cpu")
@@ -70,3 +75,36 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     tensor = torch.ones(3)
     copies = InputCopies(CPU)
     assert copies.finish(copies.start(tensor)) is tensor
+
+
+def test_a_copy_or_a_pickle_copies_to_the_same_device_and_leaves_the_stream_here() -> None:
+    with asynchronous_device() as device:
+        copies = InputCopies(torch.device(device.name))
+        copies.move(torch.ones(2))
+        for other in (copy.deepcopy(copies), pickle.loads(pickle.dumps(copies))):
+            assert other.move(torch.ones(2)).device.type == torch.device(device.name).type
+
+
+def test_a_wrapper_copies_its_inputs_beside_what_the_device_computes() -> None:
+    # They were copied on the stream that computes, behind all that it had to do.
+    def program(world: World) -> int:
+        with asynchronous_device() as device:
+            module = nn.Linear(4, 2).to(device.name)
+            model = ls.DistributedDataParallel(module, device_ids=[0], process_group=world.group)
+            seen: list[int] = []
+            make = InputCopies.start
+
+            def start(copies: InputCopies, value: Any) -> Any:
+                pending = make(copies, value)
+                seen.append(pending.ended is not None)
+                return pending
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(InputCopies, "start", start)
+                with device.no_blocking_reads():
+                    output = model(torch.ones(3, 4))
+            assert output.shape == (3, 2)
+            model.reducer.close()
+            return sum(seen)
+
+    assert run_ranks(1, program, has_default_group=True) == [1]

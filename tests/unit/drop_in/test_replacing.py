@@ -4,7 +4,6 @@ import copy
 import importlib
 import io
 import os
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -167,21 +166,22 @@ def test_what_torch_has_pickled_is_loaded_as_ours(drop_in: ModuleType) -> None:
         wrapped(torch.full((1, 2), float(world.rank))).sum().backward()
         assert wrapped.module.weight.grad.tolist() == [[0.5, 0.5]]
 
+    drop_in.undo()
     pickled = pickle_with_torchs_classes()
+    drop_in.apply()
     run_ranks(2, load, has_default_group=True)
 
 
 def pickle_with_torchs_classes() -> bytes:
-    """Return a wrapper and a layer as torch pickles them, from a process without the drop-in."""
-    program = """
-import io, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)).eval()
-torch.save((model, torch.nn.SyncBatchNorm(3)), sys.stdout.buffer)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=environment, timeout=50)
-    return bytes(done.stdout)
+    """Return a wrapper and a layer as torch pickles them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)).eval()
+        file = io.BytesIO()
+        torch.save((model, torch.nn.SyncBatchNorm(3)), file)
+    finally:
+        dist.destroy_process_group()
+    return file.getvalue()
 
 
 def test_our_objects_are_copied_and_pickled(drop_in: ModuleType) -> None:

@@ -19,7 +19,7 @@ def test_one_line_says_who_was_lost_what_is_repeated_and_who_runs_what() -> None
     assert str(continued(world_size=2, repeats_step=True)) == (
         "Rank 0 (pid 41) killed by SIGKILL; rank 2 (pid 43) gone. 2 workers continue with epoch 2, step 5, which is "
         "repeated, after 0.05 s. Shards: rank 0: 0 to 2, rank 1: 3. No sample is lost, and no bit of the result "
-        "changes."
+        "changes. (LS604)"
     )
 
 

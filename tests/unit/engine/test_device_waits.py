@@ -171,6 +171,25 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_an_error_of_the_next(
         assert digest == undisturbed
 
 
+class Epochs(ls.Callback):
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def on_epoch(self, trainer: Any, epoch: int) -> None:
+        self.ended.append(epoch)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_last_step_that_is_undone_ends_no_epoch(workers: int) -> None:
+    def program(world: World) -> tuple[list[str], list[int]]:
+        epochs = Epochs()
+        alone_or_all = world if workers > 1 else None
+        said, _ = train_with_bad_steps(alone_or_all, {NUM_STEPS - 1: spoil_loss}, callbacks=[epochs])
+        return [each.partition(":")[0] for each in said], epochs.ended
+
+    assert run_ranks(workers, program) == [([str(NUM_STEPS - 1)], [0])] * workers
+
+
 @pytest.mark.parametrize(("workers", "spoil"), [(1, spoil_gradient), (2, spoil_loss)])
 @pytest.mark.filterwarnings("ignore:The loss of shard", "ignore:The gradient", "ignore:On rank")
 def test_a_step_that_the_device_skips_leaves_what_one_leaves_that_the_host_skips(workers: int, spoil: Any) -> None:

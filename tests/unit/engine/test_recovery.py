@@ -14,6 +14,7 @@ from tests.support.scripted_losses import Lost, ScriptedGenerations, ScriptedLos
 from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
+import lockstep as ls
 from lockstep.comm import World
 from lockstep.engine import recovery
 from lockstep.engine.member import Member
@@ -95,7 +96,10 @@ def script(completes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Scrip
 
 
 def run_with_a_loss(
-    script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch, program: Callable[[World, Any], Any]
+    script: ScriptedLosses,
+    monkeypatch: pytest.MonkeyPatch,
+    program: Callable[[World, Any], Any],
+    num_ranks: int = LOST + 1,
 ) -> list[Any]:
     """Run a program on three ranks, one of which is lost; return what the others return."""
 
@@ -108,7 +112,7 @@ def run_with_a_loss(
             return None
 
     of_rank: dict[int, Any] = {}
-    return run_ranks(LOST + 1, on_rank, has_default_group=True)[:LOST]
+    return run_ranks(num_ranks, on_rank, has_default_group=True)[:LOST]
 
 
 def rank_of_thread() -> int:
@@ -177,6 +181,68 @@ def test_a_run_ends_with_the_bits_of_the_undisturbed_one(
         return result
 
     assert run_with_a_loss(script, monkeypatch, program) == [undisturbed[model]] * 2
+
+
+def train_with_callbacks(world: World | None, arm: Callable[[str], None] = lambda _: None) -> list[Any]:
+    """Train two epochs with callbacks that change the result; call `arm` before each kind of call."""
+    callbacks: list[Any] = [ls.EMA(0.5), ls.SWA(0), ls.Freeze("first.*", until_epoch=1), ls.MaxSteps(8)]
+    run = Run(world, callbacks=callbacks, on_worker_loss="continue")
+    for epoch in range(2):
+        for batch in run.loader.epoch(epoch):
+            arm("epoch" if batch.cursor.step + 1 == batch.num_steps else "step")
+            run.trainer.step(batch)
+            if run.trainer.is_ending:
+                break
+    arm("evaluate")
+    value = run.trainer.evaluate(run.loader, Scripted.metric.__get__(run), weights=callbacks[0])["metric"].value
+    return [run.trainer.digest(), callbacks[0].digest(), callbacks[1].digest(), run.trainer.global_step, value]
+
+
+@pytest.fixture(scope="module")
+def with_callbacks() -> list[Any]:
+    return run_ranks(1, lambda _: train_with_callbacks(None))[0]
+
+
+@WHO_COMPLETES
+@pytest.mark.parametrize(
+    ("call", "number", "exchange", "count"),
+    [
+        pytest.param("step", 1, "gather", 3, id="agreeing at the start"),
+        pytest.param("step", 2, "table", 1, id="a step"),
+        pytest.param("epoch", 1, "table", 1, id="the last step of an epoch"),
+        pytest.param("epoch", 1, "gather", 2, id="agreeing at the end of an epoch"),
+        pytest.param("epoch", 1, "gather", 4, id="unfreezing"),
+        pytest.param("evaluate", 1, "gather", 1, id="evaluating averaged weights"),
+    ],
+)
+def test_callbacks_end_with_the_states_of_the_undisturbed_run(
+    call: str,
+    number: int,
+    exchange: str,
+    count: int,
+    completes: tuple[int, ...],
+    with_callbacks: list[Any],
+    script: ScriptedLosses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del completes
+
+    def program(world: World, generations: Any) -> list[Any]:
+        left = number
+
+        def arm(kind: str) -> None:
+            nonlocal left
+            left -= kind == call
+            if kind == call and left == 0:
+                script.lose_at(exchange, count)
+
+        result = train_with_callbacks(world, arm)
+        if generations.number == 0:
+            generations.help_others()
+        assert generations.number == 1, "nobody was lost"
+        return result
+
+    assert run_with_a_loss(script, monkeypatch, program) == [with_callbacks] * 2
 
 
 @pytest.mark.parametrize("completes", [(0,), (1,)])
@@ -254,22 +320,50 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
     assert NUM_SHARDS > LOST
 
 
-def test_workers_join_and_leave_within_an_epoch_so_that_a_new_one_makes_the_calls_of_the_others(
+def test_workers_join_and_leave_before_a_step_of_any_epoch_of_the_first_trainer_that_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the others do at the end of an epoch, before they begin the next one, a new worker would leave out."""
+    """What the others do after the step before, such as an evaluation or a save, a new worker need not do."""
     alone = World(rank=0, world_size=1, group=None)
     generations = ScriptedGenerations(alone, threading.Event(), LOST)
     generations.planned_number = 7
     monkeypatch.setattr(recovery, "current_generations", lambda: generations)
-    changed: list[tuple[int, int]] = []
-    run = Scripted(None)
+    begun: list[tuple[int, bool, int]] = []
+    number_of_steps = [0]
+    second, first = Scripted(None), Scripted(None)
     monkeypatch.setattr(
-        Member, "change", lambda _member, number, _world: changed.append((number, run.trainer.cursor.step))
+        Member,
+        "begin_step",
+        lambda _member, number, _world: begun.append((number, number_of_steps[0] % 2 == 1, first.trainer.cursor.epoch)),
     )
-    num_steps = 0
-    for batch in run.loader.epoch(0):
-        run.trainer.step(batch)
-        num_steps += 1
-    assert changed == [(7, step) for step in range(1, num_steps)]
-    assert num_steps > 1
+    for epoch in range(2):
+        for batch, other in zip(first.loader.epoch(epoch), second.loader.epoch(epoch), strict=True):
+            for run, part in ((first, batch), (second, other)):
+                run.trainer.step(part)
+                number_of_steps[0] += 1
+        first.trainer.evaluate(first.loader, first.metric)
+    of_first = [(number, epoch) for number, is_second, epoch in begun if not is_second]
+    assert {number for number, is_second, _ in begun if is_second} == {0}
+    assert of_first[0] == (0, 0)  # nobody knows of the plan before a step
+    assert {number for number, _ in of_first[1:]} == {7}
+    assert [epoch for _, epoch in of_first].count(1) == len(first.loader)
+
+
+@pytest.mark.parametrize("completes", [()])
+def test_others_are_met_before_a_step_although_no_call_has_failed(
+    completes: tuple[int, ...], finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is lost that the others do not need: one that was to join."""
+    del completes
+
+    def program(world: World, generations: Any) -> Any:
+        run = Scripted(world)
+        batches = iter(run.loader.epoch(0))
+        run.trainer.step(next(batches))
+        script.note_loss()
+        called = len(generations.reports)
+        run.trainer.step(next(batches))
+        assert generations.reports[called:].count("joined") == 1
+        return run.finish()
+
+    assert run_with_a_loss(script, monkeypatch, program, num_ranks=LOST) == [finished] * LOST

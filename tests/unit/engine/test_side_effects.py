@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.engine.test_trainer import loader, mean_loss, model
+from tests.support.threaded_ranks import run_ranks
+from tests.unit.engine.test_trainer import data, loader, mean_loss, model
 from torch import Tensor, nn
 
+from lockstep.comm import World
+from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 
 DTYPE = torch.float64
@@ -168,3 +171,24 @@ def test_numbers_are_as_if_shard_0_had_run_once() -> None:
     with pytest.warns(UserWarning, match=r"has changed 1\.calls, and"):
         take_step(kept)
     assert kept.calls == len(kept.seen) == 12
+
+
+def test_state_that_only_another_worker_changes_is_warned_of_there() -> None:
+    # Only rank 0 looked. Numbers are told apart without a second forward, which could call collectives.
+    def program(world: World) -> None:
+        layer = Layer(average_in_place if world.rank else keep_nothing, mean=torch.ones(1, dtype=DTYPE))
+        net = nn.Sequential(model(), layer)
+        training = Trainer(
+            net, torch.optim.SGD(net.parameters(), 0.1), loss=mean_loss, num_shards=4, world=world, deterministic=False
+        )
+        shards = ShardedLoader(data(16), batch_size=8, num_shards=4, seed=3, world=world)
+        training.step(next(iter(shards.epoch(0))))
+        training.close()
+
+    with pytest.warns(UserWarning, match=r"has changed 1\.mean, and") as warned:
+        run_ranks(2, program)
+    assert len(warned) == 1
+
+
+def keep_nothing(_layer: Layer, inputs: Tensor) -> Tensor:
+    return inputs

@@ -17,6 +17,9 @@ class RecordedServer:
         taken, self.reported = self.reported, []
         return taken
 
+    def settle(self) -> None:
+        """Do nothing: what is reported is there."""
+
     def send(self, worker: int, message: dict[str, Any]) -> None:
         self.sent.append((worker, message))
 
@@ -52,8 +55,11 @@ class Launch:
         return self.continuation.continue_without(ended)
 
     def wish(self, num_workers: int, *leaving: int) -> Any:
-        arrived = tuple(self.continuation.reports.waiting)
+        arrived = self.continuation.arrived()
         return self.continuation.change(Wishes(num_workers=num_workers, leaving=leaving, arrived=arrived))
+
+    def absent(self) -> list[int]:
+        return list(self.continuation.absent)
 
     def take_sent(self) -> dict[int, dict[str, Any]]:
         taken, self.server.sent = dict(self.server.sent), []
@@ -77,6 +83,23 @@ def test_survivors_are_told_at_once_who_is_lost() -> None:
     }
 
 
+def test_absent_is_for_whom_others_wait_after_a_loss() -> None:
+    launch = Launch()
+    launch.lose(0)
+    launch.now = 3.0
+    assert not launch.absent(), "nobody waits yet"
+    launch.report(2, report="meets", generation=1)
+    assert launch.absent() == [1]
+    assert launch.continuation.decided_for == 3.0
+    launch.report(1, report="meets", generation=1)
+    assert not launch.absent()
+    launch.join(1, 2)
+    launch.arrive(3)
+    launch.wish(3)
+    launch.report(1, report="meets", generation=2)
+    assert not launch.absent(), "between two steps others may do what takes long"
+
+
 def test_a_second_loss_before_all_have_joined_is_another_generation() -> None:
     launch = Launch()
     launch.lose(1)
@@ -96,9 +119,22 @@ def test_nobody_continues_without_a_worker_that_cannot() -> None:
     assert launch.lose(1)
 
 
+def test_a_run_has_begun_when_all_could_continue_at_some_time() -> None:
+    launch = Launch()
+    assert launch.continuation.has_begun
+    starting = Launch.__new__(Launch)
+    starting.server = RecordedServer()
+    starting.continuation = Continuation(starting.server, {0: 100, 1: 101})
+    starting.ready(0)
+    assert [starting.continuation.has_begun] == [False]
+    starting.ready(1)
+    assert [starting.continuation.has_begun] == [True]
+
+
 def test_too_few_are_told_to_stop() -> None:
     launch = Launch(min_workers=3)
     assert not launch.lose(1)
+    assert "min_workers is 3" in launch.continuation.stop_reason
     assert {message["event"] for message in launch.take_sent().values()} == {"stop"}
 
 
@@ -107,6 +143,15 @@ def test_after_an_error_of_the_function_nothing_changes() -> None:
     launch.continuation.refuse()
     assert not launch.lose(1)
     assert not launch.wish(2, 2).leaving
+
+
+def test_after_an_error_the_end_of_one_that_was_to_leave_lets_nobody_wait_on() -> None:
+    launch = Launch()
+    launch.wish(2, 1)
+    launch.join(0)
+    assert launch.lose(1)  # it has left
+    launch.continuation.refuse()
+    assert not launch.lose(1)
 
 
 def test_an_error_without_a_loss_stands_after_a_moment() -> None:
@@ -131,6 +176,15 @@ def test_a_new_worker_joins_by_a_planned_generation() -> None:
     assert not launch.continuation.is_settled
     launch.join(3)
     assert launch.continuation.is_settled
+
+
+def test_a_new_worker_that_has_become_silent_is_not_waited_for() -> None:
+    launch = Launch()
+    launch.arrive(3)
+    launch.now = 10.0
+    assert not launch.wish(4).arrived
+    launch.report(3, report="alive", number=1, waits=True, calls=0, place="")
+    assert launch.wish(4).arrived == (3,)
 
 
 def test_a_worker_that_leaves_has_no_rank() -> None:
@@ -158,7 +212,10 @@ def test_nothing_is_planned_when_a_worker_makes_no_calls_any_more() -> None:
 
 
 def test_a_loss_supersedes_a_planned_generation() -> None:
-    """A worker that was to leave stays a member: who knows whether the boundary was made. New ones begin anew."""
+    """A worker that was to leave stays a member: who knows whether the boundary was made.
+
+    A new one waits for another boundary: the others may be in an evaluation, which it does not make.
+    """
     launch = Launch()
     launch.arrive(3)
     launch.wish(3, 1)
@@ -166,9 +223,13 @@ def test_a_loss_supersedes_a_planned_generation() -> None:
     launch.take_sent()
     assert launch.lose(2)
     sent = launch.take_sent()
-    assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: 1, 3: 2}
-    assert sent[0]["arrived"] == [{"rank": 2, "pid": 103}]
+    assert sent.pop(3) == {"event": "set_aside"}
+    assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: 1}
+    assert not sent[0]["arrived"]
     assert not sent[0]["planned"]
+    assert 3 not in launch.continuation.members
+    launch.join(0, 1)
+    assert launch.wish(3).arrived == (3,)
 
 
 def test_who_was_to_leave_is_gone_when_another_has_joined_without_it() -> None:

@@ -6,7 +6,14 @@ import sys
 import pytest
 
 from lockstep.errors import WorkerFailure
-from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback
+from lockstep.launch.exits import (
+    describe_exit,
+    describe_failures,
+    exit_status,
+    find_traceback,
+    says_another_failed,
+    users_part,
+)
 
 CHAINED = "try:\n  1 / 0\nexcept ZeroDivisionError as error:\n  raise ValueError('two\\nlines') from error"
 IN_HANDLER = "try:\n  1 / 0\nexcept ZeroDivisionError:\n  {}['key']"
@@ -24,6 +31,28 @@ def test_a_traceback_is_found_as_python_writes_it(code: str) -> None:
     assert find_traceback(f"{earlier}a log line\n{written}after it") == f"{written}after it"
 
 
+TORCHS = """loading
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]:     step()
+[rank1]: lockstep.errors.PeerLostError: Rank 0 has left the group.
+[rank1]: Every rank must make the same calls.
+The script of rank 0 has ended after 5 backwards.
+"""
+
+
+def test_torch_puts_the_rank_before_each_line_of_a_traceback() -> None:
+    # Nothing of it was recognized: not the place, not the error, and what was written after it passed for the error.
+    found = find_traceback(TORCHS)
+    assert found.splitlines()[0] == "Traceback (most recent call last):"
+    assert found.splitlines()[-1] == "Every rank must make the same calls."
+    assert says_another_failed(found)
+    later = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nKeyError: 1\n'
+    assert find_traceback(TORCHS + later) == later
+    assert not says_another_failed(later)
+    assert not says_another_failed("")
+
+
 def test_no_traceback_is_found_where_there_is_none() -> None:
     assert find_traceback("") == ""
     assert find_traceback("loading\nusage: x [-h]\nx: error: the following arguments are required: lr\n") == ""
@@ -32,6 +61,7 @@ def test_no_traceback_is_found_where_there_is_none() -> None:
 def test_an_end_is_described_with_code_or_signal() -> None:
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-11) == "killed by SIGSEGV"
+    assert describe_exit(-11, place="a.py:1 in f") == "killed by SIGSEGV at a.py:1 in f"
     assert describe_exit(-9) == "killed by SIGKILL, by another process or by the kernel because memory ran out"
     assert describe_exit(-9, killer="by the kernel") == "killed by SIGKILL, by the kernel"
     assert describe_exit(-40) == "killed by signal 40"
@@ -43,7 +73,7 @@ def test_the_first_failure_is_described_in_full_and_the_others_in_a_line() -> No
         WorkerFailure(rank=rank, reason=reason, traceback=traceback, error=None)
         for rank, reason, traceback in ((2, "one", "Trace\n"), (0, "one", "Other"), (1, "two\nlines", ""))
     )
-    assert describe_failures([first]) == "Worker 2 failed first: one\n\nTraceback of worker 2:\nTrace"
+    assert describe_failures([first]) == "Worker 2 failed first: one (LS601)\n\nTraceback of worker 2:\nTrace"
     message = describe_failures([first, *others])
     assert "Failed in the same way: worker 0." in message
     assert message.endswith("Failed after it, probably because of it: worker 1 (two).")
@@ -59,3 +89,46 @@ def test_scripts_that_end_with_one_exit_code_but_other_errors_did_not_fail_in_th
     text = describe_failures([first, *others])
     assert "Failed in the same way: worker 2." in text
     assert text.endswith("worker 0 (ended with exit code 1, lockstep.errors.PeerLostError: Rank 1 failed.).")
+
+
+OURS = """Traceback (most recent call last):
+  File "/site/lockstep/engine/step.py", line 3, in step
+    loss = self.loss()
+           ^^^^^^^^^^^
+  File "/home/user/mine.py", line 7, in loss
+    return outputs[3]
+  File "/site/torch/tensor.py", line 1, in __getitem__
+    raise
+IndexError: 3
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/site/lockstep/engine/step.py", line 9, in step
+    raise
+LossError: no
+"""
+
+
+def test_a_traceback_begins_with_the_users_first_frame() -> None:
+    short = users_part(OURS, ["/site/"])
+    assert short.startswith('Traceback (most recent call last):\n  File "/home/user/mine.py", line 7, in loss\n')
+    assert "tensor.py" in short
+    assert "line 3, in step" not in short
+    assert "line 9, in step" in short  # the last frame of one without a frame of the user's
+    assert users_part(OURS, ["/other/"]) == OURS.rstrip("\n")
+
+
+def test_of_a_traceback_without_the_users_frames_the_last_one_is_shown() -> None:
+    trace = OURS.split("\n\n", maxsplit=1)[0]
+    short = users_part(trace, ["/site/", "/home/user"])
+    assert short.splitlines() == [trace.splitlines()[0], *trace.splitlines()[-3:]]
+
+
+def test_of_a_traceback_that_was_printed_only_place_and_error_are_repeated() -> None:
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    f()\nKeyError: 1\n'
+    failure = WorkerFailure(rank=1, reason="ended with exit code 1", traceback=trace, error=None)
+    assert describe_failures([failure], is_shown=True) == (
+        'Worker 1 failed first: ended with exit code 1 (LS601)\n  File "a.py", line 3, in <module>\nKeyError: 1\n'
+        "Its traceback is above."
+    )

@@ -170,35 +170,27 @@ def test_the_status_of_all_ranks_is_read_on_each(over_hosts: bool) -> None:
         assert (second.failed, second.batch_sizes) == ((1,), (1, 2, 3))
 
 
-def test_what_is_waited_for_is_said() -> None:
-    def program(world: World) -> list[str]:
-        said = []
+def test_since_when_it_waits_is_known_until_the_backward_is_reset() -> None:
+    def program(world: World) -> list[bool]:
+        waits = []
 
         class Slow(Recorder):
             def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
-                return lambda: said.append(schedule.describe_wait())
+                return note
+
+        def note() -> None:
+            waits.append(schedule.waits.seconds() >= 0)
 
         schedule = BucketSchedule(world, Slow(), purpose="a test")
         bucket_set, _ = buckets_of(world)
         schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
-        said.append(schedule.describe_wait())
+        note()
         schedule.complete(RankStatus())
         schedule.reset()
-        said.append(schedule.describe_wait())
-        with schedule.waits.during("buffers"):
-            said.append(schedule.describe_wait())
-            assert schedule.waits.seconds() >= 0
-        assert schedule.waits.seconds() < 0
-        return said
+        note()
+        return waits
 
-    assert on_one_rank(program) == [
-        "",
-        "waits for bucket 1 of 3 (2)",
-        "waits for bucket 2 of 3 (1)",
-        "waits for bucket 3 of 3 (0)",
-        "",
-        "waits for buffers",
-    ]
+    assert on_one_rank(program) == [False, True, True, True, False]
 
 
 def test_futures_of_others_are_waited_for_once() -> None:

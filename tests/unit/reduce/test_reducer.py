@@ -91,6 +91,29 @@ def test_gradients_are_the_mean_in_every_step(num_ranks: int, is_asynchronous: C
                 torch.testing.assert_close(mine, expected)
 
 
+def test_a_model_that_is_frozen_while_its_buckets_get_their_order_is_reduced_afterwards() -> None:
+    # A critic is frozen while its generator trains. Its parameters had no hooks then, and none later: each rank trained
+    # its own critic from the second step on, without a word.
+    def program(world: World) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(7, 1), nn.Linear(5, 7)])  # registered in another order than they are used in
+        reducer = reducer_of(layers, world)
+        for step, is_frozen in enumerate((False, True, False)):
+            layers.zero_grad()
+            layers.requires_grad_(not is_frozen)
+            rows = inputs(world.rank, step).requires_grad_()
+            reducer.finish_interrupted()
+            output = layers[0](layers[1](rows).tanh())
+            reducer.mark(output, num_samples=len(rows))
+            output.square().mean().backward()
+        assert reducer.num_reductions == 2
+        return gradients(layers)
+
+    first, second = run_ranks(2, program)
+    for mine, others in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, others, rtol=0, atol=0)
+
+
 def test_a_mean_of_three_in_bfloat16_is_right_where_only_some_gradients_are_scaled_early() -> None:
     # What was scaled when its bucket was sent was too large by 0.19 %: by 1/3 rounded to bfloat16.
     sizes = [20_000, 16_000]  # a large gradient is scaled on its way into the bucket, a small one later with the rest

@@ -5,6 +5,7 @@ packed, or read before it is reduced.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -182,7 +183,9 @@ def test_a_step_of_a_wrapped_model_never_waits_for_the_device() -> None:
 
             def step(rows: Tensor) -> None:
                 model.zero_grad()
-                wrapped(rows, USED[world.rank]).square().mean().backward()
+                # It may wait for what the last step has left, when the device has this one to do.
+                with nullcontext() if wrapped.reducer.num_reductions == 0 else device.no_blocking_reads():
+                    wrapped(rows, USED[world.rank]).square().mean().backward()
 
             found = steps_of(world, device, step)
             wrapped.reducer.close()

@@ -11,6 +11,7 @@ from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, S
 from lockstep.report import MetricsFile, PlainLines, ProgressBar
 from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import read_metrics
+from lockstep.report.progress import Speed
 
 STARTED = RunStarted(
     world_size=2,
@@ -130,7 +131,7 @@ def test_progress_bar_shows_steps_on_a_terminal() -> None:
         for event in EVENTS:
             bar.record(event)
     told = stream.getvalue()
-    assert "4/4" in told
+    assert "step 4/4" in told
     assert "test accuracy 75.00%" in told
 
 
@@ -179,3 +180,11 @@ def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_roo
     path.parent.mkdir()
     recorder.record(step(3))
     assert [row["global_step"] for row in read_metrics(path)] == [3]
+
+
+def test_the_speed_says_what_is_left_of_epoch_and_run() -> None:
+    times = iter([0.0, 2.0, 4.0])
+    speed = Speed(lambda: next(times))
+    speed.begin(STARTED, 0)  # 2 epochs of 2 steps, 500 samples each
+    assert speed.after(1) == "125 samples/s  left: epoch 0:02, run 0:06"
+    assert speed.after(2) == "125 samples/s  left: epoch 0:00, run 0:04"

@@ -35,6 +35,15 @@ def not_a_model():
 def synced():
     return nn.Sequential(nn.SyncBatchNorm(6), Net())
 
+def weights(train, length=None):
+    return [float(index == 2) for index in range(length or len(train))]
+
+def few_weights(train):
+    return weights(train, 3)
+
+def no_weights(train):
+    return train.weights
+
 def frozen():
     return Net().requires_grad_(False)
 
@@ -115,7 +124,7 @@ def build(**changes: Any) -> RunParts:
         ({"model_args": {"outputz": 3}}, "unexpected keyword argument 'outputz'"),
         ({"data_args": {"fail": "os"}}, "data could not be constructed: OSError: disk gone"),
         ({"data_args": {"length": 0}}, "whose train set cannot be used: The data set is empty"),
-        ({"data": "own_things:stream"}, "Stream is not one"),
+        ({"data": "own_things:stream"}, "The stream has no records"),
         ({"data": "own_things:not_a_model"}, "int is not one"),
         ({"loss": "own_things:a_number"}, "expected a function or a class"),
         ({"optimizer": "own_things:no_optimizer"}, "not a torch.optim.Optimizer"),
@@ -123,9 +132,13 @@ def build(**changes: Any) -> RunParts:
         ({"loss": "own_things:own_loss", "loss_args": {"scael": 2}}, "its parameters are (output, target, scale=1)"),
         ({"data": "own_things:three"}, "returned 3 data sets"),
         ({"optimizer": "torch.optim:LBFGS"}, "whose step wants a closure"),
-        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "whose step wants arguments"),
+        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "in a config scheduler: plateau"),
         ({"scheduler": "own_things:no_scheduler"}, "not a learning-rate scheduler"),
         ({"metric": "own_things:a_number"}, "expected a function"),
+        ({"weights": "own_things:few_weights"}, "weights has 3 numbers, and the data set has 20 samples"),
+        ({"weights": "own_things:no_weights"}, "called with the training set and raised AttributeError"),
+        ({"weights": "own_things:a_number"}, "expected a function of the training set"),
+        ({"weights": "balanced"}, "TensorDataset holds the shape [20, 1] of torch.float32"),
         ({"model": "own_things:synced"}, "0 is SyncBatchNorm"),
     ],
 )
@@ -158,6 +171,16 @@ def test_the_last_batch_is_left_out_of_the_training_data_alone() -> None:
     assert parts.test is not None
     assert len(parts.train) == 1
     assert sum(batch.num_samples for batch in parts.test.fixed_assignment_epoch()) == 8
+
+
+def test_weights_are_of_the_training_data_alone() -> None:
+    parts = build(data="own_things:split", batch_size=4, weights="own_things:weights")
+    assert parts.test is not None
+    drawn = {index for batch in parts.train.epoch(0) for part in batch.slices for index in part.indices}
+    assert drawn == {2}
+    assert sum(batch.num_samples for batch in parts.test.epoch(0)) == 8
+    parts = build(data="own_things:split", batch_size=4, weights="own_things:weights", overfit=2)
+    assert len({index for batch in parts.train.epoch(0) for part in batch.slices for index in part.indices}) == 8
 
 
 def test_a_list_of_two_data_sets_is_train_and_test() -> None:

@@ -10,6 +10,7 @@ from lockstep.runs.changes import check_changes, check_names, find_changes
 SAVED: dict[str, Any] = {
     "epochs": 12,
     "batch_size": 128,
+    "weights": None,
     "max_grad_norm": None,
     "num_shards": 4,
     "precision": "float32",
@@ -72,6 +73,7 @@ def test_leave_is_given_by_name_or_by_one_above_or_to_all(allowed: list[str]) ->
         ({"precision": "float16"}, "gradient scaler"),
         ({"scheduler": "mine:Decay"}, "the scheduler's state"),
         ({"batch_size": 64, "is_mid_epoch": True}, "used twice"),
+        ({"weights": "balanced", "is_mid_epoch": True}, "used twice"),
     ],
 )
 def test_what_cannot_be_allowed_says_so(values: dict[str, Any], said: str) -> None:

@@ -58,6 +58,7 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         ("- a", (), "holds a list"),
         (MINIMAL + "model: again:Net\n", (), "duplicate key"),
         ("data: a:b\n", (), "'model' is missing"),
+        (MINIMAL, ("weights=uniform",), "weights is 'uniform', expected balanced, or an import path"),
         (MINIMAL, ("bach_size=8",), "Did you mean 'batch_size'?"),
         (MINIMAL, ("zzz=8",), "Known keys: model,"),
         (MINIMAL, ("epochs=many",), "epochs is 'many', expected a whole number."),
@@ -73,6 +74,11 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         (MINIMAL, ("device_ids=1.5",), "a list of GPU numbers"),
         (MINIMAL, ("device_ids=[a]",), "a list of GPU numbers"),
         (MINIMAL, ("model=some.module.Net",), "package.module:name"),
+        (MINIMAL, ("model=mine.parts.Net",), "Did you mean 'mine.parts:Net'?"),
+        (MINIMAL, ("optimizer=torch.optim.AdamW",), "Did you mean 'torch.optim:AdamW'?"),
+        (MINIMAL, ("optimizer=AdamW",), "Did you mean 'torch.optim:AdamW'?"),
+        (MINIMAL, ("lr=0.1",), "there is no key 'lr'. Did you mean 'optimizer_args.lr'?"),
+        (MINIMAL, ("early_stopping=val_loss",), "For example: {metric: val_loss, patience: 3}."),
         (MINIMAL, ("model=3",), "model is 3, expected text"),
         (MINIMAL, ("run_dir=2024-13-45",), "is not YAML"),
         (MINIMAL, ("epochs",), "expected key=value"),
@@ -108,6 +114,26 @@ def test_a_run_does_not_start_with_fewer_workers_than_it_may_have_left(tmp_path:
     config.check_workers(2)
     with pytest.raises(ConfigError, match="min_workers is 2, but the run starts with 1 worker"):
         config.check_workers(1)
+
+
+def test_respawn_is_a_number_or_true(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert [read_config(path, [f"respawn={given}"]).respawn for given in ("true", "false", "7")] == [3, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["respawn=-1"], "respawn is -1, expected at least 0"),
+        (["respawn=often"], "respawn is 'often', expected a whole number"),
+        (["evict_after=0"], "evict_after is 0, expected more than 0"),
+        (["respawn_minutes=0"], "respawn_minutes is 0, expected more than 0"),
+        (["spares=1", "on_worker_loss=stop"], "spares is 1, but on_worker_loss is 'stop'"),
+    ],
+)
+def test_keys_for_lost_workers_are_checked(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config(write(tmp_path, MINIMAL), overrides)
 
 
 def test_aliases_that_stand_for_gigabytes_are_refused_by_their_size(tmp_path: Path) -> None:

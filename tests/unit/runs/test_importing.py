@@ -8,7 +8,9 @@ from lockstep.runs.importing import call_object, import_object
 
 @pytest.fixture(autouse=True)
 def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "good_module.py").write_text("class Net:\n    def make(self): pass\n")
+    (tmp_path / "good_module.py").write_text(
+        "class Net:\n    def make(self): pass\nclass AdamW: pass\nclass Adam: pass\n"
+    )
     (tmp_path / "needy_module.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "broken_module.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -23,6 +25,7 @@ def test_a_dotted_name_is_found() -> None:
     [
         ("good_module", "package.module:name"),
         ("good_module:Nett", "'good_module' has no 'Nett'. Did you mean 'Net'?"),
+        ("good_module:Adamw", "Did you mean 'AdamW'?"),
         ("good_module:Net.mak", "'good_module.Net' has no 'mak'. Did you mean 'make'?"),
         ("nowhere_module:Net", "there is no module 'nowhere_module'"),
         ("good_module.inner:Net", "there is no module 'good_module.inner'"),
@@ -52,3 +55,14 @@ def test_our_own_errors_pass_through() -> None:
 
     with pytest.raises(DataFileError, match=r"^said once$"):
         call_object("data", fail)
+
+
+def test_the_arguments_that_a_function_takes_are_listed() -> None:
+    def optimizer(lr: float, momentum: float = 0.0) -> None:
+        """Takes two arguments."""
+        raise ValueError(f"{lr} and {momentum} do not fit")
+
+    with pytest.raises(ConfigError, match=r"learning_rate=1[.] It takes lr, momentum[.] Run with"):
+        call_object("optimizer", optimizer, learning_rate=1)
+    with pytest.raises(ConfigError, match=r"lr=1[.] Run with"):  # its arguments are not what is wrong
+        call_object("optimizer", optimizer, lr=1)

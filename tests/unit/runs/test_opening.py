@@ -94,7 +94,7 @@ def test_an_older_one_is_taken_where_all_newer_ones_are_broken(old: Path) -> Non
     assert run.run_dir == old
     assert run.origin is not None
     assert run.origin.checkpoint.name == "step-00000003.ckpt"
-    assert "tensor 'a' is not as written. Trying the checkpoint before it." in told[0]
+    assert "tensor 'a' is not as written. (LS702) Trying the checkpoint before it." in told[0]
     assert names(old) == ["step-00000003.ckpt"]
     assert (old / "step-00000007.ckpt.broken").is_file()
     newest.write_bytes(b"broken")
@@ -192,3 +192,13 @@ def test_what_is_not_this_run_is_not_written_over(old: Path, tmp_path: Path) -> 
     (tmp_path / "photos" / "cat.png").touch()
     with pytest.raises(RunDirectoryError, match="is not the directory of a run"):
         automatic(None, run_dir="photos")
+
+
+def test_a_refused_resume_without_a_path_says_which_run_it_took(old: Path) -> None:
+    took = r"--resume without a path took runs/mine/step-00000007[.]ckpt, the newest checkpoint of the last run named"
+    with pytest.raises(CheckpointError, match=took) as newest:
+        opened(NEWEST, seed=3)
+    assert str(newest.value).count("(LS709)") == 1
+    with pytest.raises(CheckpointError) as named:
+        opened(str(old), seed=3)
+    assert "without a path" not in str(named.value)

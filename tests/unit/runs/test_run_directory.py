@@ -45,9 +45,9 @@ def test_a_run_that_loses_the_race_for_a_directory_is_told_who_has_it() -> None:
 def test_a_directory_that_a_killed_run_has_left_before_its_first_step_is_used_again() -> None:
     # SIGHUP while the workers started left a directory that blocked its own name.
     left = make_run_directory("mine", "a")
-    for name in ("config.yaml", ".lock", "environment.json", "uncommitted-1.patch", f".config.yaml.{'a' * 32}.tmp"):
+    for name in (".lock", "config.yaml", "environment.json", "uncommitted-1.patch", f".config.yaml.{'a' * 32}.tmp"):
         (left / name).touch()
-    assert make_run_directory("mine", "a") == left
+        assert make_run_directory("mine", "a") == left  # also where there is the lock alone
     (left / "metrics.jsonl").touch()
     with pytest.raises(RunDirectoryError, match="exists already"):
         make_run_directory("mine", "a")

@@ -20,6 +20,7 @@ from lockstep.torch_private import (
     is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
+    run_backward_of_leaf,
     tensor_hooks,
 )
 
@@ -124,6 +125,18 @@ def test_a_callback_is_dropped_uncalled_when_the_backward_fails() -> None:
 def test_a_callback_needs_a_backward() -> None:
     with pytest.raises(RuntimeError):
         queue_callback(lambda: None)
+
+
+def test_a_backward_of_a_leaf_takes_one_number_and_accumulates_nothing() -> None:
+    found: list[int] = []
+    leaf = torch.zeros((), requires_grad=True)
+    leaf.register_hook(lambda _: found.append(current_graph_task_id()))
+    run_backward_of_leaf(leaf, torch.zeros(()))
+    with torch.no_grad():
+        run_backward_of_leaf(leaf, torch.zeros(()))
+    torch.autograd.grad(leaf * 2, leaf)
+    assert found == [found[0], found[0] + 1, found[0] + 2], INNER
+    assert leaf.grad is None
 
 
 def test_graph_tasks_are_numbered_one_by_one() -> None:

@@ -12,7 +12,9 @@ from lockstep.torch_private import (
     foreach_add_,
     foreach_copy_,
     foreach_div_,
+    foreach_lerp_,
     foreach_mul_,
+    foreach_norm,
     storage_address,
     storage_use_count,
     version_of,
@@ -202,9 +204,18 @@ def test_operations_on_lists_have_the_bits_of_single_ones(dtype: torch.dtype) ->
     foreach_add_(together, 0.0)
     foreach_mul_(together, 1 / 3)
     foreach_div_(together, 7)
+    foreach_lerp_(together, right, 0.001)
     for each, other in zip(one_by_one, right, strict=True):
-        each.add_(other).add_(0.0).mul_(1 / 3).div_(7)
+        each.add_(other).add_(0.0).mul_(1 / 3).div_(7).lerp_(other, 0.001)
     assert all(map(torch.equal, one_by_one, together)), "digests would change: gradients of a step have other bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_magnitude_shows_one_number_that_is_not_finite(dtype: torch.dtype) -> None:
+    tensors = [torch.full((1000,), torch.finfo(dtype).max, dtype=dtype) for _ in range(3)]
+    tensors[1][-1], tensors[2][0] = float("nan"), float("-inf")
+    found = [each.isfinite().item() for each in foreach_norm(tensors, ord=float("inf"))]
+    assert found == [True, False, False], "DistributedDataParallel on a GPU: such a gradient would not be found"
 
 
 @pytest.mark.parametrize("device", DEVICES)

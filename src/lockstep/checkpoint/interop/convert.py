@@ -76,9 +76,11 @@ def convert_weights(
         with _atomic_replace(target) as path:
             _WRITERS[form](path, as_state_dict({**tensors, **extra}, versions))
     except KeyError as error:  # safetensors has no name for the dtype
-        raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}.") from error
+        raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}. (LS726)") from error
     except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{target} could not be written: {error}. Nothing at this path was changed.") from error
+        raise CheckpointError(
+            f"{target} could not be written: {error}. Nothing at this path was changed. (LS726)"
+        ) from error
     return Conversion(
         recognised=_describe(weights, renaming, form, key),
         form=form,
@@ -90,35 +92,39 @@ def convert_weights(
 def _choose_form(target: Path, form: Form | None) -> Form:
     suffix_form = _SUFFIXES.get(target.suffix)
     if form is not None and form not in get_args(Form):
-        raise CheckpointError(f"{form!r} is not a known format. Expected one of: {', '.join(get_args(Form))}.")
+        raise CheckpointError(f"{form!r} is not a known format. Expected one of: {', '.join(get_args(Form))}. (LS726)")
     if form is not None and suffix_form not in {None, form}:
         raise CheckpointError(
-            f"{target} has the suffix of format {suffix_form}, but format {form} was requested. Choose another name."
+            f"{target} has the suffix of format {suffix_form}, but format {form} was requested. "
+            "Choose another name. (LS726)"
         )
     chosen = form or suffix_form
     if chosen is None:
         raise CheckpointError(
             f"The format to write to {target} is not known from its suffix. Expected .pt, .safetensors or .dcp; for "
-            "another suffix, give --to pt, --to safetensors or --to dcp."
+            "another suffix, give --to pt, --to safetensors or --to dcp. (LS726)"
         )
     return chosen
 
 
 def _check_target(target: Path, form: Form, *, force: bool) -> None:
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target} could not be written: there is no folder {target.parent}. Create it first.")
+        raise CheckpointError(
+            f"{target} could not be written: there is no folder {target.parent}. Create it first. (LS726)"
+        )
     if not os.path.lexists(target):
         return
     if not force:
-        raise CheckpointError(f"{target} exists already. Choose another name, or replace it with --force.")
+        raise CheckpointError(f"{target} exists already. Choose another name, or replace it with --force. (LS726)")
     is_sharded = target.is_dir() and ((target / METADATA_NAME).is_file() or not any(target.iterdir()))
     if target.is_dir() and not is_sharded:
-        raise CheckpointError(f"{target} is a folder of other files and is not replaced. Choose another name.")
+        raise CheckpointError(f"{target} is a folder of other files and is not replaced. Choose another name. (LS726)")
     if target.is_dir() != (form == "dcp"):
         found = "folder" if target.is_dir() else "file"
         expected = "folder" if form == "dcp" else "file"
         raise CheckpointError(
-            f"{target} is a {found}, but format {form} is a {expected}. Remove it first, or choose another name."
+            f"{target} is a {found}, but format {form} is a {expected}. "
+            "Remove it first, or choose another name. (LS726)"
         )
 
 

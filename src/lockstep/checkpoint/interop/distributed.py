@@ -115,7 +115,7 @@ class DistributedCheckpoint:
         reason = str(cause).strip().split("\n")[0] or type(cause).__name__
         return CheckpointError(
             f"{self.path} cannot be read as a folder of torch.distributed.checkpoint: {reason}. Copy the folder again, "
-            "with every *.distcp file."
+            "with every *.distcp file. (LS722)"
         )
 
     def _empty_tensor(self, name: str) -> Any:
@@ -128,7 +128,7 @@ class DistributedCheckpoint:
         if covered != math.prod(entry.size):
             raise CheckpointError(
                 f"{self.path} holds only {covered} of the {math.prod(entry.size)} elements of {name}: the chunks of a "
-                "rank are missing."
+                "rank are missing. (LS725)"
             )
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
@@ -157,7 +157,7 @@ class _Planner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{name} is not a tensor and needs pickle, so it was not read. Ask its author to leave it out of the "
-                "checkpoint."
+                "checkpoint. (LS721)"
             ) from error
 
 
@@ -205,14 +205,14 @@ def _read_metadata(path: Path) -> Metadata:
         if "." in str(error) and " " not in str(error):
             raise CheckpointError(
                 f"{file_path} names {error}, which torch.distributed.checkpoint does not write there. Unpickling it "
-                "could run any code, so it was not read."
+                "could run any code, so it was not read. (LS721)"
             ) from error
-        raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
+        raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again. (LS722)") from error
     except UNREADABLE as error:
-        raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again.") from error
+        raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again. (LS722)") from error
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         if (path / name).exists() and not (path / name).is_file():  # opening a named pipe would block
-            raise CheckpointError(f"{path / name} is not a regular file. Copy the folder again.")
+            raise CheckpointError(f"{path / name} is not a regular file. Copy the folder again. (LS722)")
     return metadata
 
 

@@ -38,12 +38,12 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
     if others:
         raise CheckpointError(
             f"{folder} holds {len(others)} weight files and no index: {', '.join(others[:_SHOWN])}. Give the path of "
-            "one of them."
+            "one of them. (LS720)"
         )
     held = f"it holds {', '.join(files[:_SHOWN])}" if files else "it holds no files"
     raise CheckpointError(
         f"{folder} is a folder without weights: {held}. Expected a run directory, a folder of "
-        "torch.distributed.checkpoint or the folder of a Hugging Face model."
+        "torch.distributed.checkpoint or the folder of a Hugging Face model. (LS720)"
     )
 
 
@@ -51,12 +51,16 @@ def _read_index(path: Path) -> Mapping[str, str]:
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a valid index of shards: {error!r}. Download it again.") from error
+        raise CheckpointError(
+            f"{path} is not a valid index of shards: {error!r}. Download it again. (LS725)"
+        ) from error
     if not weight_map:
-        raise CheckpointError(f"{path} is an index without shards. Download it again.")
+        raise CheckpointError(f"{path} is an index without shards. Download it again. (LS725)")
     for file in {str(file) for file in weight_map.values()}:
         if Path(file).name != file or file in {"", ".", ".."}:
-            raise CheckpointError(f"{path} points to {file!r}, outside its folder, so nothing was read.")
+            raise CheckpointError(f"{path} points to {file!r}, outside its folder, so nothing was read. (LS725)")
         if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} names the shard {file}, which does not exist. Download the missing shards.")
+            raise CheckpointError(
+                f"{path} names the shard {file}, which does not exist. Download the missing shards. (LS725)"
+            )
     return {str(name): str(file) for name, file in weight_map.items()}

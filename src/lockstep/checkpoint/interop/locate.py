@@ -59,7 +59,8 @@ def find_weights(content: Any, source: str, key: str | None = None) -> LocatedWe
         keys = [str(name) for name in inner] if isinstance(inner, Mapping) else []
         places = [name for name in keys if name not in found.state] + list(first_components(found.state))
         raise CheckpointError(
-            f"{source} has nothing under the key {key!r}. Expected one of: {_listed(places) or 'no key at all'}."
+            f"{source} has nothing under the key {key!r}. Expected one of: "
+            f"{_listed(places) or 'no key at all'}. (LS720)"
         )
     return LocatedWeights(path=found.path, prefix=f"{rest}.", state=taken, others=())
 
@@ -104,12 +105,12 @@ def _search(content: Any, path: tuple[str, ...], source: str) -> LocatedWeights:
     if len(choice) > 1:
         raise CheckpointError(
             f"{source} holds several sets of weights: {_listed(choice)}. Choose one with the key, for example "
-            f"{choice[0]!r}."
+            f"{choice[0]!r}. (LS720)"
         )
     if not choice:
         raise CheckpointError(
             f"{source} holds no weights. Expected a dictionary of tensors by name, alone or under a key such as "
-            f"'state_dict' or 'model', but found {_describe(content)}."
+            f"'state_dict' or 'model', but found {_describe(content)}. (LS720)"
         )
     found = _search(entries[choice[0]], (*path, choice[0]), source)
     single = [name for name, value in entries.items() if isinstance(value, Tensor) and value.numel() > 1]

@@ -58,17 +58,17 @@ def read_archive(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except UNREADABLE as error:
-        raise CheckpointError(f"{path} is damaged or truncated: {error}. Copy or download it again.") from error
+        raise CheckpointError(f"{path} is damaged or truncated: {error}. Copy or download it again. (LS722)") from error
     names = {entry.filename.split("/", 1)[-1] for entry in entries}
     if "data.pkl" not in names:
         raise CheckpointError(
             f"{path} is a zip archive, but torch.save did not write it: it holds {', '.join(sorted(names)[:_SHOWN])}. "
-            "Expected a checkpoint. If the archive contains one, unpack it."
+            "Expected a checkpoint. If the archive contains one, unpack it. (LS720)"
         )
     if "constants.pkl" in names:
         raise CheckpointError(
             f"{path} is a TorchScript program, which contains code, so it was not loaded. Its author can save the "
-            "weights alone: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')."
+            "weights alone: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt'). (LS721)"
         )
     _check_unpacked(path, [entry for entry in entries if entry.filename.endswith(".pkl")], _MAX_UNPACKED_PICKLE_BYTES)
     _check_unpacked(path, entries, _MAX_UNPACKED_BYTES)
@@ -87,7 +87,7 @@ def read_legacy(path: Path) -> Any:
 
 def refuse_pickle(path: Path, form: str) -> CheckpointError:
     """Return the error for a pickle that torch.save did not write, or that cannot be read safely."""
-    return CheckpointError(_describe_refusal(path, form, named_globals(path)))
+    return CheckpointError(f"{_describe_refusal(path, form, named_globals(path))} (LS721)")
 
 
 def named_globals(path: Path) -> set[str]:
@@ -112,7 +112,7 @@ def _check_unpacked(path: Path, entries: Collection[zipfile.ZipInfo], limit: int
     if unpacked > max(limit, _MAX_COMPRESSION_RATIO * packed):
         raise CheckpointError(
             f"{path} has {packed:,} compressed bytes and would take {unpacked:,} bytes when unpacked, so it was not "
-            "read. If it comes from a safe source, unpack it and zip it again without compression (zip -0)."
+            "read. If it comes from a safe source, unpack it and zip it again without compression (zip -0). (LS728)"
         )
 
 
@@ -127,13 +127,13 @@ def _load(path: Path, *, mmap: bool) -> Any:
         raise CheckpointError(
             f"{path} holds only one rank's part of sharded tensors (FSDP, DTensor), not the full weights. Save them "
             "with torch.distributed.checkpoint, or gather them first: get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)). (LS723)"
         )
     on_device = sorted(name for name in names if _DEVICE_TENSOR_CLASSES.fullmatch(name))
     if on_device:
         raise CheckpointError(
             f"{path} creates a {on_device[0]} while it is read, on a device that may belong to another worker, so it "
-            "was not read. Its author can save the weights again with a current version of torch."
+            "was not read. Its author can save the weights again with a current version of torch. (LS724)"
         )
     try:
         with warnings.catch_warnings():
@@ -141,12 +141,15 @@ def _load(path: Path, *, mmap: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except UNREADABLE as error:
         if any(not _HARMLESS_GLOBALS.fullmatch(name) for name in names):
-            raise CheckpointError(_describe_refusal(path, "a file of torch.save", names)) from error
+            described = _describe_refusal(path, "a file of torch.save", names)
+            raise CheckpointError(f"{described} (LS721)") from error
         if isinstance(error, pickle.UnpicklingError):  # torch's message would say how to load it without protection
             reason = "its content is not a pickle of tensors"
         else:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} is damaged or truncated ({reason}). Copy or download it again.") from error
+        raise CheckpointError(
+            f"{path} is damaged or truncated ({reason}). Copy or download it again. (LS722)"
+        ) from error
 
 
 def _describe_refusal(path: Path, form: str, names: Iterable[str]) -> str:

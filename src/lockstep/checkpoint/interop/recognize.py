@@ -72,11 +72,11 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
             return _read_distributed(path, key)
         content = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. (LS720)") from error
     try:
         found = find_weights(content.value, str(path), key)
     except TypeError as error:  # a pickle can set attributes of a dictionary, such as `items`
-        raise CheckpointError(f"{path} holds a dictionary with overwritten methods: {error}.") from error
+        raise CheckpointError(f"{path} holds a dictionary with overwritten methods: {error}. (LS721)") from error
     notes = _describe_others(found.others)
     return _weights(found.state, content, found.path, found.prefix, notes)
 
@@ -100,12 +100,12 @@ def _weights(
     if unfilled:
         raise CheckpointError(
             f"The weights contain {len(unfilled)} tensors on the meta device, for example {unfilled[0]}, which have no "
-            "values. Save them again from a model whose tensors have values."
+            "values. Save them again from a model whose tensors have values. (LS724)"
         )
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]
     if nested:
         raise CheckpointError(
-            f"The weights contain {len(nested)} nested tensors, for example {nested[0]}, which have no shape."
+            f"The weights contain {len(nested)} nested tensors, for example {nested[0]}, which have no shape. (LS724)"
         )
     if rest:
         notes = (*notes, f"left out, because they are not tensors: {', '.join(rest)}")
@@ -146,13 +146,15 @@ def _read_folder(path: Path) -> _Content:
         state = find_weights(_read_file(path / shard).value, str(path / shard)).state
         twice = sorted(merged.keys() & state.keys())
         if twice:
-            raise CheckpointError(f"{path} holds {twice[0]} in {shard} and in another shard. Keep one set of shards.")
+            raise CheckpointError(
+                f"{path} holds {twice[0]} in {shard} and in another shard. Keep one set of shards. (LS725)"
+            )
         merged.update(state)
     absent = [tensor for tensor in weight_map if tensor not in merged]
     if absent:
         raise CheckpointError(
             f"{path / name} names {len(absent)} tensors that are not in its shards, for example {absent[0]}. Download "
-            "the shards and the index again, from one version."
+            "the shards and the index again, from one version. (LS725)"
         )
     return _Content(value=merged, form=f"{len(shards)} shards of {name.removesuffix(INDEX_SUFFIX)}")
 
@@ -160,12 +162,12 @@ def _read_folder(path: Path) -> _Content:
 def _read_file(path: Path) -> _Content:
     if not path.is_file():
         what = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}. Expected a checkpoint: a file, or a folder that holds one.")
+        raise CheckpointError(f"{path} {what}. Expected a checkpoint: a file, or a folder that holds one. (LS720)")
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_SIGNATURE_BYTES)
     if not head:
-        raise CheckpointError(f"{path} is empty. Copy or download it again.")
+        raise CheckpointError(f"{path} is empty. Copy or download it again. (LS720)")
     if head.startswith(b"PK"):
         return _name_torch(read_archive(path))
     if head.startswith(LEGACY_MAGIC) or LEGACY_MAGIC.startswith(head):
@@ -176,7 +178,7 @@ def _read_file(path: Path) -> _Content:
         raise refuse_pickle(path, "a tar archive of torch before 0.1.10, or of other files,")
     if head[:1] == b"\x80":
         raise refuse_pickle(path, "a plain pickle")
-    raise CheckpointError(_describe_unknown(path, head))
+    raise CheckpointError(f"{_describe_unknown(path, head)} (LS720)")
 
 
 def _name_torch(value: Any) -> _Content:
@@ -189,7 +191,7 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
     if header_size + 8 > size:
         raise CheckpointError(
             f"{path} is a truncated safetensors file: its header needs {header_size + 8} bytes, the file has {size}. "
-            "Copy or download it again."
+            "Copy or download it again. (LS722)"
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -199,11 +201,13 @@ def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
             if _SHARDING_KEY in metadata:
                 raise CheckpointError(
                     f"{path} holds only one rank's part of sharded tensors. Join the files of all ranks with torch's "
-                    "consolidate_safetensors_files first."
+                    "consolidate_safetensors_files first. (LS723)"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or truncated ({error}). Copy or download it again.") from error
+        raise CheckpointError(
+            f"{path} is damaged or truncated ({error}). Copy or download it again. (LS722)"
+        ) from error
     # safetensors' save_model writes a shared tensor once, and its other names into the metadata.
     aliases = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors and name not in tensors}
     return _Content(value={**tensors, **aliases}, form="a safetensors file")
@@ -213,7 +217,7 @@ def _read_lockstep(path: Path) -> _Content:
     checkpoint = load_checkpoint(path)
     extra = decode_state(checkpoint.manifest.model_extra or {}, checkpoint.optimizer)
     if not isinstance(extra, dict):
-        raise CheckpointError(f"{path}: its model_extra is not a dictionary.")
+        raise CheckpointError(f"{path}: its model_extra is not a dictionary. (LS722)")
     form = f"a Lockstep checkpoint after {checkpoint.manifest.global_step} steps"
     return _Content(value={**checkpoint.model, **extra}, form=form)
 

@@ -43,7 +43,9 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
     """
     targets = model.state_dict(keep_vars=True)
     if any(isinstance(target, Tensor) and target.is_meta for target in targets.values()):
-        raise ValueError("The model is on the meta device, which has no memory. Call model.to_empty(device=...) first.")
+        raise ValueError(
+            "The model is on the meta device, which has no memory. Call model.to_empty(device=...) first. (LS724)"
+        )
     weights = read_weights(Path(path), key)
     content = {**weights.tensors, **weights.extra}
     renaming = fit_names(content, targets)
@@ -53,12 +55,12 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
     nothing_fits = len(loaded.unexpected) + len(loaded.misshaped) == len(state)
     if nothing_fits or (strict and not loaded.fits):
         message = describe_misfit(loaded, str(path), _hint(state, targets), can_load_rest=strict and not nothing_fits)
-        raise CheckpointError(message)
+        raise CheckpointError(f"{message} (LS727)")
     fitting = as_state_dict(state, versions, loaded.misshaped)
     try:
         model.load_state_dict(fitting, strict=False)
     except UNREADABLE as error:
-        raise CheckpointError(f"{path} could not be copied into the model: {error}.") from error
+        raise CheckpointError(f"{path} could not be copied into the model: {error}. (LS727)") from error
     return loaded
 
 

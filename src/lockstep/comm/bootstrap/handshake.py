@@ -25,7 +25,6 @@ for a short time until the others have read the reason.
 import contextlib
 import itertools
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.stored_values import read_number, read_record, to_stored
+from lockstep.comm.user_line import warn_at_user_line
 from lockstep.errors import GroupError
 
 RESPONSE_SECONDS = 5.0
@@ -250,10 +250,9 @@ class _Handshake:
         present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
-            warnings.warn(
+            warn_at_user_line(
                 f"{_name_ranks(missing)} of {self._me.world_size} did not connect in {self._warning_seconds:.3g} s; "
-                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more.",
-                stacklevel=2,
+                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more. (LS109)"
             )
         return self._wait(["wake"], seconds - self._warning_seconds)
 
@@ -338,13 +337,13 @@ def _find_mistake(first: Announcement, me: Announcement) -> str | None:
             f"The workers have different world sizes: rank {first.rank} ({first.process}) has "
             f"{first.world_size} and rank {me.rank} ({me.process}) has {me.world_size}. Give all of them the same "
             "WORLD_SIZE, the number of workers on all hosts together; two trainings need a MASTER_PORT (or file, or "
-            "store) each."
+            "store) each. (LS107)"
         )
     if first.backend != me.backend:
         return (
             f"The workers have different backends: rank {first.rank} ({first.process}) has "
             f"{first.backend!r} and rank {me.rank} ({me.process}) has {me.backend!r}. Pass the same backend to "
-            "init_process_group on every rank."
+            "init_process_group on every rank. (LS108)"
         )
     return None
 
@@ -352,7 +351,7 @@ def _find_mistake(first: Announcement, me: Announcement) -> str | None:
 def _explain_duplicate_rank(other: Announcement, me: Announcement) -> str:
     return (
         f"Two workers have rank {me.rank} of {me.world_size}: {other.process} and {me.process}. Give every worker a "
-        f"RANK of its own, 0 to {me.world_size - 1}; two trainings need a MASTER_PORT (or file, or store) each."
+        f"RANK of its own, 0 to {me.world_size - 1}; two trainings need a MASTER_PORT (or file, or store) each. (LS107)"
     )
 
 
@@ -360,7 +359,7 @@ def _explain_missing(living: Sequence[int], missing: Sequence[int], waited: floa
     return (
         f"{_name_ranks(missing)} did not connect: {_name_ranks(living).lower()} waited {waited:.3g} s for a world of "
         f"{len(living) + len(missing)} workers. Look at the log of each missing rank; if fewer "
-        "workers were started, WORLD_SIZE is too large."
+        "workers were started, WORLD_SIZE is too large. (LS109)"
     )
 
 
@@ -369,13 +368,16 @@ def _explain_closed_world(hosted_at: str, me: Announcement, first: Announcement)
         f"The world at {hosted_at} is complete without this worker, {me.process}: its {first.world_size} workers, "
         f"{first.process} among them, have ranks 0 to {first.world_size - 1}, and this one has rank {me.rank} of "
         f"{me.world_size}. Start every rank once and give all the same WORLD_SIZE; if that is another training, set "
-        "MASTER_PORT to a free port."
+        "MASTER_PORT to a free port. (LS107)"
     )
 
 
 def _explain_lost(hosted_at: str, me: Announcement) -> str:
     where = f"the store at {hosted_at}, which rank 0 serves," if hosted_at else "the store of the rendezvous"
-    return f"Rank {me.rank} lost {where} while it waited for the other workers. Look at the log of the process there."
+    return (
+        f"Rank {me.rank} lost {where} while it waited for the other workers. "
+        "Look at the log of the process there. (LS112)"
+    )
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

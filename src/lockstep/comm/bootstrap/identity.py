@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.comm.bootstrap.node_list import expand_node_list, expand_tasks_per_node
 from lockstep.errors import GroupError
-from lockstep.settings import WorldVariables
+from lockstep.variables import WorldVariables
 
 Variables = Mapping[str, str]
 """Those variables of the environment that launchers set; empty ones are left out."""
@@ -176,7 +176,8 @@ def _from_slurm(variables: Variables) -> _LauncherReport | None:
     if nodes and variables["SLURM_PROCID"] == "0" != variables.get("SLURM_NODEID", "0"):
         raise GroupError(
             f"Rank 0 runs on node {variables['SLURM_NODEID']} of the step (SLURM_NODEID), as --distribution=arbitrary "
-            f"allows, but the other ranks connect to the first node, {nodes[0]}. Set MASTER_ADDR to rank 0's node."
+            f"allows, but the other ranks connect to the first node, {nodes[0]}. "
+            "Set MASTER_ADDR to rank 0's node. (LS105)"
         )
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
@@ -202,7 +203,9 @@ def _nodes(variables: Variables) -> list[str]:
     try:
         return expand_node_list(text) if text else []
     except ValueError as error:
-        raise GroupError(f"Slurm's list of nodes cannot be read: {error} Set MASTER_ADDR to the first node.") from error
+        raise GroupError(
+            f"Slurm's list of nodes cannot be read: {error} Set MASTER_ADDR to the first node. (LS105)"
+        ) from error
 
 
 def _tasks_here(variables: Variables) -> str | None:
@@ -223,7 +226,7 @@ def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
             f"Slurm started {num_nodes} tasks, one on each of {num_nodes} nodes, and each node has {gpus} GPUs "
             f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: use "
             f"--ntasks-per-node={gpus}. If one worker should have all GPUs of its node, use --ntasks-per-node=1, or "
-            "start torchrun in each task."
+            "start torchrun in each task. (LS105)"
         )
 
 
@@ -254,7 +257,7 @@ def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariabl
     raise GroupError(
         f"The environment contradicts itself: {'; '.join(text for _, text in differences)}."
         f"{_explain_nodes(variables, report, direct)} Unset {names} to be the worker that {report.launcher} started; "
-        f"or, if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {report.launcher}."
+        f"or, if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {report.launcher}. (LS104)"
     )
 
 
@@ -291,7 +294,8 @@ def _check_size_is_known(variables: Variables, direct: WorldVariables) -> None:
     if "PMIX_RANK" in variables and direct.world_size is None:
         raise GroupError(
             f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but their number is not set. "
-            "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each."
+            "Start the script with mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in "
+            "each. (LS101)"
         )
 
 

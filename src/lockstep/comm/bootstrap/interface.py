@@ -60,7 +60,8 @@ def explain_wrong_interface() -> str:
         return ""
     return (
         f"GLOO_SOCKET_IFNAME is {given!r}, but {socket.gethostname()} has no interface {lacking[0]!r}; it has "
-        f"{', '.join(sorted(here))}. Unset it, and Lockstep finds the interface by itself, or name one of these."
+        f"{', '.join(sorted(here))}. Unset it, and Lockstep finds the interface by itself, or name one of "
+        "these. (LS113)"
     )
 
 
@@ -78,11 +79,11 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: Store
         GroupError: GLOO_SOCKET_IFNAME of a worker is loopback, but not all workers are on one host; on all ranks. Some
             worker did not answer in time.
     """
-    if not location.host:
-        return
     if hosts.is_one_host:
         if not read_gloo_interface():
             _use_interface_of(_LOOPBACK)
+        return
+    if not location.host:
         return
     shared = PrefixStore("route", store)
     routes = _exchange(shared, rank, len(hosts.identities), _find_route(location), deadline)
@@ -141,7 +142,7 @@ def _explain_loopback(routes: Sequence[_Route], hosts: GroupHosts) -> str:
             return (
                 f"GLOO_SOCKET_IFNAME is {route.given!r} for rank {rank} on host {hosts.host_names[rank]!r}, where no "
                 f"other host can reach it, and rank {other} is on another host, {hosts.host_names[other]!r}. Unset "
-                "GLOO_SOCKET_IFNAME: Lockstep finds the interface by itself."
+                "GLOO_SOCKET_IFNAME: Lockstep finds the interface by itself. (LS113)"
             )
     return ""
 

@@ -11,8 +11,8 @@ import logging
 import os
 import socket
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,10 +23,20 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 # Now, because `lockstep.drop_in` binds torch's name to the function below.
 from torch.distributed import init_process_group as make_torchs_group
 
+from lockstep.comm.bootstrap.backends import (
+    backend_names,
+    backend_on_hosts,
+    choose_backend,
+    explain_missing_backend,
+    explain_unusable,
+    own_device,
+    uses_gloo_anywhere,
+    warn_of_nccl,
+)
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.comm.bootstrap.identity import find_world, is_announced, read_torch_variables
 from lockstep.comm.bootstrap.inherited_channel import inherited_store
-from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces, explain_wrong_interface
+from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces
 from lockstep.comm.bootstrap.store import (
     OpenedStore,
     StoreLocation,
@@ -38,20 +48,19 @@ from lockstep.comm.bootstrap.store import (
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
-from lockstep.comm.nccl_defects import explain_defects
 from lockstep.comm.world import World, current_world
-from lockstep.devices.current import own_accelerator, take_gpu
+from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError, counted
-from lockstep.settings import WorldVariables, read_check, read_gloo_interface, read_launchers
+from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.temporary_files import keep_temporary_files_in
+from lockstep.recording import EventKind, own_recorder
+from lockstep.settings import read_check, read_folder, read_gloo_interface, read_launchers
 from lockstep.torch_private import default_timeout
+from lockstep.variables import WorldVariables
 
 _LOGGER = logging.getLogger("lockstep")
-_FOR_CPU = frozenset({"gloo", "shm", "mpi", "fake"})
-"""Backends with which a worker needs no accelerator."""
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that need no store: there can be no handshake."""
-_INTERNAL = frozenset({"checked", "fake", "undefined"})
-"""Backends that users should not pass by name."""
 _HIGHEST_PORT = 65535
 _REPORT_TIMEOUT = datetime.timedelta(seconds=20)
 """How long a worker that cannot take part tries to report that to the others: connecting to a store may take 5 s
@@ -119,19 +128,19 @@ def init_process_group(  # the parameters are torch's, in torch's order
     if dist.is_initialized():
         raise GroupError(
             f"This process is rank {dist.get_rank()} of a process group already. A worker that ls.launch started "
-            "has its group; elsewhere call ls.destroy_process_group() before making another one."
+            "has its group; elsewhere call ls.destroy_process_group() before making another one. (LS106)"
         )
     if store is not None and init_method is not None:
-        raise ValueError("Both store and init_method are given; give only one of them.")
+        raise ValueError("Both store and init_method are given; give only one of them. (LS103)")
     if not isinstance(timeout, datetime.timedelta | None):
-        raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5).")
+        raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5). (LS103)")
     if timeout is not None and timeout <= datetime.timedelta(0):
-        raise ValueError(f"timeout is {timeout}, expected more than zero, such as timedelta(minutes=5).")
+        raise ValueError(f"timeout is {timeout}, expected more than zero, such as timedelta(minutes=5). (LS103)")
     is_chosen = backend is None
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
     variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
-    problem = _explain_missing_backend(backend) or _explain_unusable(backend, variables, device_id)
+    problem = explain_missing_backend(backend) or explain_unusable(backend, variables, device_id)
     check = read_check() if check is None else check
     with _raising_first(problem):
         rank, world_size = _find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
@@ -141,35 +150,50 @@ def init_process_group(  # the parameters are torch's, in torch's order
         settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
         is_own_place = is_env and (str(rank), str(world_size)) == (variables.rank, variables.world_size)
         own_store = inherited_store() if is_own_place else None
+        if own_store is not None:
+            exit_quickly()  # its launcher, and the other ranks, wait for its end
+            keep_temporary_files_in(read_folder())
         location = find_store_location(init_method or "env://", own_store or store, variables)
         limit = timeout if timeout is not None else default_timeout(backend)
         limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)
-        opened = _open_and_handshake(settings, location, deadline)
+        with _waiting():
+            opened = _open_and_handshake(settings, location, deadline)
         members = GroupMembers(names=range(opened.world_size))
         hosts = find_hosts(opened.store, opened.rank, members, deadline.with_at_least(_LEAST_SECONDS))
-        backend = _on_hosts(backend, hosts, opened.rank, is_chosen=is_chosen)
-        _warn_of_nccl(backend, hosts, opened.rank)
-        if _uses_gloo(backend):
+        backend = backend_on_hosts(backend, hosts, opened.rank, is_chosen=is_chosen)
+        warn_of_nccl(backend, hosts, opened.rank)
+        if uses_gloo_anywhere(backend):
             choose_interface(opened.store, opened.rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
         set_up = GroupSetUp(
             hosts=hosts,
             deadline=deadline.with_at_least(_LEAST_SECONDS),
             compares_calls=_decide_check(check, backend, opened.rank, hosts),
             waits=check is not None,
+            explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
         )
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
     if device_id is None and not is_chosen:
-        device_id = _own_device(backend, variables)
-    with _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
+        device_id = own_device(backend, variables)
+    with (
+        _waiting(),
+        _network_explained(rank),
+        _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()),
+    ):
         make_torchs_group(backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id)
+    record_this_worker(dist.get_rank(), dist.get_world_size(), store)
+
+
+def _waiting() -> AbstractContextManager[None]:
+    """Record that this worker waits for the others, under a launcher of ours; without one nothing is recorded yet."""
+    return own_recorder().during(EventKind.WAITING, -1, text="init_process_group")
 
 
 def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
     """Return whether the group compares calls itself; if that is not decided and costs too much, rank 0 logs it."""
-    names = set(_backend_names(backend)) - {"shm"}
+    names = set(backend_names(backend)) - {"shm"}
     if check is not None or not names or len(hosts.identities) == 1:
         return bool(check and names)
     is_cheap = hosts.is_one_host and names == {"gloo"}
@@ -177,15 +201,15 @@ def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts
         _LOGGER.warning(
             "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
             "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
-            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line.",
+            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line. (LS118)",
             " and ".join(sorted(names)),
             "" if hosts.is_one_host else " on several hosts",
         )
     return is_cheap
 
 
-def _backend_names(backend: str) -> list[str]:
-    return [part.rpartition(":")[2] for part in backend.lower().split(",")]
+def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
+    return world_size > 1 and not hosts.why_not_shared(range(world_size))
 
 
 def launched_world() -> WorldVariables | None:
@@ -229,51 +253,6 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Tear down `group`, or the default group and with it all others; calling it again does nothing (local)."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group(group)
-
-
-def choose_backend(device_id: torch.device | int | None = None) -> str:
-    """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
-
-    Args:
-        device_id: The worker's device; None for the accelerator of this host, if it has one.
-    """
-    if isinstance(device_id, torch.device):
-        kind = device_id.type
-    else:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = "cpu" if found is None else found.type
-    name = dist.Backend.default_device_backend_map.get(kind, "gloo")
-    has_own = name != "gloo" and dist.is_backend_available(name)
-    return f"cpu:shm,{kind}:{name}" if kind != "cpu" and has_own else "shm"
-
-
-def _on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: bool) -> str:
-    """Return the backends for ranks on these hosts: Gloo replaces shared memory beside an accelerator's backend."""
-    if hosts.is_one_host or "," not in backend or "shm" not in _backend_names(backend):
-        return backend
-    if rank == 0 and not is_chosen:
-        warnings.warn(
-            f"The group uses Gloo instead of shm, because {hosts.why_not_shared(range(len(hosts.identities)))}.",
-            stacklevel=3,
-        )
-    return backend.lower().replace(":shm", ":gloo")
-
-
-def _warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
-    """Warn, on rank 0, if this version of NCCL is known to return wrong results in such a group."""
-    if rank == 0 and "nccl" in _backend_names(backend) and dist.is_nccl_available():
-        text = explain_defects(
-            torch.cuda.nccl.version()[:3], world_size=len(hosts.identities), is_one_host=hosts.is_one_host
-        )
-        if text:
-            warnings.warn(text, stacklevel=3)
-
-
-def _own_device(backend: str, variables: WorldVariables) -> torch.device | None:
-    """Return the accelerator that its backend is to use in this process, if it follows from the local rank (local)."""
-    device = own_accelerator(variables.local_rank)
-    name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
-    return device if name != "gloo" and name in _backend_names(backend) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +327,7 @@ def _in_time(
         yield
         return
     with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo and not set_up.compares_calls:
+        if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
             members = GroupMembers(names=range(world_size))
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield
@@ -364,7 +343,7 @@ def _network_explained(rank: int) -> Iterator[None]:
     except dist.DistNetworkError as error:
         raise GroupError(
             "All workers had connected, but then the store of the rendezvous was lost. Look at the log of rank 0. "
-            f"torch said: {str(error).splitlines()[0]}"
+            f"torch said: {str(error).splitlines()[0]} (LS112)"
         ) from error
     except RuntimeError as error:
         if "gloo" not in str(error).lower():
@@ -373,7 +352,7 @@ def _network_explained(rank: int) -> Iterator[None]:
         raise GroupError(
             f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers: something, a "
             f"firewall say, is between their addresses. Host {socket.gethostname()!r} has {describe_interfaces()}"
-            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]}"
+            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]} (LS113)"
         ) from error
 
 
@@ -388,37 +367,6 @@ def _raising_first(problem: str) -> Iterator[None]:
         raise
 
 
-def _explain_missing_backend(backend: str) -> str:
-    """Return which backend this torch lacks, or which device it cannot serve; empty if all are usable."""
-    for part in backend.lower().split(","):
-        name = part.rpartition(":")[2]
-        if not dist.is_backend_available(name):
-            public = set(dist.Backend.backend_list) - _INTERNAL
-            known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
-            return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}."
-        if part.endswith(":shm") and part != "cpu:shm":
-            return f"The backend shm is for CPU tensors, but {part!r} uses it for others. Give 'cpu:shm,cuda:nccl'."
-    return ""
-
-
-def _explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
-    """Return which interface or GPU is set for this worker but cannot be used; empty if there is no problem.
-
-    Makes the GPU of its local rank the current device, unless the worker has chosen one.
-    """
-    if _uses_gloo(backend) and (problem := explain_wrong_interface()):
-        return problem
-    is_for_cpu = set(_backend_names(backend)) <= _FOR_CPU
-    if device_id is not None or is_for_cpu or not (variables.local_rank or "").isdecimal():
-        return ""
-    return take_gpu(int(variables.local_rank or 0))
-
-
-def _uses_gloo(backend: str) -> bool:
-    """Return whether Gloo is among the backends; shm uses it if the workers are on several hosts."""
-    return "gloo" in backend.lower() or "shm" in backend.lower()
-
-
 def _find_rank_and_size(
     variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
 ) -> tuple[int, int]:
@@ -427,7 +375,7 @@ def _find_rank_and_size(
         if world_size < 0 or rank < 0:
             raise GroupError(
                 f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
-                "give both."
+                "give both. (LS101)"
             )
     else:
         _check_environment(variables, rank, world_size)
@@ -436,7 +384,7 @@ def _find_rank_and_size(
     if not 0 <= rank < world_size:
         raise GroupError(
             f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
-            "Check that the number of workers counts processes, not hosts."
+            "Check that the number of workers counts processes, not hosts. (LS102)"
         )
     return rank, world_size
 
@@ -450,11 +398,15 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
         if values[name] and name != "master_addr" and not values[name].isdecimal():
             expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
             source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
-            raise GroupError(f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}.")
+            raise GroupError(
+                f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}. (LS102)"
+            )
     if missing:
         raise GroupError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
-            f"worker has no rank in a world. {variables.remedy}"
+            f"worker has no rank in a world. {variables.remedy} (LS101)"
         )
     if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
-        raise GroupError(f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}.")
+        raise GroupError(
+            f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}. (LS102)"
+        )

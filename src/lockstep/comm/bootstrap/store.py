@@ -23,9 +23,10 @@ from torch.distributed import Store, rendezvous
 
 from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
 from lockstep.comm.bootstrap.listener import listen_for_store
+from lockstep.comm.bootstrap.store_probe import Probe, probe_store
 from lockstep.errors import GroupError
 from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
-from lockstep.settings import WorldVariables
+from lockstep.variables import WorldVariables
 
 ANSWER_SECONDS = 60.0
 """How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
@@ -110,7 +111,7 @@ def find_store_location(init_method: str, store: Store | None, variables: WorldV
         if not is_env and not (host and url.port is not None):
             # Torch would serve a port of its choice on rank 0, where no other rank looks for it.
             raise ValueError(
-                f"init_method is {init_method!r}, expected a host and a port, as in 'tcp://127.0.0.1:29500'."
+                f"init_method is {init_method!r}, expected a host and a port, as in 'tcp://127.0.0.1:29500'. (LS103)"
             )
     return StoreLocation(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
 
@@ -141,16 +142,26 @@ def open_store(
     elif found is None:
         if location.scheme == "file" and not (directory := Path(location.address).parent).is_dir():
             # FileStore would wait for it without an end, and hold the interpreter's lock meanwhile.
-            raise GroupError(f"The rendezvous {location.url} cannot be opened: there is no directory {directory}.")
+            raise GroupError(
+                f"The rendezvous {location.url} cannot be opened: there is no directory {directory}. (LS110)"
+            )
         try:
             found, rank, world_size = next(iter(rendezvous(location.url, rank, world_size, timeout=timeout)))
         except dist.DistError as error:
-            raise GroupError(f"The rendezvous {location.url} cannot be opened: {_first_line(error)}.") from error
+            raise GroupError(
+                f"The rendezvous {location.url} cannot be opened: {_first_line(error)}. (LS110)"
+            ) from error
     return OpenedStore(store=found, rank=rank, world_size=world_size)
 
 
 def connect_to_other(location: StoreLocation, timeout: timedelta) -> Store | None:
     """Return the store that another process serves at this address; None if that process is not a store."""
+    # torch's client must not meet a program that does not answer, see torch_private/store_protocol.py.
+    end = time.monotonic() + min(timeout.total_seconds(), _LEAST_SECONDS)
+    while (found := probe_store(location.host, location.port, timeout.total_seconds())) is not Probe.STORE:
+        if found is Probe.SILENT or time.monotonic() >= end:
+            return None
+        time.sleep(_LAST_PAUSE_SECONDS)
     attempt = _Attempt(lambda: dist.TCPStore(location.host, location.port, is_master=False, timeout=timeout))
     try:
         return attempt.result(timeout.total_seconds())
@@ -168,11 +179,11 @@ def explain_port_in_use(location: StoreLocation, process: str) -> str:
     if process:
         return (
             f"Port {location.port} is in use by {process}, a worker of another training; or of this training, and "
-            f"two of its workers have rank 0. {remedy}"
+            f"two of its workers have rank 0. {remedy} (LS111)"
         )
     return (
         f"Port {location.port} is in use by another program on this host, so rank 0 cannot serve the rendezvous "
-        f"there. {remedy}"
+        f"there. {remedy} (LS111)"
     )
 
 
@@ -181,9 +192,9 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
     end = start + timeout.total_seconds()
     serves = rank == 0 and location.is_hosted
     if location.host in _LOOPBACK_NAMES and not has_loopback():
-        raise GroupError(f"Rank {rank} cannot reach {location.address}. {NO_LOOPBACK}")
+        raise GroupError(f"Rank {rank} cannot reach {location.address}. {NO_LOOPBACK} (LS110)")
     while True:
-        refusal = _await_name(location, end) if serves else _await_listener(location, end)
+        refusal = _await_name(location, end) if serves else _await_store(location, rank, end, answer_seconds)
         cause: dist.DistError | None = None
         if refusal is None:
             # No longer than an answer may take: no code joins that thread, and if it returns while the interpreter
@@ -195,7 +206,9 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seco
                 if "EADDRINUSE" in str(error):
                     return None
                 if "failed to listen" in str(error):
-                    raise GroupError(f"Rank 0 cannot serve port {location.port}: {_first_line(error)}.") from error
+                    raise GroupError(
+                        f"Rank 0 cannot serve port {location.port}: {_first_line(error)}. (LS111)"
+                    ) from error
                 store, cause = None, error
             if store is not None:
                 store.set_timeout(timeout)
@@ -236,6 +249,29 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
         store = attempt.result(min(left, answer_seconds))
         if store is not None or left <= answer_seconds or _try_connect(location) is None:
             return store
+
+
+def _await_store(location: StoreLocation, rank: int, end: float, answer_seconds: float) -> OSError | None:
+    """Wait until a store answers; return the last error if none does until `end`.
+
+    Raises:
+        GroupError: A program listens, and does not answer as a store does.
+    """
+    start = time.monotonic()
+    while True:
+        refusal = _await_listener(location, end)
+        if refusal is not None:
+            return refusal
+        found = probe_store(
+            location.host, location.port, min(max(end - time.monotonic(), _LEAST_SECONDS), answer_seconds)
+        )
+        if found is Probe.STORE:
+            return None
+        if found is Probe.SILENT:
+            raise GroupError(_explain_unreachable(location, rank, time.monotonic() - start, None))
+        if time.monotonic() >= end:
+            return ConnectionResetError("the connection was closed")
+        time.sleep(_LAST_PAUSE_SECONDS)
 
 
 def _await_listener(location: StoreLocation, end: float) -> OSError | None:
@@ -286,7 +322,7 @@ class _WaitWarning:
             )
         warnings.warn(
             f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s: {why}. This worker will try "
-            f"for {self._end - time.monotonic():.0f} s more.",
+            f"for {self._end - time.monotonic():.0f} s more. (LS110)",
             stacklevel=2,
         )
 
@@ -307,26 +343,26 @@ def _explain_unreachable(location: StoreLocation, rank: int, waited: float, refu
     if refusal is None:
         return (
             f"{found_none} a program listens there, but it does not answer as a rendezvous does. Set {port} to a port "
-            "that is free on the host of rank 0."
+            "that is free on the host of rank 0. (LS110)"
         )
     if isinstance(refusal, socket.gaierror):
         return (
             f"{found_none} the name {location.host!r} cannot be resolved ({refusal.strerror}). Set {host} to the name "
-            "or the address of the host of rank 0."
+            "or the address of the host of rank 0. (LS110)"
         )
     if not isinstance(refusal, ConnectionRefusedError):
-        return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between."
+        return f"{found_none} {refusal}. Check {host} and {port}, and that no firewall is in between. (LS110)"
     if not location.is_hosted:
-        return f"{found_none} no process listens there. Look at the log of torchrun on the first host."
+        return f"{found_none} no process listens there. Look at the log of torchrun on the first host. (LS110)"
     if rank == 0:
         return (
             f"{found_none} rank 0 itself serves it, on host {socket.gethostname()!r}, so the address must be one of "
-            f"that host. Set {host} to it, or start rank 0 on the host of that address."
+            f"that host. Set {host} to it, or start rank 0 on the host of that address. (LS110)"
         )
     own = f" {location.host} is each host's own name for itself." if location.host in _LOOPBACK_NAMES else ""
     return (
         f"{found_none} rank 0, which serves it, did not start in time. Look at its log; if it waits too, {host} or "
-        f"{port} differs between the workers.{own}"
+        f"{port} differs between the workers.{own} (LS110)"
     )
 
 

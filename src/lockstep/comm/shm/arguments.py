@@ -23,7 +23,7 @@ def read_one(tensors: Any) -> list[Tensor]:
     """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != 1:
-        raise ValueError(f"Expected one tensor, got {len(found)}.")
+        raise ValueError(f"Expected one tensor, got {len(found)}. (LS209)")
     return found
 
 
@@ -73,7 +73,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"{name}: the tensor has layout {tensor.layout}, expected a dense one; sparse ones can only be summed over "
-            "all ranks. Give tensor.to_dense()."
+            "all ranks. Give tensor.to_dense(). (LS207)"
         )
 
 
@@ -89,7 +89,7 @@ def check_writable(tensors: Sequence[Tensor]) -> None:
         if any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"A tensor of shape {list(tensor.shape)} is expanded: several of its elements share memory, so nothing "
-                "can be written into it. Give tensor.contiguous()."
+                "can be written into it. Give tensor.contiguous(). (LS207)"
             )
 
 
@@ -112,7 +112,8 @@ def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
     for other in others:
         if other.dtype != tensor.dtype or other.numel() != tensor.numel():
             raise ValueError(
-                f"{name}: a tensor is {other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}."
+                f"{name}: a tensor is {other.dtype} {list(other.shape)}, expected {tensor.dtype} "
+                f"{list(tensor.shape)}. (LS209)"
             )
 
 
@@ -125,13 +126,13 @@ def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch
     """
     sizes = (size,) if isinstance(size, int) else size
     if not isinstance(sizes, Sequence) or any(type(length) is not int for length in sizes):
-        raise TypeError(f"size is {size!r}, expected a number of elements, or a shape of such numbers.")
+        raise TypeError(f"size is {size!r}, expected a number of elements, or a shape of such numbers. (LS209)")
     if any(length < 0 for length in sizes):
-        raise ValueError(f"size is {size!r}, expected no negative number.")
+        raise ValueError(f"size is {size!r}, expected no negative number. (LS209)")
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype such as torch.float32.")
+        raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype such as torch.float32. (LS209)")
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"The shm backend allocates on the CPU, not on {device}.")
+        raise ValueError(f"The shm backend allocates on the CPU, not on {device}. (LS207)")
     return torch.Size(sizes)
 
 

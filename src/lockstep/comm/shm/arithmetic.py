@@ -77,7 +77,7 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
         return how
     if not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(
-            f"ReduceOp.PREMUL_SUM multiplies by {factor}, which {dtype} cannot hold; cast the tensor first."
+            f"ReduceOp.PREMUL_SUM multiplies by {factor}, which {dtype} cannot hold; cast the tensor first. (LS208)"
         )
     return replace(how, factor=factor)
 
@@ -190,12 +190,15 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     name = _kind_name(kind)
     combine = (_OVER_BOOLEANS if dtype is torch.bool else _OVER_NUMBERS).get(kind)
     if combine is None:
-        raise TypeError(f"ReduceOp.{name.upper()} has no meaning for {dtype}; cast the tensor to a number type first.")
+        raise TypeError(
+            f"ReduceOp.{name.upper()} has no meaning for {dtype}; cast the tensor to a number type first. (LS208)"
+        )
     probe = torch.zeros(1, dtype=dtype, device="cpu")
     try:
         combine(probe, probe, out=probe)
     except (RuntimeError, TypeError) as error:
         raise TypeError(
-            f"ReduceOp.{name.upper()} does not work on {dtype} tensors on the CPU ({error}). Cast the tensor first."
+            f"ReduceOp.{name.upper()} does not work on {dtype} tensors on the CPU ({error}). "
+            "Cast the tensor first. (LS208)"
         ) from error
     return Reduction(name=name, combine=combine, is_average=kind == ReduceOp.AVG, factor=None)

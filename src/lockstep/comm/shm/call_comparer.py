@@ -91,6 +91,10 @@ class SharedMemoryComparer:
         """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
         return self._peers.explain_error(error)
 
+    def end_calls(self, error: GroupError) -> None:
+        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
+        self._peers.end_calls(error)
+
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for a rank that was lost, failed or left, or None (local)."""
         return self._peers.find_any_lost()

@@ -232,5 +232,5 @@ def _read_text(address: int) -> bytes:
 def _explain(sent: bytes, source: int, expected: bytes, target: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
         f"Rank {source} sends {sent.decode()} but rank {target} receives {expected.decode()}. Both must name the same "
-        "dtype and number of elements; what was sent is dropped."
+        "dtype and number of elements; what was sent is dropped. (LS201)"
     )

@@ -186,7 +186,7 @@ def _agree_on_lengths(
                 raise CollectiveMismatchError(
                     f"{call.decode()}: rank {exchange.names[source]} sends {sent} bytes to rank "
                     f"{exchange.names[target]}, which expects {expected}. "
-                    "The input split of one must be the output split of the other. Nothing was exchanged."
+                    "The input split of one must be the output split of the other. Nothing was exchanged. (LS201)"
                 )
     return [tuple(row[:size]) for row in rows]
 

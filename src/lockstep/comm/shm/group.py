@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp, Store, Work
 
+from lockstep.comm.call_events import CallEvents
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collective_call import CollectiveCall
-from lockstep.comm.collectives import Collective, add_collectives
+from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
 from lockstep.comm.explained_work import ExplainedWork
+from lockstep.comm.open_groups import describe_destroyed
 from lockstep.comm.shm import collectives, pipeline
 from lockstep.comm.shm.arguments import (
     check_dense,
@@ -99,6 +101,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._torch_backends = TorchBackends(
             PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names
         )
+        self._events = CallEvents(names)
         self._device_watch = DeviceWatch(
             WatchedGroup(
                 find_lost=self._peers.find_any_lost,
@@ -128,6 +131,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if collective.root:
             self._check_rank(f"{call.name}: the root", call.root)
         collective.check(self._exchange, call)
+        refuse_one_output_twice(call)
         tensors = collective.compared_tensors(call)
         for tensor in tensors:
             if not is_plain(tensor):
@@ -184,7 +188,7 @@ class ShmProcessGroup(PythonProcessGroup):
                 self._exchange.compare_calls(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
-                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error}"
+                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error} (LS202)"
                 ) from error
 
         self._start(call, action, [], is_async=False).wait()
@@ -256,6 +260,10 @@ class ShmProcessGroup(PythonProcessGroup):
 
     # -- Life ----------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        """Return what torch's errors show."""
+        return super().__repr__() if self._close.alive else describe_destroyed(self)
+
     def get_group_store(self) -> Store:
         """Return the store that the group was made with (local)."""
         return self._store
@@ -276,10 +284,15 @@ class ShmProcessGroup(PythonProcessGroup):
         """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""
         self._peers.publish_exit()
 
+    def end_calls(self, error: GroupError) -> None:
+        """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
+        self._peers.end_calls(error)
+        self._torch_backends.end_calls()
+
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
         self._peers.publish_state(PeerState.FAILED, "it aborted the group")
-        self._peers.broken = GroupError(f"Rank {self._peers.name} has aborted this group.")
+        self._peers.broken = GroupError(f"Rank {self._peers.name} has aborted this group. (LS204)")
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -304,8 +317,11 @@ class ShmProcessGroup(PythonProcessGroup):
         # A rank that does not wait at once is elsewhere when its call is found to differ.
         caller = find_user_line() if is_async else threading.get_ident()
 
+        number = self._events.take_number()
+
         def guarded() -> None:
             self._check_usable()
+            event = self._events.begin(number, call, tensors)
             self._exchange.caller = caller
             self._peers.spins_longer = not self._work_queue.is_in_background
             try:
@@ -317,6 +333,8 @@ class ShmProcessGroup(PythonProcessGroup):
             except BaseException as error:
                 self._peers.fail(error, call)  # without this the others would wait for phases that never come
                 raise
+            finally:
+                self._events.end(event)
 
         run = guarded
         if any(tensor.is_inference() for tensor in tensors):
@@ -329,7 +347,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if self._peers.broken is not None:
             raise self._peers.broken.with_traceback(None)
         if not self._close.alive:
-            raise GroupError("This process group was destroyed; make a new one to go on.")
+            raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -366,7 +384,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if collective.is_coalesced:
             raise ValueError(
                 f"{call.name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "
-                "a call for each tensor."
+                "a call for each tensor. (LS207)"
             )
         method = collective.methods[0]
         if tensor.device.type != "cpu":
@@ -377,7 +395,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if method != "allreduce" or tensor.layout is not torch.sparse_coo:
             check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait
         elif call.op != ReduceOp.SUM:
-            raise ValueError(f"{call.name}: sparse tensors can be summed over ranks, and {call.op} is not SUM.")
+            raise ValueError(f"{call.name}: sparse tensors can be summed over ranks, and {call.op} is not SUM. (LS207)")
         call.description = describe_call(call.name, ((tensor.dtype, tensor.shape),), "sparse, sum")
 
         def action() -> None:
@@ -390,11 +408,11 @@ class ShmProcessGroup(PythonProcessGroup):
         """Return a call of a device's backend, watched, and with errors that name a lost rank."""
         line = find_user_line()
         self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
-        return ExplainedWork(work, self._peers.explain_error)
+        return ExplainedWork(work, self._peers.explain_error, is_on_cpu=False)
 
     def _check_rank(self, who: str, rank: int) -> int:
         if not 0 <= rank < self.size():
-            raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}.")
+            raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}. (LS209)")
         return rank
 
 
@@ -412,7 +430,7 @@ def _close(  # everything but the group itself, which this must not keep alive
     device_watch.close()
     peers.publish_state(PeerState.LEFT)
     if peers.broken is None:
-        peers.broken = GroupError("This process group was destroyed; make a new one to go on.")
+        peers.broken = GroupError("This process group was destroyed; make a new one to go on. (LS204)")
     work_queue.close(_CLOSING_SECONDS)
     point_to_point.close(_CLOSING_SECONDS)
     inner.close()

@@ -158,7 +158,7 @@ class Memory:
             GroupError: The heap is full, or the memory is closed.
         """
         if self._file is None:
-            raise GroupError("This group's memory was freed; make a new group to continue.")
+            raise GroupError("This group's memory was freed; make a new group to continue. (LS204)")
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
         offset = self._take_heap(length)
         start = self.layout.heap(self._rank) + offset
@@ -221,7 +221,7 @@ class Memory:
             if self.layout.heap(self._rank) + offset + length > self.layout.heap(self._rank + 1):
                 raise GroupError(
                     f"This group cannot allocate {length} bytes more: its tensors of other lengths have used up its "
-                    "addresses. Keep its tensors instead of allocating new ones, or make a new group."
+                    "addresses. Keep its tensors instead of allocating new ones, or make a new group. (LS211)"
                 )
             self._heap_used += length
             return offset

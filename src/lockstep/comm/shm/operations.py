@@ -40,7 +40,7 @@ def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
         _require_one_per_rank(exchange, call, "output", call.outputs)
         check_alike(call.name, call.inputs[0], call.outputs)
     elif call.outputs:
-        raise ValueError(f"gather {_root_and_rank(exchange, call, 'to')} gives output tensors, expected none.")
+        raise ValueError(f"gather {_root_and_rank(exchange, call, 'to')} gives output tensors, expected none. (LS209)")
 
 
 def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
@@ -50,7 +50,9 @@ def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
         _require_one_per_rank(exchange, call, "input", call.inputs)
         check_alike(call.name, call.outputs[0], call.inputs)
     elif call.inputs:
-        raise ValueError(f"scatter {_root_and_rank(exchange, call, 'from')} gives input tensors, expected none.")
+        raise ValueError(
+            f"scatter {_root_and_rank(exchange, call, 'from')} gives input tensors, expected none. (LS209)"
+        )
 
 
 def check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
@@ -79,7 +81,8 @@ def check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None
     for row in rows:
         if len(row) != len(call.inputs):
             raise ValueError(
-                f"{call.name}: a row of {len(row)} output tensors, expected one per input of {len(call.inputs)}."
+                f"{call.name}: a row of {len(row)} output tensors, expected one per input of "
+                f"{len(call.inputs)}. (LS209)"
             )
         for output, tensor in zip(row, call.inputs, strict=True):
             check_alike(call.name, tensor, [output])
@@ -209,19 +212,22 @@ def _gather(exchange: PhaseExchange, outputs: Sequence[Tensor], tensor: Tensor, 
 
 def _require_one(tensors: Sequence[Tensor]) -> None:
     if len(tensors) != 1:
-        raise ValueError(f"Expected one tensor, got {len(tensors)}.")
+        raise ValueError(f"Expected one tensor, got {len(tensors)}. (LS209)")
 
 
 def _require_one_per_rank(exchange: PhaseExchange, call: CollectiveCall, role: str, tensors: Sequence[object]) -> None:
     if len(tensors) != exchange.size:
-        raise ValueError(f"{call.name}: {len(tensors)} {role} tensors, expected one per rank of {exchange.size}.")
+        raise ValueError(
+            f"{call.name}: {len(tensors)} {role} tensors, expected one per rank of {exchange.size}. (LS209)"
+        )
 
 
 def _require_multiple(exchange: PhaseExchange, call: CollectiveCall, whole: Tensor, piece: Tensor) -> None:
     if whole.numel() != piece.numel() * exchange.size or whole.dtype != piece.dtype:
         raise ValueError(
             f"{call.name}: one tensor is {whole.dtype} {list(whole.shape)} and the other {piece.dtype} "
-            f"{list(piece.shape)}; the first must have the dtype and {exchange.size} times the elements of the other."
+            f"{list(piece.shape)}; the first must have the dtype and {exchange.size} times the elements of the "
+            "other. (LS209)"
         )
 
 
@@ -238,11 +244,14 @@ def _split_lengths(exchange: PhaseExchange, role: str, tensor: Tensor, splits: S
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % exchange.size:
-            raise ValueError(f"all_to_all_single: {rows} {role} rows do not divide among {exchange.size} ranks.")
+            raise ValueError(
+                f"all_to_all_single: {rows} {role} rows do not divide among {exchange.size} ranks. (LS209)"
+            )
         splits = [rows // exchange.size] * exchange.size
     if len(splits) != exchange.size or sum(splits) != rows:
         raise ValueError(
-            f"all_to_all_single: {role} splits {list(splits)} must be {exchange.size} numbers that add up to {rows}."
+            f"all_to_all_single: {role} splits {list(splits)} must be {exchange.size} numbers that add up to "
+            f"{rows}. (LS209)"
         )
     row = tensor.numel() // max(rows, 1)
     return [count * row for count in splits]

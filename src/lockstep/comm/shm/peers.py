@@ -11,6 +11,7 @@ import os
 import select
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -21,7 +22,10 @@ from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, PHASE
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.rendezvous import GroupHandles
-from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
+from lockstep.comm.shm.sleepers import Sleepers
+from lockstep.comm.user_line import find_user_line
+from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause
+from lockstep.recording import EventKind, own_recorder
 
 _POLL_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.3
@@ -61,7 +65,9 @@ class Peers:
         self.size = memory.layout.size
         self.timeout_seconds = timeout_seconds
         self._broken: GroupError | None = None
+        self._sleepers = Sleepers()
         self._member = os.getpid()
+        self._recorder = own_recorder()
         self._memory = memory
         self._pids = handles.pids
         self._pidfds = handles.pidfds
@@ -82,7 +88,7 @@ class Peers:
         if self._broken is None and os.getpid() != self._member:
             self._broken = GroupError(
                 f"This process was forked from rank {self.name} of the group and is no rank itself. Make the calls in "
-                "the parent, or give the child a group of its own."
+                "the parent, or give the child a group of its own. (LS205)"
             )
         return self._broken
 
@@ -128,10 +134,14 @@ class Peers:
         if self.has_core and self._spin(address, everyone and self.spins_longer):
             return
         started = time.monotonic()
-        if semaphores.wait(address, _POLL_SECONDS):
+        if self._sleepers.sleep(address, _POLL_SECONDS):
             return
         self._publish_waiting(call)
-        self._wait_long(peer, address, call, started, everyone, timeout_seconds)
+        event = self._record_wait(self.names[peer], call)
+        try:
+            self._wait_long(peer, address, call, started, everyone, timeout_seconds)
+        finally:
+            self._recorder.end(event)
         self._publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
 
     def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
@@ -149,8 +159,9 @@ class Peers:
         started = time.monotonic()
         lost_since: float | None = None
         self._publish_waiting(call)
+        event = self._record_wait(-1, call)
         while (source := take()) is None:
-            if semaphores.wait(address, _POLL_SECONDS):
+            if self._sleepers.sleep(address, _POLL_SECONDS):
                 continue
             self._check_broken()
             if all(self._find_lost([peer]) is not None for peer in peers):
@@ -160,6 +171,7 @@ class Peers:
                 self.check(peers)
             lost_since = self._check_killed(lost_since)
             self._check_time(started, call, "any rank")
+        self._recorder.end(event)
         self._publish_waiting(b"")
         return source
 
@@ -180,7 +192,7 @@ class Peers:
         error = CollectiveTimeoutError(
             f"Rank {self.name} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
             "must make the same calls in the same order; if one is only slow, give a longer timeout to "
-            "init_process_group."
+            "init_process_group. (LS202)"
         )
         self.publish_state(PeerState.TIMED_OUT, str(error))
         self.broken = error
@@ -243,9 +255,15 @@ class Peers:
         lost = self._find_first_lost(peer)
         return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
 
+    def end_calls(self, error: GroupError) -> None:
+        """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
+        if self._broken is None:
+            self.broken = error
+        self._sleepers.end()
+
     def fail(self, error: BaseException, call: bytes) -> None:
         """Publish that `call` failed on this rank with `error`, at an unknown point of it: the group is broken."""
-        self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}.")
+        self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}. (LS213)")
         self.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
         # As text, not as the cause: the cause would keep its frames, and their tensors, alive.
         broken.add_note("".join(format_exception(error)))
@@ -255,6 +273,17 @@ class Peers:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}
+
+    def _record_wait(self, rank: int, call: bytes) -> int:
+        """Record a wait that is long already, and the line of the user's code; return the event's number."""
+        recorder = self._recorder
+        if not recorder.is_open:
+            return 0
+        line = find_user_line(threading.main_thread().ident)
+        event = recorder.begin(EventKind.WAITING, rank, 0, recorder.text(call))
+        if not line.startswith("<"):
+            recorder.mark(EventKind.LINE, 0, 0, recorder.text(line))
+        return event
 
     def _wait_long(
         self, peer: int, address: int, call: bytes, started: float, everyone: bool, timeout_seconds: float | None
@@ -269,7 +298,7 @@ class Peers:
             if everyone:
                 lost_since = self._check_killed(lost_since)
             self._check_time(started, call, f"rank {self.names[peer]}", timeout_seconds)
-            if semaphores.wait(address, _POLL_SECONDS):
+            if self._sleepers.sleep(address, _POLL_SECONDS):
                 return
 
     def _spin(self, address: int, spins_longer: bool) -> bool:
@@ -349,18 +378,20 @@ class Peers:
         state, _, reason = self._read_state(peer)
         name = self.names[peer]
         if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
-            return f"Rank {name} failed: {reason}"
+            return f"Rank {name} failed: {reason} (LS203)"
         if state is PeerState.LEFT and reason:
-            return f"Rank {name} has left the group, which rank {self.name} still needs, while it handled {reason}"
+            return (
+                f"Rank {name} has left the group, which rank {self.name} still needs, while it handled {reason} (LS203)"
+            )
         if state is PeerState.LEFT:
             return (
                 f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self.name} still "
-                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks."
+                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks. (LS203)"
             )
         return (
             f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
             "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
-            "multiprocessing do. Look at its log, and in the system log for a lack of memory."
+            "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
         )
 
     def _read_state(self, peer: int) -> tuple[PeerState, int, str]:
@@ -378,7 +409,7 @@ class Peers:
 
 
 def _describe(error: BaseException) -> str:
-    text = str(error).rstrip(".")
+    text = clause(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

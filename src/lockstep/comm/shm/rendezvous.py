@@ -119,7 +119,7 @@ def connect_ranks(
     if not 0 <= rank < layout.size:
         raise GroupError(
             f"Rank {rank} is outside a group of {layout.size}: ranks are 0 to {layout.size - 1}. Give each process its "
-            "own rank, and as world_size the number of processes."
+            "own rank, and as world_size the number of processes. (LS102)"
         )
     listener = _listen() if rank == 0 else None
     try:
@@ -171,14 +171,14 @@ def _explaining_lost_root(store: Store, timeout: timedelta, names: Sequence[int]
     except TimeoutError as error:
         raise GroupError(
             f"Rank {names[0]} did not make the group within {timeout.total_seconds():g} s. Look at its log; it may be "
-            "stuck."
+            "stuck. (LS109)"
         ) from error
     except (OSError, EOFError) as error:
         raise _explain_gone(store, names[0]) from error
 
 
 def _explain_gone(store: Store, name: int) -> GroupError:
-    ended = PeerLostError(f"Rank {name} ended while the group was being made.", rank=name)
+    ended = PeerLostError(f"Rank {name} ended while the group was being made. (LS112)", rank=name)
     return _read_reason(store, _FAILED) or ended
 
 
@@ -268,7 +268,7 @@ def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequ
         connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
         if _peer_credentials(connection)[1] != os.geteuid():
-            raise GroupError("The process that offers the group's shared memory belongs to another user.")
+            raise GroupError("The process that offers the group's shared memory belongs to another user. (LS114)")
         connection.sendall(_NUMBER.pack(rank))
         length, descriptor = _receive_file(connection)
         undo.callback(os.close, descriptor)
@@ -312,7 +312,7 @@ def _loss_explained(name: int, read_reason: Callable[[], GroupError | None] = _n
     try:
         yield
     except (OSError, EOFError) as error:
-        lost = PeerLostError(f"Rank {name} was lost while the group was being made.", rank=name)
+        lost = PeerLostError(f"Rank {name} was lost while the group was being made. (LS112)", rank=name)
         raise read_reason() or lost from error
 
 

@@ -1,5 +1,6 @@
 """Backends of torch within a shared-memory group, for what has no form in shared memory."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
+from lockstep.comm.gloo import connect_gloo
+from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.errors import GroupError
 from lockstep.torch_private import gloo_options, make_backend
 
@@ -50,6 +53,7 @@ class TorchBackends:
         self._timeout = timeout
         self._accelerators = accelerators
         self._made: dict[str, Any] = {}
+        self._sockets: GlooSockets | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -75,6 +79,13 @@ class TorchBackends:
         """End the calls that are under way, in whatever state."""
         for backend in self._made.values():
             backend.abort()
+
+    def end_calls(self) -> None:
+        """Let the calls that are under way end, with errors (any thread)."""
+        if self._sockets is not None:
+            self._sockets.shut_down()
+        if self._accelerators:
+            threading.Thread(target=self.abort, name="lockstep-abort", daemon=True).start()  # NCCL's takes a while
 
     def close(self) -> None:
         """Shut them down."""
@@ -103,7 +114,9 @@ class TorchBackends:
         # All ranks are on this host: the loopback works without a network or a host name that resolves.
         devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
         options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
-        return gloo(PrefixStore("gloo", self._store), self._rank, self._size, options)
+        place = PrefixStore("gloo", self._store)
+        made, self._sockets = connect_gloo(place, self._size, lambda: gloo(place, self._rank, self._size, options))
+        return made
 
     def _make(self, device_type: str) -> Any:
         try:
@@ -113,5 +126,5 @@ class TorchBackends:
             raise GroupError(
                 f"The shm backend carries CPU tensors, and this torch has no backend for {device_type} tensors "
                 f"({str(error).partition(chr(10))[0]}). Move the tensor to the CPU, or make the group with a backend "
-                "for its device."
+                "for its device. (LS212)"
             ) from error

@@ -111,7 +111,7 @@ class QueuedWork(Work):
                 if self._done.acquire(timeout=seconds):
                     self._done.release()
                 elif not self._is_done:
-                    raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it continues.")
+                    raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it continues. (LS202)")
             else:
                 self._work_queue.finish(self, self._done)
         if self._error is not None:
@@ -122,7 +122,7 @@ class QueuedWork(Work):
     def __del__(self) -> None:
         """Log its error if no code has read it; a later call must not fail because of this one."""
         if isinstance(self._error, CollectiveMismatchError) and not self._is_error_seen:
-            _LOGGER.error("An asynchronous call failed, and no code waited for it: %s", self._error)
+            _LOGGER.error("An asynchronous call failed, and no code waited for it: %s (LS213)", self._error)
 
     def is_completed(self) -> bool:
         """Return whether it is done, with or without an error."""

@@ -11,6 +11,6 @@ Invariants:
 - What is found on all ranks alike (a step with gradients of one rank alone) is raised at once, where it is.
 """
 
-from lockstep.parallel.comparison.rank_comparison import ComparisonOptions, RankComparison
+from lockstep.parallel.comparison.rank_comparison import ComparisonOptions, RankComparison, compare_at_start
 
-__all__ = ["ComparisonOptions", "RankComparison"]
+__all__ = ["ComparisonOptions", "RankComparison", "compare_at_start"]

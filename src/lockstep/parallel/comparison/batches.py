@@ -114,7 +114,7 @@ class SameDataWarning:
         warnings.warn(
             f"In {_NUM_ALIKE} steps in a row all {len(status.inputs)} ranks {what}, so they do the work of one. Give "
             "each rank its own part of the data: DataLoader(dataset, sampler=ls.DistributedSampler(dataset)), or "
-            "another seed for random data. This warning is given once.",
+            "another seed for random data. This warning is given once. (LS315)",
             stacklevel=stacklevel_of_user(),
         )
 
@@ -140,7 +140,7 @@ def _describe_sizes(status: GroupStatus) -> str:
         "more. Give every rank the same number (DistributedSampler with drop_last, a DataLoader with drop_last=True, "
         "as many micro-batches), or train with ls.Trainer, which weights by samples. If that "
         "dimension is not the batch, or the loss is weighted already, ignore this warning: "
-        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once.'
+        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once. (LS314)'
     )
 
 
@@ -155,5 +155,5 @@ def _describe_accumulation(backwards: Sequence[int]) -> str:
         f"In one step rank {backwards.index(most)} accumulated the gradients of {most} backwards and rank "
         f"{backwards.index(least)} those of {least}. DistributedDataParallel averages the ranks' gradients, whatever "
         "they are sums of. Accumulate over as many micro-batches on every rank, or weight the loss. This warning is "
-        'given once; warnings.filterwarnings("ignore", message="In one step rank") leaves it out.'
+        'given once; warnings.filterwarnings("ignore", message="In one step rank") leaves it out. (LS314)'
     )

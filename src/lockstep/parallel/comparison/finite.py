@@ -3,11 +3,13 @@
 A mean with a NaN of one rank is NaN on all. So each rank looks at its own gradients before they are reduced, and what
 it finds travels with the status. A step with them would make every parameter NaN. But a backward with them is no
 mistake yet: a GradScaler looks for them and leaves the step out, and a script may clear them. So the step is looked at.
+
+Here for the CPU; for other devices `lockstep.parallel.comparison.finite_on_device`.
 """
 
 import logging
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Final, Literal, Protocol, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,19 +22,48 @@ from lockstep.reduce.tensor_bits import glance_is_finite
 
 _LOGGER = logging.getLogger("lockstep")
 
+NONFINITE_ADVICE: Final = (
+    "Look for a sample that is not finite, for a logarithm or square root of zero, or for a division by it; or try a "
+    'smaller learning rate. Wrap with nonfinite="skip" to leave such steps out.'
+)
+
+
+class FiniteCheck(Protocol):
+    """Looks for gradients that are not finite, on one rank."""
+
+    def know(self, names: list[str]) -> None:
+        """Say by which names the parameters are numbered, the same on all ranks (local)."""
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Look at gradients that are about to be reduced (local)."""
+
+    def take_number(self) -> int:
+        """Return the number of the first parameter that was found, from 1 on; 0 for none (local)."""
+
+    def note(self, status: GroupStatus, num_reductions: int) -> None:
+        """Note what was found on all ranks in a reduction (local)."""
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at a step.
+
+        Raises:
+            LossError: It would step with a gradient that is not finite, or the last one did. On every rank alike.
+        """
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Put back what was changed for a step (local)."""
+
 
 @final
 class FiniteGradients:
-    """Looks for gradients that are not finite, on one rank.
+    """Looks for gradients on the CPU that are not finite (a `FiniteCheck`).
 
     Args:
         nonfinite: "stop" to raise when an optimizer is to step with one, "skip" to have its step change nothing.
-        may_read: Whether gradients may be read in each backward: not on an asynchronous device, where it would wait.
     """
 
-    def __init__(self, nonfinite: Literal["stop", "skip"], *, may_read: bool) -> None:
+    def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
-        self._may_read = may_read
         self._names: list[str] = []
         self._own = 0
         self._found = ""
@@ -44,7 +75,7 @@ class FiniteGradients:
 
     def look_at(self, bucket: Bucket) -> None:
         """Look at gradients that are about to be reduced (local)."""
-        if self._own or not self._may_read or bucket.message.is_sparse or glance_is_finite(bucket.message):
+        if self._own or bucket.message.is_sparse or glance_is_finite(bucket.message):
             return
         odd = next((slot.name for slot in bucket.slots if not _is_finite(slot.parameter)), "")
         if odd in self._names:
@@ -57,14 +88,7 @@ class FiniteGradients:
 
     def note(self, status: GroupStatus, num_reductions: int) -> None:
         """Note what was found on all ranks in a reduction (local)."""
-        self._found = ""
-        if any(status.nonfinite):
-            places = [
-                f"of {self._names[min(number, len(self._names)) - 1]} on rank {rank}"
-                for rank, number in enumerate(status.nonfinite)
-                if number
-            ]
-            self._found = f"In backward {num_reductions} the gradient {' and '.join(places)} was not finite"
+        self._found = describe_nonfinite(status, self._names, num_reductions)
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Look at a step.
@@ -77,19 +101,17 @@ class FiniteGradients:
         if all(map(_is_finite, parameters)):
             return
         if self._skips:
-            _LOGGER.warning("%s, so that optimizer step changes nothing.", self._found)
+            _LOGGER.warning("%s, so that optimizer step changes nothing. (LS312)", self._found)
             self._hidden = [(each, each.grad) for each in parameters]
             for each in parameters:
                 each.grad = None
             return
         raise LossError(
             f"{self._found}, and the mean over the ranks with it; the optimizer's step at {user_line()} would make "
-            "parameters NaN on all of them. Look for a sample that is not finite, for a logarithm or square root of "
-            'zero, or for a division by it; or try a smaller learning rate. Wrap with nonfinite="skip" to leave such '
-            "steps out."
+            f"parameters NaN on all of them. {NONFINITE_ADVICE} (LS312)"
         )
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - one steps at a time
         """Give back the gradients that a step did not see (local)."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
@@ -98,3 +120,13 @@ class FiniteGradients:
 
 def _is_finite(parameter: nn.Parameter) -> bool:
     return parameter.grad is None or parameter.grad.is_sparse or bool(parameter.grad.isfinite().all())
+
+
+def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int) -> str:
+    """Return in words which gradients were not finite on which ranks; empty if all were (pure)."""
+    places = [
+        f"of {names[min(number, len(names)) - 1]} on rank {rank}"
+        for rank, number in enumerate(status.nonfinite)
+        if number
+    ]
+    return f"In backward {backward} the gradient {' and '.join(places)} was not finite" if places else ""

@@ -28,8 +28,8 @@ class StepListener(Protocol):
 
 def listen_to_steps(listener: StepListener) -> Callable[[], None]:
     """Call `listener`, which is held weakly, around the steps of all optimizers; return what ends it."""
-    before = register_optimizer_step_pre_hook(_StepHook(weakref.WeakMethod(listener.before_step)))
-    after = register_optimizer_step_post_hook(_StepHook(weakref.WeakMethod(listener.after_step)))
+    before = register_optimizer_step_pre_hook(StepHook(weakref.WeakMethod(listener.before_step)))
+    after = register_optimizer_step_post_hook(StepHook(weakref.WeakMethod(listener.after_step)))
 
     def end() -> None:
         before.remove()
@@ -40,12 +40,15 @@ def listen_to_steps(listener: StepListener) -> Callable[[], None]:
 
 
 @final
-class _StepHook:
+class StepHook:
+    """Calls a listener, as long as it is there."""
+
     def __init__(self, method: "weakref.WeakMethod[Callable[[Optimizer], None]]") -> None:
         self._method = method
 
     @disable_compiler
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Call it, unless it is gone."""
         method = self._method()
         if method is not None:
             method(optimizer)

@@ -31,6 +31,8 @@ from lockstep.torch_private import parameter_registry
 
 _NUM_IDLE = 3
 """After so many reductions an optimizer whose parameters never have gradients is an error."""
+_NUM_BETWEEN = 64
+"""After so many steps is looked again which parameters have a wrapper: for all of them that takes as long as a step."""
 _NUM_READ_ON_DEVICE = 4
 """So often such parameters are read on an asynchronous device, where reading them waits for it."""
 
@@ -62,14 +64,21 @@ class OutsideParameters:
         self._places: dict[str, weakref.ref[nn.Parameter]] = {}
         self._values = ReplicaValues(self._list_parameters, may_read=True)
         self._num_read = 0
+        self._num_steps = 0
+        self._placed: set[int] = set()
         self._is_compared = True
 
     def note_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Note that an optimizer has stepped these (local)."""
         if not self._is_compared:
             return
-        known = {id(reference()) for reference in self._places.values()}
-        new = [each for each in parameters if each.grad is not None and id(each) not in known and not has_place(each)]
+        if self._num_steps % _NUM_BETWEEN == 0:
+            self._placed.clear()  # a wrapper may be gone
+        self._num_steps += 1
+        known = self._placed.union(id(reference()) for reference in self._places.values())
+        asked = [each for each in parameters if each.grad is not None and id(each) not in known]
+        new = [each for each in asked if not has_place(each)]
+        self._placed.update({*map(id, asked)}.difference(map(id, new)))
         if new:
             places = _find_places(optimizer, new)
             first = len(self._places)
@@ -126,7 +135,7 @@ def find_outside_difference(found: Sequence[tuple[OutsideValue, ...]]) -> str:
             f"up to {here.total!r} on rank {rank} and to {there.total!r} on rank 0{more_text}. Its gradients are not "
             "averaged over the ranks. Put the layers and losses that have such parameters into one module with the "
             "model, and wrap that; or wrap them too. If each rank is to have its own, as in model parallelism, ignore "
-            'this: warnings.filterwarnings("ignore", message="A parameter that is trained"). It is given once.'
+            'this: warnings.filterwarnings("ignore", message="A parameter that is trained"). It is given once. (LS319)'
         )
     return ""
 
@@ -179,7 +188,7 @@ class IdleOptimizers:
             f"the wrapped model's parameter {name} and others of the same shapes get them and are in no optimizer that "
             f"steps: after {num_reductions} backwards they were not changed. The optimizer was made with the "
             "parameters of a copy of the model, or before layers were replaced. Make it after wrapping: "
-            "torch.optim.SGD(model.parameters(), ...) with the wrapped model."
+            "torch.optim.SGD(model.parameters(), ...) with the wrapped model. (LS319)"
         )
 
 

@@ -14,12 +14,15 @@ from lockstep.errors import ParameterMismatchError, ReductionError
 from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
+from lockstep.parallel.comparison.layers import ForwardState, warn_of_unlike_layers
+from lockstep.parallel.comparison.loaders import LoaderPositions
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.record import Kind, RankRecord, find_difference
-from lockstep.parallel.comparison.samplers import ShufflingSamplers
+from lockstep.parallel.comparison.samplers import DataSamplers
 from lockstep.parallel.comparison.skipping import SkippedBatches
 from lockstep.parallel.comparison.steps import WatchedSteps
 from lockstep.parallel.comparison.values import ReplicaValues
+from lockstep.parallel.comparison.wait_posts import WaitPosts
 from lockstep.parallel.comparison.wrap_order import WrapOrder
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
 from lockstep.reduce.bucket_set import Bucket
@@ -77,9 +80,13 @@ class RankComparison:
         self._name_number = zlib.crc32(self._name.encode())
         self._batches = UnevenBatchWarning()
         self._same_data = SameDataWarning()
-        self._samplers = ShufflingSamplers(world)
+        self._samplers = DataSamplers(world)
+        self._loaders = LoaderPositions()
+        self._state = ForwardState(model)
         self._values = ReplicaValues(model.parameters, may_read=may_read)
-        self._steps = WatchedSteps(world, self._reducer, self._values, options.nonfinite, may_read=may_read)
+        self._steps = WatchedSteps(
+            world, options.model_number, self._reducer, self._values, options.nonfinite, may_read=may_read
+        )
         self._steps.compares_replicas = options.compares_replicas
         self._skipped = SkippedBatches(self._reducer)
         self.order = WrapOrder(world, options.model_number)
@@ -90,13 +97,14 @@ class RankComparison:
         self._ending = EndOfScript(
             world, self._name, options.model_number, self.forwards, self._steps.optimizers, self._reducer
         )
-        reducer.schedule.waits.on_long = self._ending.post_wait
+        self._posts = WaitPosts(self._reducer, self._ending.post_wait)
         self._stop_listening = listen_to_steps(self._steps)
 
     def close(self) -> None:
         """Look at nothing any more (local)."""
         self._stop_listening()
         self._ending.close()
+        self._posts.close()
 
     # -- Around forwards -----------------------------------------------------------------------------------------------
 
@@ -118,6 +126,7 @@ class RankComparison:
         reducer = self._reducer()
         if reducer is not None and any(map(is_inside_func_grad, outputs)):
             reducer.watch.has_local_gradients = True
+        self._state.note()
         if self._looks_at_data:
             self._same_data.note_inputs(tree_leaves(inputs))
         return self.forwards.end(module, outputs)
@@ -167,6 +176,7 @@ class RankComparison:
     def fill_in(self, status: RankStatus) -> RankStatus:
         """Return the status with what there is to compare (local)."""
         steps = self._steps
+        nonfinite = steps.finite.take_number()
         if steps.is_joining:
             return status
         self._ending.note_begun()
@@ -177,6 +187,8 @@ class RankComparison:
             self.forwards.num_unused,
             self._keeps_gradients,
             self._samplers.number(),
+            self._loaders.number(),
+            self._state.number(),
         )
         if steps.compares_replicas:
             done = steps.optimizers
@@ -186,7 +198,7 @@ class RankComparison:
             self._same_data.fill_in(status),
             is_empty=self._skipped.is_empty,
             comparison=hash(numbers) % COMPARISON_LIMIT,
-            nonfinite=steps.finite.take_number(),
+            nonfinite=nonfinite,
         )
 
     def compare(self, status: GroupStatus) -> None:
@@ -206,11 +218,14 @@ class RankComparison:
             with calls_for(_PURPOSE):
                 records = self._world.gather_objects(self._record())
             finding = find_difference(records)
+            self._loaders.compare([each.loaders for each in records], reducer.num_reductions)
+            self._samplers.compare([each.samplers for each in records])
             steps.outside.compare([each.outside for each in records])
         self._skipped.correct_mean(status)
         steps.finite.note(status, reducer.num_reductions)
         self._batches.look_at(status)
         self._same_data.look_at(status)
+        self._loaders.look(reducer.num_reductions)
         if reducer.num_reductions == _LOOKS_FOR_SAMPLERS:
             self._samplers.find()
         if steps.optimizers.num_steps and not steps.is_joining:
@@ -244,6 +259,8 @@ class RankComparison:
             outside=steps.outside.describe() if compares else (),
             names=self.order.describe(),
             samplers=self._samplers.describe(),
+            loaders=self._loaders.describe(),
+            state=self._state.describe(),
             instructions=torch.backends.cpu.get_cpu_capability(),
             forward_line=str(self.forwards.line),
             step_line=str(done.line),
@@ -265,6 +282,21 @@ class RankComparison:
         self._values.look()
         module = self._model.module
         self._steps.know(self._model.parameters(), [] if module is None else list(module.parameters()))
+
+
+def compare_at_start(model: TrainedModel, world: World, model_number: int) -> None:
+    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective).
+
+    Args:
+        model: The model.
+        world: The ranks.
+        model_number: See `ComparisonOptions`.
+
+    Raises:
+        ParameterMismatchError: Models were wrapped in another order on a rank; on every rank alike.
+    """
+    WrapOrder(world, model_number).compare_values(model)
+    warn_of_unlike_layers(model, world)
 
 
 def _describe_model(model: TrainedModel, number: int) -> str:

@@ -49,7 +49,11 @@ class RankRecord:
     names: NamesByModel
     """Under which names it holds the models that it has wrapped."""
     samplers: tuple[Description, ...]
-    """What the shuffling samplers of this process were made with, and the epochs that they are in."""
+    """What the samplers of this process were made with, and the epochs that they are in."""
+    loaders: tuple[int, ...]
+    """How many batches the DataLoaders have yielded from which it draws."""
+    state: Mapping[str, str]
+    """How each layer ran in the last forward, and in which precision."""
     instructions: str
     """Which instructions of the processor torch uses."""
     forward_line: str
@@ -72,7 +76,9 @@ def find_difference(records: Sequence[RankRecord]) -> Finding | None:
     """Return the first difference of another rank from rank 0 that matters; None where none does."""
     other_order = find_other_order([each.names for each in records])
     if other_order:
-        return Finding(Kind.CALLS, f"{other_order} The last forward was at {records[0].forward_line} on rank 0.")
+        return Finding(
+            Kind.CALLS, f"{other_order} The last forward was at {records[0].forward_line} on rank 0. (LS304)"
+        )
     first = records[0]
     for look in _LOOKS:
         for rank, record in enumerate(records[1:], start=1):
@@ -89,7 +95,7 @@ def _compare_models(rank: int, record: RankRecord, first: RankRecord) -> Finding
         Kind.CALLS,
         f"Rank {rank} runs the backward of {record.model}, and rank 0 that of {first.model}: they would have got each "
         f"other's gradients. The forward was at {record.forward_line} on rank {rank}, at {first.forward_line} on rank "
-        "0. Make wrapped models in the same order on every rank, and run their backwards in the same order.",
+        "0. Make wrapped models in the same order on every rank, and run their backwards in the same order. (LS304)",
     )
 
 
@@ -102,7 +108,7 @@ def _compare_options(rank: int, record: RankRecord, first: RankRecord) -> Findin
                 Kind.REPLICAS,
                 f"The optimizers of ranks {rank} and 0 differ: {describe_differences(found, expected)}. The last step "
                 f"was at {first.step_line}. Give optimizers the same options on every rank, and step schedulers "
-                "alike: a scheduler that follows a loss needs the mean over the ranks, not each rank's own.",
+                "alike: a scheduler that follows a loss needs the mean over the ranks, not each rank's own. (LS313)",
             )
     return None
 
@@ -116,8 +122,8 @@ def _compare_samplers(rank: int, record: RankRecord, first: RankRecord) -> Findi
                 Kind.CALLS,
                 f"The DistributedSamplers of ranks {rank} and 0 differ: {describe_differences(found, expected)}. So "
                 "some samples would be seen by several ranks, and others by none, or a rank is ahead of the other by "
-                "batches that it has skipped or not had. Make samplers alike on every rank, and call set_epoch with "
-                "the same number on all.",
+                "batches that it has skipped or not had. Make samplers alike on every rank, over the same data in one "
+                "order (sort what lists files), and call set_epoch with the same number on all. (LS317)",
             )
     return None
 
@@ -134,7 +140,7 @@ def _compare_steps(rank: int, record: RankRecord, first: RankRecord) -> Finding 
         f"{first.num_steps}{f', so their parameters differ, {odd} for one' if odd else ''}. Rank {more} stepped at "
         f"{line}, and rank {fewer} did not, or rank {more} stepped without a backward for a batch that it has skipped. "
         "Step the optimizer on every rank or on none: decide by a number that is the same on all, such as the sum of "
-        "a flag over the ranks. Where a rank skips a batch, call model.skip_backward() in place of backward().",
+        "a flag over the ranks. Where a rank skips a batch, call model.skip_backward() in place of backward(). (LS321)",
     )
 
 
@@ -147,7 +153,7 @@ def _compare_gradients(rank: int, record: RankRecord, first: RankRecord) -> Find
         f"The gradients with which rank {rank} stepped its optimizer at {record.step_line} were not those of rank 0: "
         "the backward had left the same on both, and then .grad was changed on one rank, or otherwise. Parameter "
         f"{odd} differs since. Clip, scale and clear gradients alike on every rank, by numbers that are the same on "
-        "all.",
+        "all. (LS313)",
     )
 
 
@@ -184,7 +190,7 @@ def _compare_values(rank: int, record: RankRecord, first: RankRecord) -> Finding
     return Finding(
         Kind.REPLICAS,
         f"Parameter {odd} has other values on rank {rank} than on rank 0: they add up to {record.values[odd][1]!r} and "
-        f"{first.values[odd][1]!r}. {cause} The last forward was at {record.forward_line} on rank {rank}.",
+        f"{first.values[odd][1]!r}. {cause} The last forward was at {record.forward_line} on rank {rank}. (LS313)",
     )
 
 
@@ -201,7 +207,7 @@ def _compare_forwards(rank: int, record: RankRecord, first: RankRecord) -> Findi
         "finite, a loss that does not depend on the model), and its next backward met the one of that batch on the "
         f"other ranks. It would be one batch behind from now on, and leave them waiting at the end. Its last forward "
         f'was at {line}. Wrap with on_skip="zeros", or call model.skip_backward() in place of backward() where a batch '
-        "is skipped; or skip it on every rank. For a forward on one rank alone use torch.no_grad() or eval().",
+        "is skipped; or skip it on every rank. For a forward on one rank alone use torch.no_grad() or eval(). (LS318)",
     )
 
 
@@ -213,7 +219,20 @@ def _compare_modes(rank: int, record: RankRecord, first: RankRecord) -> Finding 
     return Finding(
         Kind.CALLS,
         f"Rank {evaluating} runs forward and backward in evaluation mode (its last forward was at {line}), and rank "
-        f"{rank if evaluating == 0 else 0} in training mode. Call model.train() on every rank after an evaluation.",
+        f"{rank if evaluating == 0 else 0} in training mode. "
+        "Call model.train() on every rank after an evaluation. (LS320)",
+    )
+
+
+def _compare_states(rank: int, record: RankRecord, first: RankRecord) -> Finding | None:
+    name = next((name for name, state in first.state.items() if record.state.get(name, state) != state), "")
+    if not name:
+        return None
+    return Finding(
+        Kind.CALLS,
+        f"In the last forward {name} was {record.state[name]} on rank {rank} and {first.state[name]} on rank 0. The "
+        f"forward was at {record.forward_line} on rank {rank}, at {first.forward_line} on rank 0. Choose modes and "
+        "precision alike on every rank. (LS320)",
     )
 
 
@@ -225,7 +244,7 @@ def _compare_clearing(rank: int, record: RankRecord, first: RankRecord) -> Findi
         Kind.CALLS,
         f"The backward of rank {keeping} has added to the gradients of an earlier step, and on rank {other} they had "
         f"been cleared, so the mean would have been of other things. The last forward was at {first.forward_line}. "
-        "Call optimizer.zero_grad() on every rank alike.",
+        "Call optimizer.zero_grad() on every rank alike. (LS313)",
     )
 
 
@@ -238,6 +257,7 @@ _LOOKS: tuple[Callable[[int, RankRecord, RankRecord], Finding | None], ...] = (
     _compare_values,
     _compare_forwards,
     _compare_modes,
+    _compare_states,
     _compare_clearing,
 )
 

@@ -79,7 +79,7 @@ class SkippedBatches:
             raise ReductionError(
                 "All ranks took part in a reduction with nothing. If a batch has several forwards before its backward, "
                 'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
-                "skips. A batch that all ranks skip needs no call."
+                "skips. A batch that all ranks skip needs no call. (LS318)"
             )
         reducer = self._reducer()
         slots = () if reducer is None else (slot for bucket in reducer.buckets for slot in bucket.slots)

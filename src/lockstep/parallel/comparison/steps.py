@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from lockstep.comm import World
 from lockstep.errors import ReductionError
-from lockstep.parallel.comparison.finite import FiniteGradients
+from lockstep.parallel.comparison.by_hand import HandAveraging
+from lockstep.parallel.comparison.finite import FiniteCheck, FiniteGradients
+from lockstep.parallel.comparison.finite_on_device import FiniteGradientsOnDevice
 from lockstep.parallel.comparison.gradients import StepGradients, has_unsynchronized
-from lockstep.parallel.comparison.optimizers import OptimizerSteps
+from lockstep.parallel.comparison.optimizers import OptimizerSteps, StepHook
 from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideParameters
 from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.user_code import stacklevel_of_user, user_line
@@ -23,7 +25,8 @@ from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id
 _LOCAL_GRADIENTS = (
     "torch.autograd.grad or torch.func gave gradients of this rank alone for parameters of a model that is trained on "
     "several, and parameters were updated without a backward() since: these gradients are not averaged. Call "
-    "backward() for averaged ones, or average these with torch.distributed.all_reduce. This warning is given once."
+    "backward() for averaged ones, or average these with torch.distributed.all_reduce. "
+    "This warning is given once. (LS311)"
 )
 
 
@@ -33,6 +36,7 @@ class WatchedSteps:
 
     Args:
         world: The ranks.
+        model_number: Which of the models that were wrapped over their group it is.
         reducer: Reduces the gradients.
         values: The values of the wrapped parameters.
         nonfinite: What becomes of steps with gradients that are not finite.
@@ -51,6 +55,7 @@ class WatchedSteps:
     def __init__(
         self,
         world: World,
+        model_number: int,
         reducer: "weakref.ref[Reducer]",
         values: ReplicaValues,
         nonfinite: Literal["stop", "skip"],
@@ -59,7 +64,9 @@ class WatchedSteps:
     ) -> None:
         self.optimizers = OptimizerSteps()
         self.gradients = StepGradients(reducer, may_read=may_read)
-        self.finite = FiniteGradients(nonfinite, may_read=may_read)
+        self.finite: FiniteCheck = (
+            FiniteGradients(nonfinite) if may_read else FiniteGradientsOnDevice(nonfinite, ignored_hooks=(StepHook,))
+        )
         self.outside = OutsideParameters(may_read=may_read)
         self.compares_replicas = True
         self.is_joining = False
@@ -69,6 +76,7 @@ class WatchedSteps:
         self._reducer = reducer
         self._values = values
         self._idle = IdleOptimizers()
+        self._by_hand = HandAveraging(world, model_number)
         self._trained: Mapping[str, nn.Parameter] = {}
         self._ignored: set[int] = set()
         self._num_reduced = 0
@@ -115,7 +123,7 @@ class WatchedSteps:
             self.outside.note_step(optimizer, self._not_ignored(held.others))
         if held.known:
             self.optimizers.end(optimizer)
-            self.finite.after_step()
+            self.finite.after_step(optimizer)
             self.gradients.note_step()
             self._values.note_update()
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
@@ -149,13 +157,15 @@ class WatchedSteps:
         if is_inside:
             raise ReductionError(
                 f"An optimizer stepped inside a backward, at {user_line()}, with gradients of this rank alone: they "
-                "are averaged over the ranks at the end of the backward. Call step() after backward()."
+                "are averaged over the ranks at the end of the backward. Call step() after backward(). (LS311)"
             )
         name = has_unsynchronized(reducer, parameters) if reducer.watch.num_local_backwards else ""
-        if name:
+        if name and self._by_hand.is_done(parameters):
+            reducer.watch.forget_local()
+        elif name:
             raise ReductionError(
                 f"The optimizer steps at {user_line()} with gradients of this rank alone: that of {name}, for one, was "
                 "accumulated under no_sync() and not averaged since, so each rank would get other parameters. Run the "
-                "last forward and backward before a step outside no_sync(). If you average them yourself, or train "
-                "each rank on its own for a while, wrap the module with compare=False."
+                "last forward and backward before a step outside no_sync(), or average every gradient yourself before "
+                "it. To train each rank on its own for a while, wrap the module with compare=False. (LS311)"
             )

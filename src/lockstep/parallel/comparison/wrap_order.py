@@ -83,7 +83,7 @@ class WrapOrder:
                 raise ParameterMismatchError(
                     f"Wrapped model {numbers[index]} on rank {rank} is wrapped model "
                     f"{numbers[first.index(found[index])]} on rank 0: the models that were wrapped have the same "
-                    f"parameters on both, in another order, and would get each other's gradients. {_REMEDY}"
+                    f"parameters on both, in another order, and would get each other's gradients. {_REMEDY} (LS304)"
                 )
 
     def number_names(self, module: nn.Module | None, num_reductions: int) -> int:
@@ -151,7 +151,9 @@ def _names_of(held: Sequence[object]) -> Iterator[str]:
     for holder in gc.get_referrers(*held):  # one look at all objects of the process
         items: dict[Any, Any] = holder if type(holder) is dict else getattr(holder, "__dict__", {})
         if "__builtins__" not in items:
-            yield from (key for key, value in items.items() if type(key) is str and any(value is one for one in held))
+            yield from (
+                key for key, value in list(items.items()) if type(key) is str and any(value is one for one in held)
+            )
 
 
 def _no_wrapper() -> None:

@@ -77,7 +77,9 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
     ) -> None:
         nn.Module.__init__(self)  # skips the __init__ of torch's class, which would search for devices
         if device_ids is not None and len(device_ids) == 0:
-            raise ValueError("device_ids is empty, but a module needs a device. Leave it out to use all devices.")
+            raise ValueError(
+                "device_ids is empty, but a module needs a device. Leave it out to use all devices. (LS351)"
+            )
         self.module = module
         self.dim = dim
         self.gather_output = gather_output

@@ -104,13 +104,13 @@ class DataParallelCriterion(nn.Module):
             raise TypeError(
                 f"DataParallelCriterion expects the list of the replicas' outputs, but got {type(outputs).__name__}. "
                 "Build the model with DataParallel(..., gather_output=False), or use the criterion without "
-                "DataParallelCriterion."
+                "DataParallelCriterion. (LS354)"
             )
         found = [list(tensors_in(output)) for output in outputs]
         if not found or not all(found):
             raise TypeError(
                 "A replica returned an output without a tensor, so its loss cannot be computed. Return the outputs as "
-                "tensors."
+                "tensors. (LS354)"
             )
         devices = [tensors[0].device for tensors in found]
         if self.device_ids is not None:
@@ -118,7 +118,7 @@ class DataParallelCriterion(nn.Module):
             if devices != expected:
                 raise ValueError(
                     f"Outputs are on {', '.join(map(str, devices))}, but device_ids is "
-                    f"{', '.join(map(str, expected))}. Leave device_ids out, or pass the model's device_ids."
+                    f"{', '.join(map(str, expected))}. Leave device_ids out, or pass the model's device_ids. (LS354)"
                 )
         return devices
 
@@ -131,7 +131,7 @@ class DataParallelCriterion(nn.Module):
         if len(parts) != len(outputs):
             raise ValueError(
                 f"There are {len(outputs)} outputs, but the targets split into {len(parts)} parts. "
-                "Pass the targets of the whole batch that the model got, one per sample."
+                "Pass the targets of the whole batch that the model got, one per sample. (LS354)"
             )
         return list(zip(outputs, parts, named_parts, strict=True))
 
@@ -151,7 +151,7 @@ class DataParallelCriterion(nn.Module):
             if result.loss.dim() != 0:
                 raise ValueError(
                     f"The criterion returned a loss of shape {tuple(result.loss.shape)} for a replica, expected a "
-                    'scalar. Use reduction="mean", or reduction="none" for one loss per sample.'
+                    'scalar. Use reduction="mean", or reduction="none" for one loss per sample. (LS354)'
                 )
         losses = [result.loss.to(home) for result in results]
         if reduction == "sum":
@@ -197,7 +197,7 @@ def _as_module(
         if is_compiled_function(bound.func) and unwrap(bound.func) is known:
             raise TypeError(
                 f"The criterion is a compiled {known.__name__}, so it is unknown what it divides by. Compile "
-                f"torch.nn.{kind.__name__}() instead."
+                f"torch.nn.{kind.__name__}() instead. (LS354)"
             )
     return criterion, targets, kwargs
 
@@ -231,7 +231,8 @@ def _replica_loss(
     if is_weighted and not _has_original_forward(criterion):
         raise TypeError(
             f"The criterion is a {type(criterion).__name__} with an overridden forward, so it is unknown what its mean "
-            "divides by (class weights, ignore_index). Return (loss, weight), where weight is the divisor of the loss."
+            "divides by (class weights, ignore_index). "
+            "Return (loss, weight), where weight is the divisor of the loss. (LS354)"
         )
     [counted, *_] = [*tensors_in((targets, kwargs)), *tensors_in(output)]
     return _ReplicaLoss(loss=result, weight=counted.size(dim), is_sum=False, dtype=result.dtype)

@@ -40,7 +40,7 @@ def as_device(device_id: DeviceId) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, SupportsIndex | str | torch.device):
         raise TypeError(
             f"{device_id!r} names no device. Say the number of a GPU, a torch.device or a name such as "
-            '"cuda:1" or "cpu".'
+            '"cuda:1" or "cpu". (LS351)'
         )
     if isinstance(device_id, SupportsIndex):
         device_id = operator.index(device_id)
@@ -59,7 +59,7 @@ def as_device(device_id: DeviceId) -> torch.device:
         seen = f"{here} of {kind}" if kind else "no accelerator"
         raise DeviceError(
             f"A replica or its output is to be on device {device_id!r}, but {seen} can be seen here. "
-            'Leave device_ids out to use what is here, or name the CPU, once per replica: ["cpu", "cpu"].'
+            'Leave device_ids out to use what is here, or name the CPU, once per replica: ["cpu", "cpu"]. (LS351)'
         )
     return device
 

@@ -73,12 +73,12 @@ def check_on_device(module: nn.Module, home: torch.device) -> None:
         if is_lazy(tensor):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DataParallel`. "
-                "Run a dummy forward pass to correctly initialize the modules"
+                "Run a dummy forward pass to correctly initialize the modules (LS301)"
             )
         if tensor.device != home:
             raise RuntimeError(
                 "module must have its parameters and buffers "
-                f"on device {home} (device_ids[0]) but found one of them on device: {tensor.device}"
+                f"on device {home} (device_ids[0]) but found one of them on device: {tensor.device} (LS351)"
             )
 
 
@@ -98,7 +98,7 @@ def check_no_sync_batchnorm(module: nn.Module) -> None:
             raise ValueError(
                 f"Rank {world.rank} of {world.world_size} replicates a module with a SyncBatchNorm in training mode. "
                 "Each replica would call collectives in an undefined order, so statistics of different replicas would "
-                "be mixed. Use one device per process (DistributedDataParallel), or BatchNorm."
+                "be mixed. Use one device per process (DistributedDataParallel), or BatchNorm. (LS355)"
             )
 
 
@@ -175,7 +175,7 @@ def _check_script_modules(modules: Sequence[nn.Module]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             for descendant in _submodules(module):
                 if not isinstance(descendant, torch.jit.ScriptModule):
-                    message = "Cannot replicate network where python modules are children of ScriptModule"
+                    message = "Cannot replicate network where python modules are children of ScriptModule (LS355)"
                     raise RuntimeError(message)  # noqa: TRY004  torch's error
 
 

@@ -76,7 +76,7 @@ class _Splitter:
             raise ValueError(
                 f"Tensors of sizes {sizes} along dim {self.dim} split into {' and '.join(map(str, counts))} parts for "
                 f"{len(self.devices)} replicas, so samples would be lost. Pass tensors of the same size along dim "
-                f"{self.dim}; expand one that all samples share, or keep it as a buffer of the module."
+                f"{self.dim}; expand one that all samples share, or keep it as a buffer of the module. (LS352)"
             )
         return next(iter(counts), 1)
 
@@ -86,7 +86,7 @@ class _Splitter:
         if tensor.dim() == 0 or not -tensor.dim() <= self.dim < tensor.dim():
             raise ValueError(
                 f"A tensor of shape {tuple(tensor.shape)} among the inputs has no dim {self.dim} along which to split "
-                "the batch. Pass a number instead of a tensor without samples, or choose another dim."
+                "the batch. Pass a number instead of a tensor without samples, or choose another dim. (LS352)"
             )
         chunks = tensor.chunk(len(self.devices), self.dim)
         return [_part(part, device) for part, device in zip(chunks, self.devices[: len(chunks)], strict=True)]
@@ -110,7 +110,7 @@ def _make_selector(value: Any, splitter: _Splitter) -> _Selector:
     if isinstance(value, PackedSequence):
         raise TypeError(
             "A PackedSequence cannot be split into one part per replica. Pass the padded tensor and the lengths, "
-            "and pack within the module's forward."
+            "and pack within the module's forward. (LS352)"
         )
     if isinstance(value, tuple | list):
         selectors = [_make_selector(item, splitter) for item in value]
@@ -145,25 +145,27 @@ def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: s
     kinds = list(dict.fromkeys(Tensor if isinstance(output, Tensor) else type(output) for output in outputs))
     if len(kinds) > 1:
         names = " and ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"Replicas returned {names} at {path}; they must all return the same kind of value.")
+        raise TypeError(f"Replicas returned {names} at {path}; they must all return the same kind of value. (LS353)")
     if isinstance(first, Tensor):
         return _concatenate(outputs, device, dim, path)
     if first is None:
         return None
     if isinstance(first, Mapping):
         if any(output.keys() != first.keys() for output in outputs):
-            raise ValueError(f"All dicts must have the same number of keys, and the same ones, at {path}.")
+            raise ValueError(f"All dicts must have the same number of keys, and the same ones, at {path}. (LS353)")
         items = {key: join_outputs([o[key] for o in outputs], device, dim, f"{path}[{key!r}]") for key in first}
         if (joined := _rebuilt(first, items)) is not None:
             return joined
     if isinstance(first, tuple | list):
         if any(len(output) != len(first) for output in outputs):
-            raise ValueError(f"Replicas returned {[len(o) for o in outputs]} values at {path}, expected equally many.")
+            raise ValueError(
+                f"Replicas returned {[len(o) for o in outputs]} values at {path}, expected equally many. (LS353)"
+            )
         values = [join_outputs(o, device, dim, f"{path}[{i}]") for i, o in enumerate(zip(*outputs, strict=True))]
         return getattr(type(first), "_make", type(first))(values)
     raise TypeError(
         f"A replica returned {type(first).__name__} at {path}, which cannot be joined. Return tensors, None, or "
-        "tuples, lists and dicts of such; or set gather_output=False and take one output per replica."
+        "tuples, lists and dicts of such; or set gather_output=False and take one output per replica. (LS353)"
     )
 
 
@@ -215,14 +217,14 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int, path
     if tensors[0].dim() == 0 or not -tensors[0].dim() <= dim < tensors[0].dim():
         raise RuntimeError(
             f"Replicas returned tensors of shape {tuple(tensors[0].shape)} at {path}, without a dim {dim} along which "
-            "to join them. Return one with a batch dimension there, or set gather_output=False."
+            "to join them. Return one with a batch dimension there, or set gather_output=False. (LS353)"
         )
     rests = {(tensor.dim(), *_without(tensor, dim)) for tensor in tensors}
     if len(rests) > 1:
         raise RuntimeError(
             f"Replicas returned tensors of shapes {[tuple(tensor.shape) for tensor in tensors]} at {path}; joining "
             f"them along dim {dim} needs equal sizes elsewhere. Pad them to one size, for instance with "
-            "pad_packed_sequence(..., total_length=...), or set gather_output=False."
+            "pad_packed_sequence(..., total_length=...), or set gather_output=False. (LS353)"
         )
     kinds = {(tensor.dtype, tensor.layout) for tensor in tensors}
     if any(tensor.device != device for tensor in tensors) and len(kinds) == 1 and tensors[0].layout == torch.strided:

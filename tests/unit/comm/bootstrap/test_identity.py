@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.comm.bootstrap.identity import find_world, is_announced
 from lockstep.errors import GroupError
-from lockstep.settings import WorldVariables, read_launchers
+from lockstep.settings import read_launchers
+from lockstep.variables import WorldVariables
 
 TORCHRUN = {
     "RANK": "5",

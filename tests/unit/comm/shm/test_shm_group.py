@@ -59,7 +59,7 @@ def test_one_rank_gathers_and_scatters(group: Any) -> None:
     ("call", "said"),
     [
         (
-            lambda group: group.allgather([[ONE, ONE]], [ONE]),
+            lambda group: group.allgather([[ONE, ONE.clone()]], [ONE]),
             "all_gather: 2 output tensors, expected one per rank of 1",
         ),
         (

@@ -1,9 +1,13 @@
 """What is said where ranks differ, from what they exchange: values in, words out."""
 
+import gc
 import logging
+import sys
 import threading
+import time
 import warnings
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset, random_split
 
+import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import ReductionError
-from lockstep.parallel.comparison import ending
+from lockstep.parallel.comparison import by_hand, ending, outside
 from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
+from lockstep.parallel.comparison.by_hand import HandAveraging
+from lockstep.parallel.comparison.data_items import describe_items
 from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
+from lockstep.parallel.comparison.layers import _describe
+from lockstep.parallel.comparison.loaders import LoaderPositions
 from lockstep.parallel.comparison.optimizers import OptimizerSteps
 from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideValue, find_outside_difference
+from lockstep.parallel.comparison.samplers import DataSamplers
 from lockstep.parallel.comparison.wrap_order import find_other_order
 from lockstep.reduce import GroupStatus
 
@@ -105,7 +116,7 @@ class NoReducer:
 
 def end_of(rank: int, store: dist.Store, num_backwards: int, monkeypatch: pytest.MonkeyPatch) -> EndOfScript:
     monkeypatch.setattr(ending, "group_store", lambda _group: store)
-    ending._common_deadline.cache_clear()
+    ending._end_of_script.cache_clear()
     group: Any = object()
     world = World(rank=rank, world_size=2, group=group)
     reducer: Any = weakref.ref(NoReducer)
@@ -144,16 +155,264 @@ def test_ranks_that_end_together_read_nothing(
     assert not caplog.messages
 
 
+def test_a_rank_that_has_failed_is_no_rank_that_has_skipped_a_batch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The others said that it had skipped a batch, below its own traceback.
+    store = dist.HashStore()
+    failing, other = end_of(0, store, 3, monkeypatch), end_of(1, store, 4, monkeypatch)
+    other.post_wait()
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        monkeypatch.setattr(sys, "last_value", KeyError("mine"), raising=False)
+        failing._tell()
+        monkeypatch.delattr(sys, "last_value")
+        other._tell()
+    assert not caplog.messages
+
+
 def test_a_rank_that_has_wrapped_many_models_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(ending, "_LONGEST_WAIT_SECONDS", 0.1)
     ends = [end_of(0, dist.HashStore(), 3, monkeypatch) for _ in range(2)]
     for end in ends:
         end_of_other = end._store
         assert end_of_other is not None
         end_of_other.set("1", "3 0 runs line")
     ends[0]._tell()
-    monkeypatch.setattr(ending, "_WAIT_SECONDS", 1e6)
+    pauses: list[float] = []
+    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     ends[1]._tell()  # its time is over since the first one's was
+    assert not pauses
+
+
+def test_a_rank_waits_for_one_more_backward_of_the_others_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It waited for ten seconds wherever another rank still saved or evaluated.
+    times = iter([0.0, 60.0, 60.1, 60.2, 62.0, 99.0])  # the first backwards may compile
+    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    end = end_of(0, dist.HashStore(), 4, monkeypatch)
+    assert end._wait_seconds == pytest.approx(2.3)
+    end.note_begun()
+    end.note_begun()
+    assert end._wait_seconds == 10.0
+
+
+def compare_positions(*positions: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Compare how far two ranks are, in one backward after the other."""
+    found = LoaderPositions()
+    for number, each in enumerate(positions, start=5):
+        found.compare(each, number)
+
+
+def test_a_rank_that_stays_ahead_in_its_loader_has_skipped_a_batch() -> None:
+    with pytest.warns(UserWarning, match="rank 1 had drawn 1 batch more from its DataLoader than rank 0"):
+        compare_positions(((4,), (5,)), ((5,), (6,)), ((6,), (7,)))
+    with pytest.warns(UserWarning, match="rank 0 had drawn 2 batches more from its DataLoader than rank 1"):
+        compare_positions(((3, 4), (3, 2)), ((4, 4), (3, 3)), ((5, 4), (3, 4)))
+    with warnings.catch_warnings():  # as the message says for threads that draw batches ahead
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="In 3 backwards in a row rank")
+        compare_positions(((4,), (5,)), ((5,), (6,)), ((6,), (7,)))
+
+
+def test_loaders_that_cannot_be_compared_are_no_mistake() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare_positions(((4,), (5,)), ((5,), (8,)), ((6,), (7,)), ((7,), (9,)))
+        compare_positions(*[((4, number), (number,)) for number in range(20)])
+
+
+def test_the_loaders_that_batches_come_from_are_found() -> None:
+    loader: DataLoader[torch.Tensor] = DataLoader(torch.zeros(777, 1))
+    iterator = iter(loader)
+    for _ in range(333):
+        next(iterator)
+    positions = LoaderPositions()
+    positions.look(2)
+    assert 333 in positions.describe()
+    next(iterator)
+    assert 334 in positions.describe()
+
+
+def test_loaders_are_looked_for_seldom_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def get_objects() -> list[int]:
+        looks.append(1)
+        return []
+
+    monkeypatch.setattr(gc, "get_objects", get_objects)
+    positions = LoaderPositions()
+    for number in range(10_000):
+        positions.look(number)
+    assert 3 < len(looks) < 12
+
+
+class Images(Dataset[int]):
+    """A data set of files."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.files = [Path(name) for name in names]
+        self.classes = {"cat": 0, "dog": 1}
+        self.cache: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("nothing is read")
+
+
+def test_what_a_data_set_holds_is_told_apart_without_reading_it() -> None:
+    names = [f"{index}.png" for index in range(2000)]
+    images, others = Images(names), Images(names[::-1])
+    assert describe_items(images) == describe_items(Images(names))
+    images.cache.append("2.png")
+    assert describe_items(images) == describe_items(Images(names))
+    assert set(describe_items(images)) == {"data.files", "data.classes"}
+    assert "PosixPath('1999.png') the first" in describe_items(others)["data.files"]
+    parts = [random_split(images, [1500, 500], torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    first, same, other = (describe_items(part) for part in parts)
+    assert first == same
+    assert first["data.indices"] != other["data.indices"]
+    assert first["data.dataset.files"] == other["data.dataset.files"]
+    rows = torch.arange(8.0).bfloat16()
+    assert describe_items(TensorDataset(rows)) != describe_items(TensorDataset(rows.flip(0)))
+
+
+class Sized(Dataset[int]):
+    """A data set of four samples with any attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("nothing is read")
+
+
+def test_what_may_differ_between_ranks_that_do_as_they_should_is_not_told_apart() -> None:
+    def losses(rank: int) -> torch.Tensor:
+        values = torch.zeros(4)
+        values[rank] = 0.5
+        return values
+
+    here, there = (
+        describe_items(
+            Sized(
+                files=[(f"/tmp/of-{rank}/{number}.png", number) for number in range(4)],
+                paths=[Path(f"/tmp/of-{rank}/{number}.png") for number in range(4)],
+                options={"rank": rank, "cache": f"/tmp/{rank}"},
+                losses=losses(rank),
+                adjacency=torch.eye(4).to_sparse() * rank,
+            )
+        )
+        for rank in (0, 1)
+    )
+    assert here == there
+    assert set(here) == {"data.files", "data.paths"}
+    assert not describe_items(Sized(sampler=SequentialSampler(range(4)), sampler_list=[0, 3, 2, 1]))
+
+
+def test_a_sampler_that_lacks_what_torchs_has_is_left_alone() -> None:
+    class Weighted(DistributedSampler[int]):
+        def __init__(self) -> None:
+            self.dataset, self.num_replicas, self.rank, self.epoch, self.num_samples = Sized(), 2, 0, 0, 2
+
+    sampler = Weighted()
+    samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+    samplers.find()
+    samplers.count(2)
+    assert "epoch" not in str(samplers.describe())
+    del sampler
+
+
+@pytest.mark.parametrize("is_wrapper_first", [True, False])
+def test_one_order_is_told_once_by_wrapper_and_sampler(*, is_wrapper_first: bool) -> None:
+    gc.collect()
+    sampler = ls.DistributedSampler(range(8), num_replicas=2, rank=0)
+    samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+    samplers.find()
+
+    def train() -> None:
+        for looks_at_samples in (not is_wrapper_first, is_wrapper_first):
+            for _ in range(3):
+                list(sampler) if looks_at_samples else samplers.count(4)
+
+    with pytest.warns(UserWarning, match="LS316") as told:
+        train()
+    assert len(told) == 1
+
+
+def test_samplers_of_one_replica_may_have_data_of_the_rank() -> None:
+    def number(length: int) -> int:
+        sampler: DistributedSampler[int] = DistributedSampler(range(length), num_replicas=1, rank=0, shuffle=False)
+        samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+        samplers.find()
+        found = samplers.number()
+        del sampler
+        return found
+
+    gc.collect()
+    assert number(20) == number(18)
+
+
+def test_unlike_numbers_of_samplers_are_compared_once() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(range(20), num_replicas=2, rank=0)
+    samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+    samplers.find()
+    before = samplers.number()
+    samplers.compare([samplers.describe(), ()])
+    assert (samplers.describe(), samplers.number() == before) == ((), False)
+    del sampler
+
+
+def test_samplers_of_unlike_lengths_and_orders_have_unlike_numbers() -> None:
+    def number(length: int, *, shuffle: bool) -> int:
+        sampler: DistributedSampler[int] = DistributedSampler(range(length), num_replicas=2, rank=0, shuffle=shuffle)
+        samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+        samplers.find()
+        found = samplers.number()
+        del sampler
+        return found
+
+    gc.collect()
+    assert len({number(20, shuffle=True), number(18, shuffle=True), number(20, shuffle=False)}) == 3
+    assert number(20, shuffle=True) == number(20, shuffle=True)
+
+
+def step_by_hand(gradients: list[float]) -> list[bool]:
+    """Step on ranks whose gradients have these values; return on which they are found to be averaged by hand."""
+    store = dist.HashStore()
+    found: dict[int, bool] = {}
+
+    def run(rank: int) -> None:
+        group: Any = object()
+        by_hand_ = HandAveraging(World(rank=rank, world_size=len(gradients), group=group), 1)
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), gradients[rank])
+        found[rank] = by_hand_.is_done([parameter])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_hand, "group_store", lambda _group: store)
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(gradients))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    return [found[rank] for rank in range(len(gradients))]
+
+
+def test_gradients_that_are_the_same_on_all_ranks_were_averaged_by_hand() -> None:
+    assert step_by_hand([0.5, 0.5, 0.5]) == [True] * 3
+    assert step_by_hand([0.5, 0.5, 0.25]) == [False] * 3
+
+
+def test_a_rank_that_steps_alone_with_its_own_gradients_waits_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_hand, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(by_hand, "group_store", lambda _group: dist.HashStore())
+    group: Any = object()
+    assert not HandAveraging(World(rank=1, world_size=2, group=group), 1).is_done([nn.Parameter(torch.zeros(3))])
 
 
 def test_equal_gradients_of_unlike_inputs_are_not_the_same_data() -> None:
@@ -168,3 +427,38 @@ def test_equal_gradients_of_unlike_inputs_are_not_the_same_data() -> None:
         look((1, 2))
     with pytest.warns(UserWarning, match="all 2 ranks computed the same gradients"):
         look((1, 1))
+
+
+class OnDevice(nn.Module):
+    """A layer that prints its device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def extra_repr(self) -> str:
+        return f"size=4, device={self.device}"
+
+
+def test_layers_on_the_devices_of_their_ranks_are_alike() -> None:
+    assert _describe(OnDevice("cuda:0")) == _describe(OnDevice("cuda:1"))
+    assert _describe(OnDevice("cuda:0")) != _describe(OnDevice("cpu"))
+
+
+def test_parameters_of_other_wrappers_are_asked_for_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Parameter] = []
+
+    def has_place(parameter: nn.Parameter) -> bool:
+        asked.append(parameter)
+        return len(asked) <= 4
+
+    monkeypatch.setattr(outside, "has_place", has_place)
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    found = outside.OutsideParameters(may_read=True)
+    for _ in range(64 * 4):
+        found.note_step(optimizer, [parameter])
+    assert (len(asked), found.describe()) == (4, ())
+    found.note_step(optimizer, [parameter])  # its wrapper is gone
+    assert [each.shape for each in found.describe()] == [(3,)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import LockstepError
+from lockstep.parallel.comparison import by_hand
 
 NUM_STEPS = 5
 
@@ -23,6 +24,12 @@ def net() -> nn.Sequential:
 
 def rows(rank: int, step: int) -> Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.fixture(autouse=True)
+def no_waits_but_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads take turns."""
+    monkeypatch.setattr(by_hand, "_WAIT_SECONDS", 0.0)
 
 
 class Loop:
@@ -88,6 +95,16 @@ def evaluates_on_one_rank(loop: Loop) -> None:
     loop.train()
 
 
+def freezes_a_layer_on_one_rank(loop: Loop) -> None:
+    loop.module[1].train(loop.rank == 0)
+    loop.train()
+
+
+def computes_in_bfloat16_on_one_rank(loop: Loop) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=loop.rank == 1):
+        loop.train()
+
+
 def skips_a_backward(loop: Loop) -> None:
     for loop.step in range(NUM_STEPS):
         loss = loop.model(rows(loop.rank, loop.step)).square().mean()
@@ -116,6 +133,8 @@ def holds_a_copy(loop: Loop) -> None:
         (has_another_rate, ["lr is 0.2 and 0.1"]),
         (steps_twice_on_one_rank, ["rank 1 has taken 2 optimizer steps and rank 0 1"]),
         (evaluates_on_one_rank, ["Rank 1 runs forward and backward in evaluation mode"]),
+        (freezes_a_layer_on_one_rank, ["layer 1 (Tanh) was in evaluation mode on rank 1 and in training mode"]),
+        (computes_in_bfloat16_on_one_rank, ["autocast was on, with torch.bfloat16 on rank 1 and off on rank 0"]),
         (skips_a_backward, ["Rank 1 has run 1 training forward without a backward", "skip_backward()"]),
         (steps_on_local_gradients, ["with gradients of this rank alone"]),
         (holds_a_copy, ["The SGD that steps at", "parameters of a copy of the model", "after 3 backwards"]),
@@ -161,6 +180,17 @@ def replaces_its_optimizer(loop: Loop) -> None:
 def averages_with_our_ring(loop: Loop) -> None:
     loop.model.register_comm_hook(None, ls.ring_hook)
     loop.train()
+
+
+def has_another_dropout(world: World) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1 + 0.4 * world.rank))
+    ls.DistributedDataParallel(module)._sync.close()
+
+
+def test_layers_that_were_made_with_other_options_are_a_warning_on_all_ranks() -> None:
+    with pytest.warns(UserWarning, match=r"Layer 1 .* Dropout\(p=0.5.*\) on rank 1 and Dropout\(p=0.1") as warned:
+        run_ranks(2, has_another_dropout, has_default_group=True)
+    assert len(warned) == 2
 
 
 @pytest.mark.parametrize(

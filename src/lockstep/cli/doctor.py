@@ -1,0 +1,98 @@
+"""`lockstep doctor`: what a job does, or did last, and who is the cause if it stands still."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lockstep.cli.command import command
+from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.doctor.chrome_trace import chrome_trace
+from lockstep.doctor.examination import examine, last_job
+from lockstep.doctor.finding import find_recording
+from lockstep.doctor.report import print_examination, print_slow, slow_to_json, to_json
+from lockstep.doctor.sampling import recorded_usage, sample_workers
+from lockstep.doctor.slow import SlowReport, find_slow
+from lockstep.errors import UsageError
+from lockstep.recording.reading import read_recording
+
+_BAD = frozenset({"stalled", "failed"})
+
+
+def doctor(
+    run_dir: Annotated[
+        Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run directory; without it the newest job.")
+    ] = None,
+    pid: Annotated[int | None, typer.Option("--pid", help="The job of this process, a worker or a launcher.")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Show what the main thread of each worker runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report for programs.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the timeline for ui.perfetto.dev to this file, and end.")
+    ] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Show where the time of the last steps went, and end.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+) -> None:
+    """Show what each worker of a job does, or did last; if it stands still, who is the cause and what to do.
+
+    For a job that runs, on the host of its workers, and for one that has ended. Exit code 0 if nothing is the matter, 1
+    if it stands still or has failed, 2 if there is no recording.
+    """
+    with failures_shown(debug=False):
+        if trace is not None:
+            _write_trace(find_recording(run_dir, pid), trace)
+            return
+        if slow:
+            _show_slow(find_recording(run_dir, pid), as_json=as_json)
+            return
+        console = _console()
+        while True:
+            found = examine(find_recording(run_dir, pid), wants_stacks=stacks)
+            if as_json:
+                typer.echo(to_json(found))
+            else:
+                if watch:
+                    console.clear()
+                print_examination(found, console, with_stacks=stacks)
+            if not watch:
+                break
+            time.sleep(2)
+        if found.verdict.kind in _BAD:
+            raise typer.Exit(FAILURE_EXIT)
+
+
+def _show_slow(recording: Path, *, as_json: bool) -> None:
+    found = _look_for_slow(recording)
+    if as_json:
+        typer.echo(slow_to_json(found))
+    else:
+        print_slow(found, recording, _console())
+
+
+def _console() -> Console:
+    return Console(width=None if Console().is_terminal else 160)
+
+
+def _look_for_slow(recording: Path) -> SlowReport:
+    first = [file for file in last_job(read_recording(recording)) if file.header.worker >= 0]
+    looks = sample_workers(first)
+    files = last_job(read_recording(recording))
+    workers = [file for file in files if file.header.worker >= 0]
+    launcher = next((file for file in files if file.header.worker < 0), None)
+    begins = [int(file.table["begin"].min()) for file in workers if len(file.table)]
+    usage = recorded_usage(launcher, min(begins, default=0)) if launcher is not None else {}
+    return find_slow(workers, usage, looks, os.getloadavg()[0] if looks else 0.0)
+
+
+def _write_trace(recording: Path, path: Path) -> None:
+    files = last_job(read_recording(recording))
+    try:
+        path.write_text(chrome_trace(files), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}. (LS815)") from error
+    typer.echo(f"{path}: {sum(len(file.table) for file in files):,} events of {recording}; open it in ui.perfetto.dev")
+
+
+COMMAND = command(doctor)

@@ -1,0 +1,68 @@
+"""`lockstep evaluate RUN`: the metrics of a saved model on a data set."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.cli.command import command
+from lockstep.cli.failures import failures_shown
+from lockstep.cli.saved_options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.launch.messages import Run
+from lockstep.runs.saved_runs import SavedRun, find_saved_run
+
+
+def evaluate(
+    saved_path: SAVED,
+    overrides: OVERRIDES = None,
+    data: Annotated[
+        str, typer.Option("--data", help="test, train, or a function that returns a data set: mine:new.")
+    ] = "test",
+    weights: WEIGHTS = None,
+    workers: WORKERS = None,
+    devices: DEVICES = None,
+    force: FORCE = False,
+    code: CODE = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    debug: DEBUG = False,
+) -> None:
+    """Evaluate a saved model: every sample once, with the same bits on any number of workers.
+
+    Of a run directory the newest checkpoint is taken; name RUN/best.ckpt for the best one.
+    """
+    with failures_shown(debug=debug):
+        saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
+        found = call_on_saved(evaluate_worker, saved, data, weights, code=code, force=force, is_quiet=as_json)
+        if as_json:
+            typer.echo(json.dumps({"checkpoint": str(saved.checkpoint), "data": data, **found}, indent=2))
+            return
+        typer.echo(f"checkpoint {saved.checkpoint}, {saved.where}")
+        for name, value in found["metrics"].items():
+            typer.echo(f"{data} {_describe(name, value, found['weights'][name])}")
+        number = found["num_samples"]
+        typer.echo(f"each {'sample' if number is None else f'of {number:,} samples'} was counted once")
+        typer.echo(f"fingerprint {found['fingerprint']}")
+        typer.echo(f"digest {found['digest']}")
+
+
+def evaluate_worker(run: Run, saved: SavedRun, data: str, weights: str | None) -> dict[str, Any]:
+    """Evaluate in one worker."""
+    from lockstep.runs.evaluate import evaluate_saved
+
+    found = evaluate_saved(saved.config, saved.checkpoint, data, run.device, weights)
+    return {
+        "metrics": dict(found.values),
+        "weights": dict(found.weights),
+        "num_samples": found.num_samples,
+        "fingerprint": found.fingerprint,
+        "digest": found.digest,
+    }
+
+
+def _describe(name: str, value: float, weight: float) -> str:
+    if name == "accuracy":
+        return f"{name} {value:.2%} ({round(value * weight):,} of {round(weight):,})"
+    return f"{name} {value:.6g}"
+
+
+COMMAND = command(evaluate)

@@ -1,0 +1,213 @@
+"""What a worker did last, from its events."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from lockstep.recording.file_format import GROUP_SHIFT, EventKind
+from lockstep.recording.reading import FileEvents, OneEvent
+
+_TURNS: Final = (EventKind.FORWARD, EventKind.GENERATION)
+_WITHIN_A_TURN: Final = (EventKind.SHARD, EventKind.BACKWARD, EventKind.REDUCING, EventKind.BUCKET, EventKind.LOADING)
+"""What has ended, with an error, when the next forward of a wrapper, or another set of workers, begins."""
+_OUTSIDE: Final = (1, 7)
+"""The phases in which a trainer does nothing."""
+_UPDATE: Final = 6
+_OWN_WORK: Final = (EventKind.SHARD, EventKind.LOADING, EventKind.EVALUATING)
+_SAVING: Final = {
+    "wait": "waits until a checkpoint is written",
+    "copy": "copies the state to save it",
+    "save": "writes a checkpoint",
+}
+PHASE_NAMES: Final = {
+    1: "between two steps",
+    2: "prepares a step",
+    3: "computes",
+    4: "reduces gradients",
+    5: "agrees on the step",
+    6: "updates the model",
+    7: "has closed its trainer",
+}
+"""The phases of `lockstep.engine.step_phase`, by their numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a worker does, or did last."""
+
+    step: int
+    """The step, counted from 0."""
+    doing: str
+    """In words, after the name of the worker: "computes shard 3"."""
+    since_ns: int
+    """Since when, on its clock."""
+    awaited: frozenset[int]
+    """The ranks for which it waits; -1 in it for any rank; empty if it does not wait, or it is not known."""
+    call: str
+    """The call of a group that it is in, as ranks compare it; empty if it is in none."""
+    call_number: int | None
+    """Number of that call, the same on all ranks of the group; None if it is in none."""
+    last_calls: Mapping[int, int]
+    """Number of the last call that it began, for each group."""
+    line: str
+    """The line of the user's code that made the call; empty if it was not recorded."""
+    is_loading: bool
+    """Whether it waits for its data."""
+    reducing: int | None = None
+    """The step of whose gradients it waits; None if it does not."""
+    last_reduced: int = -1
+    """The last step of which it has begun to wait for the gradients; -1 for none."""
+    is_inside: bool = True
+    """Whether it is in a step, an evaluation, a save or a call, and not in the user's code around these."""
+    is_starting: bool = False
+    """Whether it has not finished a step yet."""
+    has_ended: bool
+    """Whether it ended its recording itself."""
+
+
+def not_begun(since_ns: int) -> Activity:
+    """Return what a worker does that runs and has recorded nothing yet."""
+    return Activity(
+        step=0,
+        doing="has not imported Lockstep yet",
+        since_ns=since_ns,
+        awaited=frozenset(),
+        call="",
+        call_number=None,
+        last_calls={},
+        line="",
+        is_loading=False,
+        is_inside=False,
+        is_starting=True,
+        has_ended=False,
+    )
+
+
+def last_activity(file: FileEvents) -> Activity:
+    """Return what a worker did last."""
+    open_events = _really_under_way(file)
+    waits = [each for each in open_events if each.kind == EventKind.WAITING]
+    calls = [each for each in open_events if each.kind == EventKind.COLLECTIVE]
+    own = [
+        each
+        for each in open_events
+        if each.kind in _OWN_WORK or (each.kind == EventKind.SAVING and each.text != "write")
+    ]
+    reducing = [each for each in open_events if each.kind == EventKind.REDUCING]
+    last_reduced = file.last(EventKind.REDUCING)
+    phase = file.last(EventKind.PHASE)
+    doing, since = _describe(file, waits, calls, own)
+    if reducing and not calls and not waits:
+        buckets = [each for each in open_events if each.kind == EventKind.BUCKET]
+        doing = _reducing_in_words(buckets)
+    last_calls: dict[int, int] = {}
+    table = file.table
+    for index in table["index"][table["kind"] == EventKind.COLLECTIVE].tolist():
+        last_calls[index >> GROUP_SHIFT] = index
+    call = calls[0] if calls else None
+    return Activity(
+        step=int(table["step"][-1]) if len(table) else 0,
+        doing=doing,
+        since_ns=since,
+        awaited=frozenset(each.index for each in waits),
+        call=call.text if call is not None else waits[-1].text if waits else "",
+        call_number=None if call is None else call.index,
+        last_calls=last_calls,
+        line=_line_after(file, waits[-1]) if waits else "",
+        is_loading=bool(own) and own[-1].kind == EventKind.LOADING and not waits,
+        reducing=reducing[-1].step if reducing else None,
+        last_reduced=-1 if last_reduced is None else last_reduced.step,
+        is_inside=bool(own or calls or waits or reducing)
+        or any(each.kind == EventKind.BACKWARD for each in open_events)
+        or (phase is not None and phase.index not in _OUTSIDE),
+        is_starting=_is_starting(file),
+        has_ended=bool(file.header.ended_ns),
+    )
+
+
+def _is_starting(file: FileEvents) -> bool:
+    table = file.table
+    if len(table) and table["number"][0] > 0:  # the oldest events are gone
+        return False
+    updates = (table["kind"] == EventKind.PHASE) & (table["index"] == _UPDATE)
+    backwards = (table["kind"] == EventKind.BACKWARD) & (table["end"] > 0)
+    return not bool((updates | backwards).any())
+
+
+def _really_under_way(file: FileEvents) -> list[OneEvent]:
+    """Return the events that have not ended, without those of which an error, or nobody's wait, has hidden the end."""
+    turns = [each.number for kind in _TURNS if (each := file.last(kind)) is not None]
+    last_turn = max(turns, default=-1)
+    table = file.table
+    ended = table["index"][(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
+    last_ended: dict[int, int] = {}
+    for index in ended.tolist():
+        last_ended[index >> GROUP_SHIFT] = max(index, last_ended.get(index >> GROUP_SHIFT, -1))
+    return [
+        each
+        for each in file.under_way()
+        if (each.kind not in _WITHIN_A_TURN or each.number > last_turn)
+        and (each.kind != EventKind.COLLECTIVE or each.index > last_ended.get(each.index >> GROUP_SHIFT, -1))
+    ]
+
+
+def _reducing_in_words(buckets: list[OneEvent]) -> str:
+    if not buckets:
+        return "waits for the gradients of the others"
+    first = buckets[0]
+    return f"waits for bucket {first.index + 1} of the gradients" + (f" ({first.text})" if first.text else "")
+
+
+def _describe(file: FileEvents, waits: list[OneEvent], calls: list[OneEvent], own: list[OneEvent]) -> tuple[str, int]:
+    if waits:
+        who = "any rank" if waits[-1].index < 0 else f"rank {waits[-1].index}"
+        return f"waits for {who} in {waits[-1].text}", (calls[0] if calls else waits[-1]).begin
+    if own and (not calls or own[-1].begin > calls[-1].begin):
+        return _name(own[-1]), own[-1].begin
+    if calls:
+        return f"is in {calls[-1].text}", calls[-1].begin
+    return _between(file)
+
+
+def _name(event: OneEvent) -> str:
+    match event.kind:
+        case EventKind.SHARD:
+            return f"computes shard {event.index}"
+        case EventKind.LOADING:
+            return f"waits for its data loader, for step {event.index} of epoch {event.size}"
+        case EventKind.SAVING:
+            return _SAVING.get(event.text, "saves")
+        case _:
+            return "evaluates"
+
+
+def _between(file: FileEvents) -> tuple[str, int]:
+    """Return what a worker does while no event is under way: what came last."""
+    table = file.table
+    if not len(table):
+        return "has recorded nothing", file.header.opened_ns
+    if file.header.ended_ns:
+        return "has ended", file.header.ended_ns
+    since = int(max(table["begin"][-1], table["end"].max()))
+    last = file.event(-1)
+    if last.kind == EventKind.PHASE:
+        return PHASE_NAMES.get(last.index, "computes"), since
+    phase = file.last(EventKind.PHASE)
+    forward = file.last(EventKind.FORWARD)
+    if phase is None and forward is None:
+        return "has not begun its first step: it imports modules, or makes its data or model", since
+    if forward is not None and last.kind == EventKind.FORWARD:
+        return "computes a forward, or what follows it", since
+    if phase is not None:
+        return PHASE_NAMES.get(phase.index, "computes"), since
+    return "is not in a call of Lockstep", since
+
+
+def _line_after(file: FileEvents, wait: OneEvent) -> str:
+    for position in range(len(file.table) - 1, -1, -1):
+        row = file.table[position]
+        if row["number"] <= wait.number:
+            return ""
+        if row["kind"] == EventKind.LINE:
+            return file.event(position).text
+    return ""

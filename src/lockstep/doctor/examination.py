@@ -1,0 +1,177 @@
+"""Looking at a job: its recording, and what the system knows of its processes now."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.doctor.activity import last_activity, not_begun
+from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
+from lockstep.doctor.finding import is_running
+from lockstep.doctor.processes import children_of, look_at
+from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
+from lockstep.processes.identity import boot_id
+from lockstep.recording.file_format import EventKind
+from lockstep.recording.reading import FileEvents, read_recording
+
+_SAMPLE_SECONDS = 0.25
+"""Over this time the use of cores is measured."""
+_LOADER = "torch/utils/data/dataloader.py"
+"""A worker whose stack has a line of this file, waits for its data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What was found of a job."""
+
+    recording: Path
+    """The folder of its recording."""
+    program: str
+    """Name of the program."""
+    workers: tuple[WorkerState, ...]
+    """The present workers, or the last ones of a job that has ended."""
+    stacks: dict[int, str]
+    """The Python stacks of each rank that was asked and has answered."""
+    verdict: Verdict
+    """What is the matter."""
+
+
+def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float = STALL_SECONDS) -> Examination:
+    """Look at a job (local).
+
+    Workers that stand still are asked for their stacks, which tell the line of the user's code.
+
+    Args:
+        recording: The folder of its recording.
+        wants_stacks: Whether all workers are asked.
+        stall_seconds: A worker that has begun and ended nothing for so long counts as standing still.
+    """
+    files = last_job(read_recording(recording))
+    launcher = next((file for file in files if file.header.worker < 0), None)
+    present = [file for file in files if file.header.worker >= 0]
+    ends = _ends(launcher)
+    now = time.monotonic_ns() if any(_is_here(file) for file in present) else _last_moment(files)
+    states = [_look(file, ends, now, is_alive=_is_here(file) and is_running(file.header)) for file in present]
+    states = _with_cpu_share(states)
+    stacks: dict[int, str] = {}
+    for number, (file, state) in enumerate(zip(present, states, strict=True)):
+        if state.facts is not None and (wants_stacks or state.seconds > stall_seconds):
+            states[number], stacks[state.rank] = _with_stack(file, state)
+    if launcher is not None and _is_here(launcher):
+        states += _not_recorded(launcher, {state.pid for state in states})
+    workers = tuple(sorted(_living_or_last(states), key=lambda each: each.rank))
+    return Examination(
+        recording=recording,
+        program=present[0].header.program if present else "",
+        workers=workers,
+        stacks={rank: text for rank, text in stacks.items() if text},
+        verdict=diagnose(workers, stall_seconds, _elsewhere(present, workers) if launcher is None else ()),
+    )
+
+
+def _elsewhere(files: Sequence[FileEvents], workers: Sequence[WorkerState]) -> list[int]:
+    """Return the ranks that nothing here was recorded of."""
+    world_size = max((file.header.world_size for file in files), default=0)
+    return sorted(set(range(world_size)) - {worker.rank for worker in workers})
+
+
+def last_job(files: Sequence[FileEvents]) -> list[FileEvents]:
+    """Return the files of the last start of a job: those since its launcher, or the last of each worker."""
+    launchers = [file for file in files if file.header.worker < 0]
+    if launchers:
+        last = max(launchers, key=lambda file: file.header.opened_wall_ns)
+        workers = [
+            file
+            for file in files
+            if file.header.worker >= 0 and file.header.opened_wall_ns >= last.header.opened_wall_ns
+        ]
+        return [*workers, last]
+    newest: dict[int, FileEvents] = {}
+    for file in sorted(files, key=lambda each: each.header.opened_wall_ns):
+        newest[file.header.worker] = file
+    return list(newest.values())
+
+
+def _is_here(file: FileEvents) -> bool:
+    return file.header.boot == boot_id()
+
+
+def _last_moment(files: Sequence[FileEvents]) -> int:
+    return max(
+        (int(max(file.table["begin"].max(), file.table["end"].max())) for file in files if len(file.table)), default=0
+    )
+
+
+def _ends(launcher: FileEvents | None) -> dict[int, str]:
+    """Return how processes ended, as the launcher saw it."""
+    if launcher is None:
+        return {}
+    events = [launcher.event(position) for position in range(len(launcher.table))]
+    return {event.size: event.text for event in events if event.kind == EventKind.WORKER_ENDED}
+
+
+def _not_recorded(launcher: FileEvents, recorded: set[int]) -> list[WorkerState]:
+    """Return the workers that run and have not come to Lockstep yet."""
+    found = []
+    events = [launcher.event(position) for position in range(len(launcher.table))]
+    ended = {event.size for event in events if event.kind == EventKind.WORKER_ENDED}
+    for event in events:
+        facts = look_at(event.size) if event.kind == EventKind.WORKER_STARTED else None
+        if facts is not None and event.size not in recorded | ended and is_running(launcher.header):
+            seconds = (time.monotonic_ns() - event.begin) / 1e9
+            activity = not_begun(event.begin)
+            found.append(WorkerState(rank=event.index, pid=event.size, activity=activity, seconds=seconds, facts=facts))
+    return found
+
+
+def _look(file: FileEvents, ends: dict[int, str], now: int, *, is_alive: bool) -> WorkerState:
+    activity = last_activity(file)
+    header = file.header
+    return WorkerState(
+        rank=header.rank,
+        pid=header.pid,
+        activity=activity,
+        seconds=max(now - activity.since_ns, 0) / 1e9,
+        facts=look_at(header.pid) if is_alive else None,
+        is_here=_is_here(file) or bool(activity.has_ended),
+        how_ended="" if is_alive else ends.get(header.pid, ""),
+    )
+
+
+def _with_cpu_share(states: Sequence[WorkerState]) -> list[WorkerState]:
+    began = time.monotonic()
+    if any(state.facts is not None for state in states):
+        time.sleep(_SAMPLE_SECONDS)
+    found = []
+    for state in states:
+        later = look_at(state.pid) if state.facts is not None else None
+        if state.facts is None or later is None:
+            found.append(state)
+            continue
+        share = (later.cpu_seconds - state.facts.cpu_seconds) / (time.monotonic() - began)
+        found.append(replace(state, facts=later, cpu_share=share))
+    return found
+
+
+def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]:
+    path, number = file.path.with_suffix(".stacks"), file.header.stack_signal
+    text = take_stack(path, state.pid, number)
+    stack = read_main_stack(text)
+    frame = user_frame(stack)
+    is_loading = state.activity.is_loading or any(each.file.endswith(_LOADER) for each in stack)
+    loading = []
+    for child in children_of(state.pid) if is_loading else ():
+        facts = look_at(child)
+        if facts is not None:
+            own = user_frame(read_main_stack(take_stack(path, child, number)))
+            loading.append(LoadingProcess(pid=child, facts=facts, line="" if own is None else str(own)))
+    line = "" if frame is None else str(frame)
+    return replace(state, line=line, loading=tuple(loading), is_loading=is_loading), text
+
+
+def _living_or_last(states: Sequence[WorkerState]) -> list[WorkerState]:
+    """Return one worker of each rank: where ranks were given to others, those that run, or did something last."""
+    chosen: dict[int, WorkerState] = {}
+    for state in sorted(states, key=lambda each: (each.facts is not None, -each.seconds)):
+        chosen[state.rank] = state
+    return list(chosen.values())

@@ -1,0 +1,133 @@
+"""The report of the doctor: verdict first, then a row per worker; as text or as JSON."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.doctor.diagnosis import WorkerState
+from lockstep.doctor.examination import Examination
+from lockstep.doctor.slow import PARTS, SlowReport
+
+
+def print_examination(found: Examination, console: Console, *, with_stacks: bool) -> None:
+    """Print the report as text."""
+    console.print(found.verdict.text, highlight=False, markup=False, soft_wrap=True)
+    if found.verdict.advice:
+        console.print(found.verdict.advice, highlight=False, markup=False, soft_wrap=True)
+    if found.workers:
+        console.print(_table(found.workers))
+    program = f"program {found.program}, " if found.program else ""
+    console.print(f"{program}recording {found.recording}", highlight=False, markup=False, soft_wrap=True)
+    for rank, text in found.stacks.items() if with_stacks else ():
+        console.print(f"\nrank {rank}:\n{text.rstrip()}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_slow(found: SlowReport, recording: Path, console: Console) -> None:
+    """Print where the time of the steps went, and in which job."""
+    console.print(found.text, highlight=False, markup=False, soft_wrap=True)
+    if found.workers:
+        console.print(_slow_table(found))
+    console.print(f"recording {recording}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _slow_table(found: SlowReport) -> Table:
+    table = Table("rank", "steps", "ms per step", *PARTS, "came last")
+    for use in found.workers:
+        parts = (f"{use.shares[name]:.0%}" for name in PARTS)
+        milliseconds = f"{use.seconds / use.num_steps * 1e3:.1f}"
+        table.add_row(str(use.rank), str(use.num_steps), milliseconds, *parts, f"{use.came_last:.0%}")
+    return table
+
+
+def to_json(found: Examination) -> str:
+    """Return the report for programs."""
+    return json.dumps(
+        {
+            "recording": str(found.recording),
+            "program": found.program,
+            "verdict": {
+                "kind": found.verdict.kind,
+                "text": found.verdict.text,
+                "advice": found.verdict.advice,
+                "ranks": list(found.verdict.ranks),
+            },
+            "workers": [_values(worker) for worker in found.workers],
+            "stacks": {str(rank): text for rank, text in found.stacks.items()},
+        },
+        indent=2,
+    )
+
+
+def slow_to_json(found: SlowReport) -> str:
+    """Return where the time of the steps went, for programs."""
+    return json.dumps(
+        {
+            "text": found.text,
+            "bound": found.bound,
+            "behind": found.behind,
+            "causes": {str(rank): list(texts) for rank, texts in found.causes.items()},
+            "workers": [
+                {
+                    "rank": use.rank,
+                    "pid": use.pid,
+                    "steps": use.num_steps,
+                    "seconds_per_step": use.seconds / use.num_steps,
+                    "shares": dict(use.shares),
+                    "came_last": use.came_last,
+                    "samples_per_step": use.samples_per_step,
+                }
+                for use in found.workers
+            ],
+        },
+        indent=2,
+    )
+
+
+def _table(workers: Sequence[WorkerState]) -> Table:
+    table = Table("rank", "process", "step", "what it does", "since", "at", "state", "memory", "cores")
+    for worker in workers:
+        facts = worker.facts
+        table.add_row(
+            str(worker.rank),
+            str(worker.pid),
+            str(worker.activity.step),
+            worker.activity.doing,
+            f"{worker.seconds:.1f} s",
+            worker.line or worker.activity.line,
+            _state(worker),
+            "" if facts is None else f"{facts.memory_bytes / 2**20:,.0f} MiB",
+            "" if facts is None else f"{worker.cpu_share:.1f}",
+        )
+    return table
+
+
+def _state(worker: WorkerState) -> str:
+    if worker.facts is not None:
+        return f"{worker.facts.state} ({worker.facts.call})" if worker.facts.call else worker.facts.state
+    return (worker.how_ended or "ended") if worker.is_here else "on another host"
+
+
+def _values(worker: WorkerState) -> dict[str, object]:
+    facts = worker.facts
+    return {
+        "rank": worker.rank,
+        "pid": worker.pid,
+        "step": worker.activity.step,
+        "doing": worker.activity.doing,
+        "seconds": round(worker.seconds, 3),
+        "waits_for": sorted(worker.activity.awaited - {-1}),
+        "call": worker.activity.call,
+        "line": worker.line or worker.activity.line,
+        "state": _state(worker),
+        "memory_bytes": None if facts is None else facts.memory_bytes,
+        "swapped_bytes": None if facts is None else facts.swapped_bytes,
+        "cpu_share": None if facts is None else round(worker.cpu_share, 3),
+        "how_ended": worker.how_ended,
+        "loading": [
+            {"pid": each.pid, "state": each.facts.state, "call": each.facts.call, "line": each.line}
+            for each in worker.loading
+        ],
+    }

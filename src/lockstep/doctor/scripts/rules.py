@@ -1,0 +1,31 @@
+"""All rules, on one script."""
+
+import ast
+
+from lockstep.doctor.scripts.data_rules import check_data
+from lockstep.doctor.scripts.device_rules import check_devices
+from lockstep.doctor.scripts.finding import ScriptFinding
+from lockstep.doctor.scripts.rank_rules import check_ranks
+from lockstep.doctor.scripts.source import ScriptSource
+
+_WORDS = ("DistributedDataParallel", "init_process_group", "DistributedSampler", "destroy_process_group")
+
+
+def check_source(text: str) -> list[ScriptFinding] | None:
+    """Return what is wrong in a script, by line; None if nothing in it is data-parallel.
+
+    Raises:
+        SyntaxError: It is not Python of this version.
+    """
+    source = ScriptSource(text)
+    if not _is_parallel(source):
+        return None
+    found = [*check_data(source), *check_ranks(source), *check_devices(source)]
+    return sorted(found, key=lambda each: (each.line, each.rule))
+
+
+def _is_parallel(source: ScriptSource) -> bool:
+    names = {source.full_name(call.func).rpartition(".")[2] for call in source.calls}
+    imported = {name.rpartition(".")[2] for name in source.imported.values()}
+    attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    return bool({*names, *imported, *attributes} & set(_WORDS))

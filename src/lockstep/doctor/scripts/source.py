@@ -1,0 +1,218 @@
+"""A script as rules see it: its syntax tree, what names stand for, and what only some ranks run."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final, final
+
+_RANK: Final = re.compile(
+    r"(^|_)(rank|is_main|is_master|is_chief|main_process|master|gpu_id|gpu|worker_id|global_zero)(_|$)|rank$",
+    re.IGNORECASE,
+)
+_RANK_CALLS: Final = re.compile(
+    r"rank|is_main|is_master|is_chief|process_zero|process_index|on_main|on_master|global_zero", re.IGNORECASE
+)
+_RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+
+
+@final
+class ScriptSource:
+    """The syntax tree of a script, with what rules ask of it.
+
+    Args:
+        text: The script.
+
+    Raises:
+        SyntaxError: It is not Python of this version.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.lines = text.split("\n")  # as Python counts them: a form feed begins no line
+        self._parents: dict[ast.AST, ast.AST] = {}
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                self._parents[child] = node
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """What each imported name stands for: `{"DDP": "torch.nn.parallel.DistributedDataParallel"}`."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.split(".", maxsplit=1)[0]
+                    found[alias.asname or top] = alias.name if alias.asname else top
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+        return found
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """All calls, in the order of their lines."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """The values that are assigned to each name or attribute, anywhere in the file, by its last part."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    _note(found, target, node.value)
+            elif (isinstance(node, ast.AnnAssign) and node.value is not None) or isinstance(node, ast.NamedExpr):
+                _note(found, node.target, node.value)
+        return found
+
+    def full_name(self, node: ast.expr) -> str:
+        """Return the dotted name of a function or class, with imports resolved; empty for another expression."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ".".join(["?", *reversed(parts)]) if parts else ""
+        return ".".join([self.imported.get(node.id, node.id), *reversed(parts)])
+
+    def is_call_of(self, node: ast.AST, *names: str) -> bool:
+        """Return whether a node is a call of a function or class whose name ends in one of `names`."""
+        if not isinstance(node, ast.Call):
+            return False
+        return self.full_name(node.func).rpartition(".")[2] in names
+
+    def values_of(self, node: ast.expr, depth: int = 3) -> list[ast.expr]:
+        """Return the expressions that an expression may stand for: itself, or what is assigned to its name."""
+        name = last_name(node)
+        if isinstance(node, ast.Name | ast.Attribute) and name in self.assigned and depth:
+            return [value for each in self.assigned[name] for value in self.values_of(each, depth - 1)]
+        if isinstance(node, ast.IfExp):
+            return [*self.values_of(node.body, depth), *self.values_of(node.orelse, depth)]
+        return [node]
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, innermost first."""
+        while node in self._parents:
+            node = self._parents[node]
+            yield node
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """Return the node directly around a node."""
+        return self._parents.get(node)
+
+    def function_of(self, node: ast.AST) -> ast.AST:
+        """Return the function in which a node is, or the module."""
+        for each in self.ancestors(node):
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                return each
+        return self.tree
+
+    def mentions_rank(self, node: ast.AST, depth: int = 2) -> bool:
+        """Return whether an expression depends on the rank, as far as names tell."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name | ast.Attribute):
+                name = each.id if isinstance(each, ast.Name) else each.attr
+                if _RANK.search(name):
+                    return True
+                if depth and isinstance(each, ast.Name):
+                    values = self.assigned.get(name, [])
+                    if any(self.mentions_rank(value, depth - 1) for value in values if value is not node):
+                        return True
+            elif (isinstance(each, ast.Call) and _RANK_CALLS.search(self.full_name(each.func))) or (
+                isinstance(each, ast.Constant) and each.value in _RANK_VARIABLES
+            ):
+                return True
+        return False
+
+    def guards(self, node: ast.AST) -> list[tuple[ast.If, bool]]:
+        """Return the rank-dependent `if`s in which a node is, and for each whether it is in the body."""
+        found: list[tuple[ast.If, bool]] = []
+        inner: ast.AST = node
+        for each in self.ancestors(node):
+            if isinstance(each, ast.If) and self.mentions_rank(each.test) and inner is not each.test:
+                found.append((each, any(inner is statement for statement in each.body)))
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                break
+            inner = each
+        return found
+
+    def early_exits(self, node: ast.AST) -> list[ast.If]:
+        """Return the rank-dependent `if`s before a node, in its function, whose body returns."""
+        function = self.function_of(node)
+        line = getattr(node, "lineno", 0)
+        body = getattr(function, "body", [])
+        return [
+            each
+            for each in body
+            if isinstance(each, ast.If)
+            and each.lineno < line
+            and not any(child is node for child in ast.walk(each))
+            and self.mentions_rank(each.test)
+            and self._leaves(each.body[-1])
+        ]
+
+    def _leaves(self, statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Return | ast.Raise):
+            return True
+        is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+        return is_call and self.is_call_of(getattr(statement, "value", statement), "exit", "_exit", "quit")
+
+    def is_guarded(self, node: ast.AST, depth: int = 3) -> bool:
+        """Return whether only some ranks run a node: within an `if`, after a return, or in a function called so."""
+        if self.guards(node) or self.early_exits(node):
+            return True
+        for each in self.ancestors(node):
+            if isinstance(each, ast.IfExp | ast.BoolOp) and self.mentions_rank(each):
+                return True
+        function = self.function_of(node)
+        if not depth or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+        callers = [call for call in self.calls if last_name(call.func) == function.name]
+        return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
+
+    def line(self, node: ast.AST) -> str:
+        """Return the first line of a node as it stands in the script, without indentation."""
+        return self.lines[getattr(node, "lineno", 1) - 1].strip()
+
+
+def last_name(node: ast.expr) -> str:
+    """Return the last part of a name or attribute; empty for another expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the value of a keyword argument; None if it is not given."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def has_unknown_arguments(call: ast.Call) -> bool:
+    """Return whether a call has `*args` or `**kwargs`."""
+    return any(each.arg is None for each in call.keywords) or any(isinstance(each, ast.Starred) for each in call.args)
+
+
+def with_keyword(call: ast.Call, **values: str) -> str:
+    """Return a call as text with keyword arguments replaced, added, or for an empty text removed."""
+    kept = [each for each in call.keywords if each.arg not in values]
+    parts = [ast.unparse(each) for each in call.args]
+    parts += [ast.unparse(each.value) if each.arg is None else f"{each.arg}={ast.unparse(each.value)}" for each in kept]
+    parts += [f"{name}={value}" for name, value in values.items() if value]
+    return f"{ast.unparse(call.func)}({', '.join(parts)})"
+
+
+def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | None) -> None:
+    if value is None:
+        return
+    if isinstance(target, ast.Tuple | ast.List):
+        values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+        if len(values) == len(target.elts):
+            for each, one in zip(target.elts, values, strict=True):
+                _note(found, each, one)
+        else:
+            for each in target.elts:
+                _note(found, each, value)
+    elif name := last_name(target):
+        found.setdefault(name, []).append(value)

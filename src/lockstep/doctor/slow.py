@@ -1,0 +1,319 @@
+"""Where the time of a step goes, and which worker the others wait for: from the last steps in a recording.
+
+    a step of rank 0   | loading | forward and backward | reducing | update | own code |
+    a step of rank 1   | loading | forward and backward     | reduc. | update | own code |
+
+What a rank spends in a collective is waiting until the last rank has come, and communication after that.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.doctor.sampling import Looks
+from lockstep.doctor.slow_causes import UsageSample, explain_slowness
+from lockstep.recording.file_format import EventKind
+from lockstep.recording.reading import FileEvents
+from lockstep.recording.timeline import clock_offsets
+
+PARTS: Final = (
+    *("loading", "forward and backward", "waiting", "communication", "update", "saving", "evaluating", "callbacks"),
+    "own code",
+)
+"""The parts of a worker's time; the last is what nothing was recorded of: the loop, printing."""
+_AGREE, _COMMIT = 5, 6
+_MOST_STEPS: Final = 500
+_FEWEST_STEPS: Final = 3
+_OFTEN: Final = 0.6
+"""A rank for which the others wait in this part of their waiting is behind them."""
+_MATTERS: Final = 0.05
+"""Waiting counts if it takes this part of the time."""
+_EXCESS: Final = 1.2
+_OFTEN_SEEN: Final = 0.25
+"""A line is named where a worker was in this part of the looks."""
+_ADVICE: Final = {
+    "loading": "Use more loading processes (num_workers), do less in __getitem__, or keep the data on a faster disk.",
+    "forward and backward": "That is the work itself: a faster device, a lower precision, or more workers.",
+    "waiting": "The workers have unlike work or unlike speed: see who comes last.",
+    "communication": "Fewer bytes (a lower precision of gradients), fewer steps with larger batches, or a faster link.",
+    "update": "Use a fused or foreach optimizer.",
+    "saving": "Save less often, in the background, or to a faster disk.",
+    "evaluating": "Evaluate less often, or on fewer samples.",
+    "callbacks": "Do less in that callback, do it more seldom, or on rank 0 alone.",
+    "own code": "Look at what the loop does between two steps: printing, .item(), logging.",
+}
+
+_ADVICE_ON_ONE: Final = (
+    "Look for what that rank does more than the others, and for other processes on its cores or its device."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeUse:
+    """Where the time of one worker went."""
+
+    rank: int
+    """Its rank."""
+    num_steps: int
+    """In how many steps."""
+    seconds: float
+    """In how much time."""
+    shares: Mapping[str, float]
+    """Part of the time for each of `PARTS`; together 1, unless parts overlap."""
+    came_last: float
+    """In which part of the waiting in collectives it was the last to come, for which the others waited."""
+    pid: int = 0
+    """Its process."""
+    begin_ns: int = 0
+    """When the first of these steps began."""
+    shards_per_step: float = 0.0
+    """How many shards it runs in a step; 0 for a wrapper."""
+    samples_per_step: float = 0.0
+    """How many samples these have."""
+    callback: str = ""
+    """The callback that takes most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowReport:
+    """What bounds the steps of a job."""
+
+    text: str
+    """In sentences."""
+    bound: str
+    """The part that takes most; empty where too few steps were recorded."""
+    behind: int | None
+    """The rank for which the others wait; None if there is none."""
+    workers: tuple[TimeUse, ...]
+    """A row per worker."""
+    causes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the system says of a rank that is slow, in sentences; of those for which there is something to say."""
+
+
+def find_slow(
+    files: Sequence[FileEvents],
+    usage: Mapping[int, Sequence[UsageSample]] = MappingProxyType({}),
+    looks: Mapping[int, Looks] = MappingProxyType({}),
+    load: float = 0.0,
+) -> SlowReport:
+    """Return where the time of the last steps went, and why.
+
+    Args:
+        files: The workers'.
+        usage: What each process has used meanwhile, as it was recorded.
+        looks: What was seen of those that run.
+        load: Processes that run or wait for a core on this host; 0 if that is not known.
+    """
+    last_of_rank = {each.header.rank: each for each in sorted(files, key=_last_begin)}
+    files = [each for _, each in sorted(last_of_rank.items())]  # ranks may have been given to others
+    offsets = [each.nanoseconds for each in clock_offsets(files)]
+    arrivals = [_collectives(file, offset) for file, offset in zip(files, offsets, strict=True)]
+    last = _arrivals(arrivals)
+    uses = []
+    for file, offset, own in zip(files, offsets, arrivals, strict=True):
+        use = _time_use(file, offset, own, last)
+        if use is not None:
+            uses.append(use)
+    if not uses:
+        text = f"Fewer than {_FEWEST_STEPS} steps are in the recording: there is nothing to say of its speed yet."
+        return SlowReport(text=text, bound="", behind=None, workers=())
+    causes = {use.rank: _causes(usage.get(use.pid, ()), looks.get(use.pid), load) for use in uses}
+    return _judge(uses, {rank: found for rank, found in causes.items() if found})
+
+
+def _last_begin(file: FileEvents) -> int:
+    return int(file.table["begin"].max()) if len(file.table) else 0
+
+
+def _causes(usage: Sequence[UsageSample], looks: Looks | None, load: float) -> tuple[str, ...]:
+    samples = usage if looks is None or len(usage) > len(looks.samples) else looks.samples
+    found = explain_slowness(samples, load)
+    if looks is not None and looks.lines:
+        (line, number), *_ = looks.lines.most_common(1)
+        if number > looks.num * _OFTEN_SEEN:
+            found.append(f"it was at {line} in {number} of {looks.num} looks")
+    return tuple(found)
+
+
+def _collectives(file: FileEvents, offset: int) -> dict[int, tuple[int, int]]:
+    table = file.table
+    rows = table[(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
+    numbers, begins, ends = (rows[name].tolist() for name in ("index", "begin", "end"))
+    return {number: (begin - offset, end - offset) for number, begin, end in zip(numbers, begins, ends, strict=True)}
+
+
+def _arrivals(arrivals: Sequence[Mapping[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+    """Return when the first and the last rank came to each collective that all have."""
+    if len(arrivals) < 2:  # noqa: PLR2004 - alone nobody is waited for
+        return {}
+    common = set(arrivals[0]).intersection(*arrivals[1:])
+    begins = {number: [each[number][0] for each in arrivals] for number in common}
+    return {number: (min(moments), max(moments)) for number, moments in begins.items()}
+
+
+def _time_use(
+    file: FileEvents,
+    offset: int,
+    own: Mapping[int, tuple[int, int]],
+    last: Mapping[int, tuple[int, int]],
+) -> TimeUse | None:
+    table = file.table
+    starts = _step_starts(table)
+    if len(starts) <= _FEWEST_STEPS:
+        return None
+    starts = starts[-_MOST_STEPS - 1 :]
+    begin, end = int(starts[0]), int(starts[-1])
+    total = end - begin
+    phases = table[table["kind"] == EventKind.PHASE]
+
+    def spent(kind: EventKind) -> int:
+        rows = table[(table["kind"] == kind) & (table["end"] > 0) & (table["begin"] >= begin) & (table["end"] <= end)]
+        return int((rows["end"] - rows["begin"]).sum())
+
+    def in_phase(number: int) -> int:
+        positions = np.flatnonzero(phases["index"][:-1] == number)
+        lengths = phases["begin"][positions + 1] - phases["begin"][positions]
+        return int(lengths[(phases["begin"][positions] >= begin) & (phases["begin"][positions] < end)].sum())
+
+    waiting, transferring, num_last, num = _split(own, last, begin - offset, end - offset)
+    joint = spent(EventKind.REDUCING) + in_phase(_AGREE)
+    waiting_part = waiting / max(waiting + transferring, 1)
+    if not last:
+        waiting_part = 0.0
+    work = spent(EventKind.SHARD) or _forward_and_backward(table, begin, end)
+    saving = table[(table["kind"] == EventKind.SAVING) & (table["end"] > 0) & (table["begin"] >= begin)]
+    is_blocking = np.array([file.text(int(place)) != "write" for place in saving["text"]], dtype=bool)
+    is_shard = (table["kind"] == EventKind.SHARD) & (table["begin"] >= begin) & (table["begin"] < end)
+    nanoseconds = {
+        "loading": spent(EventKind.LOADING),
+        "forward and backward": max(work - spent(EventKind.REDUCING), 0),
+        "waiting": joint * waiting_part,
+        "communication": joint * (1 - waiting_part),
+        "update": in_phase(_COMMIT),
+        "saving": int((saving["end"] - saving["begin"])[is_blocking].sum()) if len(saving) else 0,
+        "evaluating": spent(EventKind.EVALUATING),
+        "callbacks": spent(EventKind.CALLBACK),
+    }
+    shares = {name: value / total for name, value in nanoseconds.items()}
+    shares["own code"] = max(1 - sum(shares.values()), 0.0)
+    return TimeUse(
+        rank=file.header.rank,
+        num_steps=len(starts) - 1,
+        seconds=total / 1e9,
+        shares=shares,
+        came_last=num_last / max(num, 1),
+        pid=file.header.pid,
+        begin_ns=begin,
+        shards_per_step=int(is_shard.sum()) / (len(starts) - 1),
+        samples_per_step=int(table["size"][is_shard].sum()) / (len(starts) - 1),
+        callback=_longest_callback(file, begin),
+    )
+
+
+def _longest_callback(file: FileEvents, begin: int) -> str:
+    table = file.table
+    rows = table[(table["kind"] == EventKind.CALLBACK) & (table["end"] > 0) & (table["begin"] >= begin)]
+    spent: dict[int, int] = {}
+    for place, nanoseconds in zip(rows["text"].tolist(), (rows["end"] - rows["begin"]).tolist(), strict=True):
+        spent[place] = spent.get(place, 0) + nanoseconds
+    return file.text(max(spent, key=lambda place: spent[place])) if spent else ""
+
+
+def _step_starts(table: NDArray[Any]) -> NDArray[Any]:
+    """Return when steps began: their first phase, or the forward of a wrapper that is followed by a backward."""
+    prepared = table["begin"][(table["kind"] == EventKind.PHASE) & (table["index"] == 2)]  # noqa: PLR2004 - PREPARE
+    if len(prepared):
+        return np.asarray(prepared)
+    return np.asarray(table["begin"][table["kind"] == EventKind.BACKWARD])
+
+
+def _forward_and_backward(table: NDArray[Any], begin: int, end: int) -> int:
+    """Return the time from each forward of a wrapper to the end of its backward."""
+    forwards = table["begin"][table["kind"] == EventKind.FORWARD]
+    rows = table[(table["kind"] == EventKind.BACKWARD) & (table["end"] > 0) & (table["begin"] >= begin)]
+    rows = rows[rows["end"] <= end]
+    positions = np.searchsorted(forwards, rows["begin"]) - 1
+    starts = (
+        np.where(positions >= 0, forwards[np.maximum(positions, 0)], rows["begin"]) if len(forwards) else rows["begin"]
+    )
+    return int((rows["end"] - starts).sum())
+
+
+def _split(
+    own: Mapping[int, tuple[int, int]], last: Mapping[int, tuple[int, int]], begin: int, end: int
+) -> tuple[int, int, int, int]:
+    """Return nanoseconds of waiting and of communication in collectives, and in how many of how many it came last.
+
+    Calls count by how long the first rank waited for the last one: many short waits matter less than a long one.
+    """
+    waiting = transferring = num_last = num = 0
+    for number, (first, moment) in last.items():
+        began, ended = own[number]
+        if not begin <= began < end:
+            continue
+        num += moment - first
+        num_last += (moment - first) * (began == moment)
+        waiting += max(min(moment, ended) - began, 0)
+        transferring += max(ended - max(moment, began), 0)
+    return waiting, transferring, num_last, num
+
+
+def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> SlowReport:
+    waiting = [use.shares["waiting"] for use in uses]
+    late = max(uses, key=lambda use: use.came_last)
+    others = [use for use in uses if use is not late]
+    is_behind = bool(others) and late.came_last >= _OFTEN and median(use.shares["waiting"] for use in others) > _MATTERS
+    guide = late if is_behind else uses[0]
+    bound = max(guide.shares, key=lambda name: guide.shares[name])
+    sentences = [f"{_first(bound)} bounds the step: {guide.shares[bound]:.0%} of the time of rank {guide.rank}."]
+    if is_behind:
+        share = median(use.shares["waiting"] for use in others)
+        sentences.append(
+            f"The others wait for rank {late.rank} for {share:.0%} of their time; it comes last in "
+            f"{late.came_last:.0%} of these waits."
+        )
+        excess = {
+            name: late.shares[name] / max(median(use.shares[name] for use in others), 0.01)
+            for name in PARTS
+            if name != "waiting" and late.shares[name] > _MATTERS
+        }
+        if excess and max(excess.values()) > _EXCESS:
+            part = max(excess, key=lambda name: excess[name])
+            bound = part
+            sentences[0] = f"{_first(part)} of rank {late.rank} bounds the step: {late.shares[part]:.0%} of its time."
+            sentences.append(f"Its {part} takes {excess[part]:.1f} times as long as that of the others.")
+    elif max(waiting) > _MATTERS:
+        sentences.append(
+            f"Ranks wait for each other for up to {max(waiting):.0%} of the time, now for one, now for another."
+        )
+    sentences += _about_unequal_work(late, others) if is_behind else ()
+    if bound == "callbacks" and guide.callback:
+        sentences.append(f"Most of it is in {guide.callback}.")
+    slow_ones = [late] if is_behind else uses
+    sentences += [f"Rank {use.rank}: {'; '.join(causes[use.rank])}." for use in slow_ones if use.rank in causes]
+    is_slower = is_behind and bound in {"forward and backward", "communication"}
+    sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
+    return SlowReport(
+        text=" ".join(sentences),
+        bound=bound,
+        behind=late.rank if is_behind else None,
+        workers=tuple(uses),
+        causes=causes,
+    )
+
+
+def _about_unequal_work(late: TimeUse, others: Sequence[TimeUse]) -> list[str]:
+    usual = median(use.samples_per_step for use in others)
+    if not usual or late.samples_per_step <= _EXCESS * usual:
+        return []
+    work = f"{late.shards_per_step:.1f} shards with {late.samples_per_step:.0f} samples in a step"
+    return [f"It has more work: {work}, the others {usual:.0f} samples."]
+
+
+def _first(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,0 +1,90 @@
+"""Why a worker is slow, with a number in each sentence: from what the system says that it used. A pure module."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_MATTERS: Final = 0.05
+_WAITS_FOR_CORE: Final = 0.15
+_WAITS_FOR_DISK: Final = 0.2
+_FAULTS_PER_SECOND: Final = 20.0
+_SWAPPED_BYTES: Final = 64 << 20
+_FEWEST_SAMPLES: Final = 2
+
+Usage = Mapping[str, int]
+"""As `usage.read_usage` returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageSample:
+    """What a worker had used at one moment."""
+
+    moment_ns: int
+    """When, by the clock of the recording."""
+    usage: Usage
+    """By name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """What was used between the first and the last sample."""
+
+    samples: Sequence[UsageSample]
+
+    def rate(self, name: str) -> float:
+        """Return how much of what grows was used in each second."""
+        first, last = self.samples[0], self.samples[-1]
+        used = last.usage.get(name, 0) - first.usage.get(name, 0)
+        return max(used, 0) * 1e9 / (last.moment_ns - first.moment_ns)
+
+    def part(self, name: str) -> float:
+        """Return the mean of what is so at a moment."""
+        return sum(sample.usage.get(name, 0) for sample in self.samples) / len(self.samples)
+
+
+def explain_slowness(samples: Sequence[UsageSample], load: float) -> list[str]:
+    """Return what the system says of a worker that could make it slow, the heaviest first; empty for nothing.
+
+    Args:
+        samples: Of one process, in order.
+        load: Processes that run or wait for a core on this host; 0 if that is not known.
+    """
+    if len(samples) < _FEWEST_SAMPLES or samples[-1].moment_ns <= samples[0].moment_ns:
+        return []
+    used = _Used(samples)
+    found: list[tuple[float, str]] = []
+    stopped = used.part("is_stopped")
+    if stopped > _MATTERS:
+        found.append((stopped + 1, f"it was stopped in {stopped:.0%} of the looks (SIGSTOP, Ctrl-Z, or a scheduler)"))
+    throttled = used.rate("throttled_ns") / 1e9
+    if throttled > _MATTERS:
+        found.append((throttled + 1, f"its control group was throttled for {throttled:.0%} of the time: a CPU limit"))
+    found += _about_cores(used, load)
+    sleeping = max(used.part("is_in_disk_sleep"), used.rate("disk_wait_ns") / 1e9)
+    if sleeping > _WAITS_FOR_DISK:
+        speed = used.rate("read_bytes") / 1e6
+        found.append((sleeping, f"it waited for the disk {sleeping:.0%} of the time, at {speed:.1f} MB/s"))
+    swapped = samples[-1].usage.get("swapped_bytes", 0)
+    if swapped > _SWAPPED_BYTES:
+        found.append((0.5, f"{swapped / 2**30:.2f} GiB of its memory are swapped out: the host has too little memory"))
+    elif used.rate("major_faults") > _FAULTS_PER_SECOND:
+        found.append((0.4, f"it read {used.rate('major_faults'):.0f} pages of its memory from disk each second"))
+    return [text for _, text in sorted(found, reverse=True)]
+
+
+def _about_cores(used: _Used, load: float) -> list[tuple[float, str]]:
+    waited = used.rate("core_wait_ns") / 1e9
+    if waited <= _WAITS_FOR_CORE:
+        return []
+    cores, running = round(used.part("num_cores")), used.part("num_running")
+    known = f"; {load:.1f} processes want the host's cores" if load else ""
+    if running > cores + 0.5:
+        text = (
+            f"its {running:.0f} busy threads share {cores} cores: they waited {waited:.1f} s for a core in each second"
+        )
+        return [(waited, text)]
+    text = (
+        f"another process was on its core: in each second it waited {waited:.2f} s for a core, used "
+        f"{used.rate('cpu_ns') / 1e9:.2f} s, and was interrupted {used.rate('forced_switches'):.0f} times{known}"
+    )
+    return [(waited, text)]

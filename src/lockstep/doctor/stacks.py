@@ -1,0 +1,69 @@
+"""Python stacks of the workers and of their loading processes, on request."""
+
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lockstep.doctor.processes import look_at
+from lockstep.recording.stacks import request_stacks
+
+_FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x")
+_LIBRARIES: Final = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+_ANSWER_SECONDS: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One line of a stack."""
+
+    file: str
+    """The file of the code."""
+    line: str
+    """The line in it."""
+    function: str
+    """The function."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def read_main_stack(text: str) -> list[StackFrame]:
+    """Return the stack of the main thread, innermost frame first, from what faulthandler has written.
+
+    It writes the threads from the newest to the oldest, which is the main thread.
+    """
+    frames: list[StackFrame] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            frames = []
+        elif (match := _FRAME.match(line)) is not None:
+            frames.append(StackFrame(match["file"], match["line"], match["function"]))
+    return frames
+
+
+def user_frame(stack: Sequence[StackFrame], libraries: Sequence[str] = _LIBRARIES) -> StackFrame | None:
+    """Return the innermost frame outside installed libraries; None if there is none."""
+    return next((frame for frame in stack if not frame.file.startswith(tuple(libraries))), None)
+
+
+def take_stack(path: Path, pid: int, number: int) -> str:
+    """Return the Python stacks of a process; empty if it cannot be asked, or does not answer (local).
+
+    Args:
+        path: The file of the worker that writes them; also for the processes that it has forked.
+        pid: The process.
+        number: The signal on which it writes them.
+    """
+    facts = look_at(pid)
+    # The signal would end a process that has no handler, as one that a worker has started as another program.
+    if number == 0 or facts is None or facts.is_stopped or not facts.catches >> (number - 1) & 1:
+        return ""
+    return request_stacks(path, pid, number, _ANSWER_SECONDS)

@@ -1,0 +1,221 @@
+"""Averages of a model's weights over the steps (EMA) or the epochs (SWA) of a run, kept beside the model's own.
+
+Each worker averages the same bits in the same order, so the average has the same bits on all, on any number of workers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import state_digest
+from lockstep.engine.callbacks import Callback
+from lockstep.errors import CheckpointError
+from lockstep.torch_private import foreach_lerp_, non_persistent_buffer_names
+
+
+class AveragedWeights(Callback):
+    """A callback that keeps an average of the model's weights.
+
+    Averaged are the parameters and the buffers that are floating-point numbers, such as BatchNorm's running statistics;
+    other buffers are the model's. Give it to `Trainer.evaluate` as `weights`, to evaluate the average.
+
+    Attributes:
+        tensors: The average by the names of the model's `state_dict`; empty before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def on_start(self, trainer: Any) -> None:
+        """Begin with the weights that the model has, unless a checkpoint held an average."""
+        live = LiveTensors(trainer.model).read()
+        devices = {name: value.device for name, value in live.items()}
+        self.tensors = {name: value.to(devices.get(name, value.device)) for name, value in self.tensors.items()}
+        _counterparts(self.tensors, live)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the average, 64 hex digits; the same on every worker (local)."""
+        return state_digest(self.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average: the live tensors."""
+        return {"tensors": dict(self.tensors)} if self.tensors else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        self.tensors = {name: value.detach().clone() for name, value in state_dict["tensors"].items()}
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Put the average in the place of a model's weights (local): of the one that is trained only at the end.
+
+        Raises:
+            CheckpointError: The model has other tensors.
+        """
+        put_weights(model, self.tensors)
+
+
+@final
+class EMA(AveragedWeights):
+    """The exponential moving average of the weights: `average = decay * average + (1 - decay) * weights` in each step.
+
+    A step that is skipped leaves it as it is.
+
+    Args:
+        decay: Between 0 and 1; 0.999 averages over about a thousand steps.
+
+    Raises:
+        ValueError: The decay is out of range.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"decay of the EMA is {decay!r}, expected a number from 0 to below 1, such as 0.999. (LS526)"
+            )
+        self.decay = float(decay)
+        self._live: LiveTensors | None = None
+
+    @torch.no_grad()
+    def on_step(self, trainer: Any, result: Any) -> None:
+        """Average the weights in."""
+        if result.is_skipped:
+            return
+        if self._live is None:
+            self._live = LiveTensors(trainer.model)
+        values = self._live.read()
+        averages = _counterparts(self.tensors, values)
+        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 - self.decay)
+
+
+@final
+class SWA(AveragedWeights):
+    """The mean of the weights at the ends of epochs (stochastic weight averaging).
+
+    Running statistics of BatchNorm are averaged as well. Those of the averaged weights are better: see
+    `Trainer.update_batchnorm`.
+
+    Args:
+        start_epoch: The first epoch, counted from 0, whose end is in the mean.
+
+    Attributes:
+        num_averaged: How many epochs are in the mean.
+
+    Raises:
+        ValueError: The epoch is below zero.
+    """
+
+    def __init__(self, start_epoch: int) -> None:
+        super().__init__()
+        if isinstance(start_epoch, bool) or not isinstance(start_epoch, int) or start_epoch < 0:
+            raise ValueError(f"start_epoch of SWA is {start_epoch!r}, expected a whole number, 0 or more. (LS526)")
+        self.start_epoch = start_epoch
+        self.num_averaged = 0
+        self._before_update: dict[str, Tensor] = {}
+
+    def set_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        """Use these statistics of BatchNorm, until another epoch is averaged in (local)."""
+        self._before_update = {name: self.tensors[name] for name in statistics} | self._before_update
+        self.tensors.update(statistics)
+
+    @torch.no_grad()
+    def on_epoch(self, trainer: Any, epoch: int) -> None:
+        """Average the weights in, from the first epoch on."""
+        if epoch < self.start_epoch:
+            return
+        self.tensors.update(self._before_update)
+        self._before_update = {}
+        values = LiveTensors(trainer.model).read()
+        self.num_averaged += 1
+        averages = _counterparts(self.tensors, values)
+        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 / self.num_averaged)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, and over how many epochs it is."""
+        return {**super().state_dict(), "num_averaged": self.num_averaged, "before_update": dict(self._before_update)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back."""
+        super().load_state_dict({"tensors": {}, **state_dict})
+        self.num_averaged = int(state_dict["num_averaged"])
+        self._before_update = {name: value.detach().clone() for name, value in state_dict["before_update"].items()}
+
+
+@torch.no_grad()
+def put_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a model, by the names of its `state_dict`; those that are not named keep their values (local).
+
+    Raises:
+        CheckpointError: The model has no such tensor, or one of another shape.
+    """
+    live = LiveTensors(model).read()
+    for name, value in tensors.items():
+        if name not in live or live[name].shape != value.shape:
+            raise CheckpointError(
+                f"The averaged weights have a {name} of shape {list(value.shape)}, and the model has "
+                f"{'one of ' + str(list(live[name].shape)) if name in live else 'none'}. "
+                "They are of another model. (LS708)"
+            )
+    for name, value in tensors.items():
+        live[name].copy_(value)
+
+
+@contextmanager
+def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a model have other weights in this context, and its own afterwards (local)."""
+    if not tensors:
+        yield
+        return
+    own = {name: value.detach().clone() for name, value in LiveTensors(model).read().items()}
+    put_weights(model, tensors)
+    try:
+        yield
+    finally:
+        put_weights(model, own)
+
+
+@final
+class LiveTensors:
+    """Finds the tensors of a model that can be averaged: parameters and saved buffers of floating-point numbers.
+
+    Args:
+        model: Its parameters stay the same objects; a forward may put other tensors in the place of buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {
+            name: each for name, each in model.named_parameters(remove_duplicate=False) if each.is_floating_point()
+        }
+        self._buffers = [
+            (f"{prefix}.{name}".lstrip("."), module, name)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and name not in non_persistent_buffer_names(module)
+        ]
+
+    def read(self) -> dict[str, Tensor]:
+        """Return them by the names of the model's `state_dict`; `data` may be another tensor than the last time."""
+        parameters = {name: each.data for name, each in self._parameters.items()}
+        return {**parameters, **{name: getattr(module, own) for name, module, own in self._buffers}}
+
+
+def _counterparts(averages: dict[str, Tensor], values: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the average of each value; one that there is not yet, or that has grown, begins with the value."""
+    for name, value in values.items():
+        if name not in averages or averages[name].shape != value.shape:
+            averages[name] = value.detach().to(_dtype_of_average(value), copy=True)
+    return [averages[name] for name in values]
+
+
+def _dtype_of_average(value: Tensor) -> torch.dtype:
+    """Return float32 for half precision, in which small changes would be lost."""
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def _in_dtypes_of(averages: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    pairs = zip(averages, values, strict=True)
+    return [value if value.dtype is average.dtype else value.to(average.dtype) for average, value in pairs]

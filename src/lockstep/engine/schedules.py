@@ -1,0 +1,108 @@
+"""Learning-rate schedules by name, with a warm-up, and parameter groups by the names of parameters."""
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+ScheduleName = Literal["constant", "cosine", "linear"]
+
+
+@final
+class Schedule:
+    """By what the learning rate is multiplied in each step; an object whose attributes are saved with the scheduler.
+
+    Args:
+        kind: What follows the warm-up: "constant", or a way down to `final` with the last step.
+        num_steps: Steps of the run.
+        warmup: Steps of the warm-up: the rate grows from `1 / (warmup + 1)` to 1 of what it is after.
+        final: By what the rate is multiplied at the end.
+    """
+
+    def __init__(self, kind: ScheduleName, num_steps: int, warmup: int, final: float) -> None:
+        self.kind, self.num_steps, self.warmup, self.final = kind, num_steps, warmup, final
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of a step, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        if self.kind == "constant":
+            return 1.0
+        part = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
+        left = 0.5 * (1 + math.cos(math.pi * part)) if self.kind == "cosine" else 1 - part
+        return self.final + (1 - self.final) * left
+
+
+def make_schedule(
+    optimizer: Optimizer,
+    kind: ScheduleName,
+    *,
+    num_steps: int,
+    warmup: float = 0,
+    final: float = 0.0,
+) -> LambdaLR:
+    """Return a scheduler for `Trainer(scheduler=...)`, which steps it once per step.
+
+    Args:
+        optimizer: The optimizer; its rates are those after the warm-up.
+        kind: "constant", "linear" or "cosine".
+        num_steps: Steps of the whole run: epochs times `len(loader)`.
+        warmup: Steps of the warm-up, or a part of the run between 0 and 1.
+        final: By what the rate is multiplied at the end.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if kind not in {"constant", "linear", "cosine"}:
+        raise ValueError(f"The schedule is {kind!r}, expected 'constant', 'linear' or 'cosine'. (LS527)")
+    if num_steps < 1:
+        raise ValueError(f"num_steps of a schedule is {num_steps}, expected the steps of the run, 1 or more. (LS527)")
+    steps = round(warmup * num_steps) if 0 < warmup < 1 else warmup
+    if isinstance(warmup, bool) or steps != int(steps) or not 0 <= steps < num_steps:
+        raise ValueError(
+            f"warmup is {warmup!r}, expected fewer steps than the run has ({num_steps}), or a part of it between 0 "
+            "and 1. (LS527)"
+        )
+    if not 0 <= final <= 1:
+        raise ValueError(f"final is {final!r}, expected a factor from 0 to 1. (LS527)")
+    return LambdaLR(optimizer, Schedule(kind, num_steps, int(steps), float(final)))
+
+
+def parameter_groups(
+    model: nn.Module, options: Mapping[str, Mapping[str, Any]] | None = None, *, no_decay: bool = False
+) -> list[dict[str, Any]]:
+    """Return the trained parameters of a model in groups, for an optimizer.
+
+        optimizer = torch.optim.AdamW(ls.parameter_groups(model, {"head.*": {"lr": 1e-3}}, no_decay=True), lr=1e-4)
+
+    Args:
+        model: The model.
+        options: Options of the optimizer by patterns of parameter names, in which `*` stands for anything. The first
+            pattern that a name has decides.
+        no_decay: Whether biases and the parameters of normalizations (those with one dimension or none) get
+            `weight_decay` 0, unless their pattern says otherwise.
+
+    Raises:
+        ValueError: A pattern decides for no parameter.
+    """
+    options = options or {}
+    found: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            pattern = next((each for each in options if fnmatchcase(name, each)), "")
+            found.setdefault((pattern, no_decay and parameter.ndim <= 1), []).append(parameter)
+    for pattern in options:
+        if not any(each == pattern for each, _ in found):
+            names = ", ".join(list(dict(model.named_parameters()))[:5])
+            raise ValueError(
+                f"The parameter group {pattern!r} has no parameters: no trained one has such a name, or an earlier "
+                f"pattern has taken them. Names are {names}, ... (LS527)"
+            )
+    return [
+        {"params": parameters, **({"weight_decay": 0.0} if is_flat else {}), **options.get(pattern, {})}
+        for (pattern, is_flat), parameters in found.items()
+    ]

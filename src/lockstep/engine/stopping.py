@@ -1,0 +1,208 @@
+"""Callbacks that end the training: when a metric does not get better any more, after a time, after some steps."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, final
+
+from lockstep.engine.callbacks import Callback
+
+_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
+_HIGHER_IS_BETTER = (
+    "accuracy",
+    "acc",
+    "auc",
+    "auroc",
+    "f1",
+    "precision",
+    "recall",
+    "score",
+    "bleu",
+    "r2",
+    "map",
+    "iou",
+)
+
+
+@final
+class EarlyStopping(Callback):
+    """Ends the training when a metric has not become better for some evaluations.
+
+    Args:
+        metric: Its name, as `on_evaluate` gets it.
+        patience: How many evaluations in a row without an improvement end the training.
+        min_delta: By how much a value must be better than the best one to count as an improvement.
+        mode: "min" if lower is better, "max" if higher is; None to conclude it from the metric's name.
+
+    Attributes:
+        best: The best value; None before the first.
+        num_bad: How many evaluations in a row had none that was better.
+
+    Raises:
+        ValueError: An argument is out of range, or the mode cannot be concluded from the metric's name.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] | None = None,
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience is {patience!r}, expected a whole number of evaluations, 1 or more. (LS526)")
+        if not (min_delta >= 0 and math.isfinite(min_delta)):
+            raise ValueError(f"min_delta is {min_delta!r}, expected 0 or more. (LS526)")
+        if mode not in {None, "min", "max"}:
+            raise ValueError(f"mode is {mode!r}, expected 'min' if a lower {metric} is better, or 'max'. (LS526)")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.mode = mode or conclude_mode(metric)
+        self.best: float | None = None
+        self.num_bad = 0
+        self._was_seen: bool | None = None
+        self._seen_names: list[str] = []
+
+    def on_start(self, trainer: Any) -> None:
+        """End a run that is resumed after its end."""
+        self._end_if_exhausted(trainer)
+
+    def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
+        """Check that the evaluations after the epoch before had the metric.
+
+        Raises:
+            ValueError: They had other ones.
+        """
+        if self._was_seen is False:
+            raise ValueError(
+                f"EarlyStopping waits for the metric {self.metric!r}, but evaluations have given "
+                f"{', '.join(self._seen_names)}. Name one of these. (LS526)"
+            )
+        self._was_seen = None
+
+    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
+        """Compare the metric with the best value."""
+        if self.metric not in values:
+            self._was_seen = bool(self._was_seen)
+            self._seen_names = list(values)
+            return
+        self._was_seen = True
+        value = float(values[self.metric])
+        sign = 1.0 if self.mode == "max" else -1.0
+        is_better = self.best is None or sign * value > sign * self.best + self.min_delta
+        if is_better and not math.isnan(value):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+        self._end_if_exhausted(trainer)
+
+    def _end_if_exhausted(self, trainer: Any) -> None:
+        if self.num_bad >= self.patience:
+            best = "had no value" if self.best is None else f"was best with {self.best:.6g}"
+            trainer.request_end(f"{self.metric} {best}, and not better in {self.num_bad} evaluations since")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and how long it is ago."""
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back."""
+        self.best, self.num_bad = state_dict["best"], int(state_dict["num_bad"])
+
+
+@final
+class MaxSteps(Callback):
+    """Ends the training after some steps of the run, resumed or not.
+
+    Args:
+        steps: How many.
+
+    Raises:
+        ValueError: Less than one.
+    """
+
+    def __init__(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"max_steps is {steps!r}, expected a whole number of steps, 1 or more. (LS526)")
+        self.steps = steps
+
+    def on_start(self, trainer: Any) -> None:
+        """End a run that has taken its steps already, or let it take its last one."""
+        self._check(trainer)
+
+    def on_step(self, trainer: Any, result: Any) -> None:  # noqa: ARG002 - the name is the moment's
+        """End the training with the next step, if that is the last one."""
+        self._check(trainer)
+
+    def _check(self, trainer: Any) -> None:
+        num_left = self.steps - trainer.global_step
+        if num_left <= 1:
+            trainer.request_end(f"max_steps is {self.steps}", after_next_step=num_left == 1)
+
+
+@final
+class MaxTime(Callback):
+    """Ends the training after a time, which goes on counting when the run is resumed; all workers end after one step.
+
+    Args:
+        seconds: How long; from the first step on, evaluations and saves included.
+        clock: Returns seconds.
+
+    Raises:
+        ValueError: Not more than zero.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not seconds > 0:
+            raise ValueError(f"max_time is {seconds!r} seconds, expected more than 0. (LS526)")
+        self.seconds = float(seconds)
+        self._clock = clock
+        self._before = 0.0
+        self._began: float | None = None
+
+    def on_start(self, trainer: Any) -> None:
+        """Begin to count."""
+        self._began = self._clock()
+        self._check(trainer)
+
+    def on_step(self, trainer: Any, result: Any) -> None:  # noqa: ARG002 - the name is the moment's
+        """Look at the clock."""
+        self._check(trainer)
+
+    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the name is the moment's
+        """Look at the clock."""
+        self._check(trainer)
+
+    def _check(self, trainer: Any) -> None:
+        if self.elapsed() >= self.seconds:
+            trainer.request_end(f"max_time, {self.seconds:g} s, is over")
+
+    def elapsed(self) -> float:
+        """Return for how many seconds the run has trained."""
+        return self._before + (0.0 if self._began is None else self._clock() - self._began)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for how long the run has trained."""
+        return {"elapsed": self.elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back; a run that goes on after a load that has failed goes on counting."""
+        self._before = float(state_dict["elapsed"])
+        self._began = None if self._began is None else self._clock()
+
+
+def conclude_mode(metric: str) -> Literal["min", "max"]:
+    """Return whether lower ("min") or higher values of a metric are better, by the words of its name.
+
+    Raises:
+        ValueError: The name does not say it.
+    """
+    words = metric.lower().replace("-", "_").replace("/", "_").split("_")
+    if any(word in _LOWER_IS_BETTER for word in words):
+        return "min"
+    if any(word in _HIGHER_IS_BETTER for word in words):
+        return "max"
+    raise ValueError(
+        f"Whether a lower or a higher {metric} is better cannot be concluded from its name. Give mode: "
+        "'min' or 'max'. (LS526)"
+    )

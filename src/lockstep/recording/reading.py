@@ -1,0 +1,148 @@
+"""Reading the files of a recording: of a job that runs, or of one that is gone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.recording.file_format import (
+    EVENT_BYTES,
+    HEADER_BYTES,
+    RING_START,
+    TEXT_SHIFT,
+    EventKind,
+    FileHeader,
+    file_bytes,
+    parse_header,
+    read_text,
+)
+
+_WORDS: Final = EVENT_BYTES // 8
+_KIND_MASK: Final = (1 << TEXT_SHIFT) - 1
+EVENT_TYPE: Final = np.dtype(
+    [
+        *(("number", "i8"), ("begin", "i8"), ("end", "i8"), ("kind", "i8"), ("text", "i8")),
+        *(("step", "i8"), ("index", "i8"), ("size", "i8")),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneEvent:
+    """One event of a worker."""
+
+    number: int
+    """Number among the events of its process."""
+    begin: int
+    """When it began, in nanoseconds of the host's monotonic clock."""
+    end: int
+    """When it ended; 0 while it is under way."""
+    kind: int
+    """Its `EventKind`; a number that this version does not know is kept."""
+    text: str
+    """What belongs to it in words."""
+    step: int
+    """The step: updates since the run began; 0 before the first."""
+    index: int
+    """Shard, bucket, rank, ...: see `EventKind`."""
+    size: int
+    """Bytes, or what `EventKind` says."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileEvents:
+    """What one file holds."""
+
+    path: Path
+    """The file."""
+    header: FileHeader
+    """Who wrote it."""
+    table: NDArray[Any]
+    """The events in the order of their numbers, as a structured array with the fields of `OneEvent`; texts by place."""
+    texts: bytes
+    """The texts."""
+    num_torn: int
+    """How many events were being written, and are left out."""
+
+    def text(self, place: int) -> str:
+        """Return a text by its place."""
+        return read_text(self.texts, place)
+
+    def event(self, position: int) -> OneEvent:
+        """Return the event at a position of the table, which may count from its end."""
+        row = self.table[position]
+        fields = {name: int(row[name]) for name in ("number", "begin", "end", "kind", "step", "index", "size")}
+        return OneEvent(text=self.text(int(row["text"])), **fields)
+
+    def under_way(self, kinds: Sequence[EventKind] = ()) -> list[OneEvent]:
+        """Return the events that have not ended, oldest first.
+
+        Args:
+            kinds: Only of these kinds; all without.
+        """
+        positions = np.flatnonzero(self.table["end"] == 0)
+        found = [self.event(int(position)) for position in positions]
+        return [each for each in found if not kinds or each.kind in kinds]
+
+    def last(self, kind: EventKind) -> OneEvent | None:
+        """Return the last event of a kind; None if there is none."""
+        positions = np.flatnonzero(self.table["kind"] == kind)
+        return self.event(int(positions[-1])) if len(positions) else None
+
+
+def read_file(path: Path) -> FileEvents:
+    """Read one file; it may be written meanwhile.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a file of a recording, or of a version that this program does not know.
+    """
+    header, first, texts = _copy(path)
+    _, second, texts = _copy(path)
+    table, num_torn = _parse(first, second)
+    return FileEvents(path=path, header=header, table=table, texts=texts, num_torn=num_torn)
+
+
+def read_recording(directory: Path) -> list[FileEvents]:
+    """Read the files of a recording, those of workers by their numbers and then the launcher's.
+
+    A file that is damaged, or of another version, is left out.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    found = []
+    for path in sorted(directory.glob("*.rec")):
+        try:
+            found.append(read_file(path))
+        except ValueError:
+            continue
+    return sorted(found, key=lambda each: (each.header.worker < 0, each.header.worker, each.header.opened_ns))
+
+
+def _copy(path: Path) -> tuple[FileHeader, NDArray[Any], bytes]:
+    data = path.read_bytes()
+    header = parse_header(data)
+    if len(data) < file_bytes(header.capacity):
+        raise ValueError("a file of a recording that was cut off.")
+    words = np.frombuffer(data, np.int64, count=header.capacity * _WORDS, offset=RING_START)
+    return header, words.reshape(header.capacity, _WORDS), data[HEADER_BYTES:RING_START]
+
+
+def _parse(first: NDArray[Any], second: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Return the events that two copies of the ring agree on. [Note: a torn event]."""
+    is_same = (first == second).all(axis=1)
+    slots = np.arange(len(first))
+    number = first[:, 0] - 1
+    is_used = first[:, 0] != 0
+    is_whole = is_used & is_same & (first[:, 0] == first[:, -1]) & (number % len(first) == slots) & (number >= 0)
+    rows = first[is_whole]
+    table = np.zeros(len(rows), EVENT_TYPE)
+    table["number"], table["begin"], table["end"] = rows[:, 0] - 1, rows[:, 1], rows[:, 2]
+    table["kind"], table["text"] = rows[:, 3] & _KIND_MASK, rows[:, 3] >> TEXT_SHIFT
+    table["step"], table["index"], table["size"] = rows[:, 4], rows[:, 5], rows[:, 6]
+    is_torn = (first[:, 0] != 0) | (first[:, -1] != 0)
+    return table[np.argsort(table["number"])], int((is_torn & ~is_whole).sum())

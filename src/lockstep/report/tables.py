@@ -1,0 +1,142 @@
+"""Files of predictions: .csv, .npz or .parquet, made of parts without holding all of them in memory."""
+
+import csv
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import UsageError
+
+SUFFIXES = (".csv", ".npz", ".parquet")
+_MAX_CSV_COLUMNS = 4096
+Array = np.ndarray[Any, Any]
+Columns = dict[str, Array]
+"""Columns by name; a column has its rows along dimension 0."""
+
+
+def check_table_path(path: Path) -> None:
+    """Check that a table of this name can be written, before hours are spent on its contents.
+
+    Raises:
+        UsageError: It has no known suffix, exists already, its folder does not exist, or pyarrow is missing.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"The output is {path}, expected a name that ends with {', '.join(SUFFIXES)}. (LS814)")
+    if path.exists():
+        raise UsageError(f"{path} exists already, and is not overwritten. Delete it, or choose another name. (LS814)")
+    if not path.parent.is_dir():
+        raise UsageError(f"There is no folder {path.parent} to write {path.name} into. (LS814)")
+    if path.suffix == ".parquet":
+        _import_pyarrow()
+
+
+def write_table(path: Path, parts: Sequence[Path]) -> None:
+    """Write one table with the rows of all parts, in order, and a column `index` with their numbers (local).
+
+    Args:
+        path: The file; its suffix says in which format.
+        parts: Files of numpy.savez with the same columns.
+
+    Raises:
+        UsageError: It cannot be written, or does not fit the format.
+    """
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write = {".csv": _write_csv, ".npz": _write_npz, ".parquet": _write_parquet}[path.suffix]
+    try:
+        write(temp, parts)
+        with temp.open("rb") as file:
+            os.fsync(file.fileno())
+        temp.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error}. The predictions are kept in {parts[0].parent}. (LS814)"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
+
+
+def _read(parts: Sequence[Path]) -> Iterator[Columns]:
+    start = 0
+    for path in parts:
+        with np.load(path, allow_pickle=False) as file:
+            columns: Columns = {name: file[name] for name in file.files}
+        number = len(next(iter(columns.values())))
+        yield {"index": np.arange(start, start + number), **columns}
+        start += number
+
+
+def _write_csv(path: Path, parts: Sequence[Path]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        for number, columns in enumerate(_read(parts)):
+            flat = {name: values.reshape(len(values), -1) for name, values in columns.items()}
+            if sum(values.shape[1] for values in flat.values()) > _MAX_CSV_COLUMNS:
+                raise UsageError(
+                    f"The outputs have more than {_MAX_CSV_COLUMNS} numbers per sample, too many columns for a .csv. "
+                    "Write .npz or .parquet. (LS814)"
+                )
+            if number == 0:
+                names = [
+                    name if columns[name].ndim == 1 else f"{name}_{place}"
+                    for name, values in flat.items()
+                    for place in range(values.shape[1])
+                ]
+                writer.writerow(names)
+            lists = [values.tolist() for values in flat.values()]
+            writer.writerows([cell for row in rows for cell in row] for rows in zip(*lists, strict=True))
+
+
+def _write_npz(path: Path, parts: Sequence[Path]) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, Any] = {}
+    for columns in _read(parts):
+        for name, values in columns.items():
+            before = shapes.get(name, (0, *values.shape[1:]))
+            shapes[name], dtypes[name] = (before[0] + len(values), *values.shape[1:]), values.dtype
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, shape in shapes.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                header = {"descr": np.lib.format.dtype_to_descr(dtypes[name]), "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for columns in _read(parts):
+                    file.write(np.ascontiguousarray(columns[name]).tobytes())
+
+
+def _write_parquet(path: Path, parts: Sequence[Path]) -> None:
+    pyarrow, parquet = _import_pyarrow()
+    writer = None
+    try:
+        for columns in _read(parts):
+            table = pyarrow.table({name: _as_arrow(pyarrow, values) for name, values in columns.items()})
+            if writer is None:
+                writer = parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _as_arrow(pyarrow: Any, values: Array) -> Any:
+    """Return a column: lists of a fixed size for each dimension after the first."""
+    found = pyarrow.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        found = pyarrow.FixedSizeListArray.from_arrays(found, size)
+    return found
+
+
+def _import_pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(
+            "A .parquet file needs pyarrow, which is not installed: pip install 'lockstep-ddp[parquet]', or write .csv "
+            "or .npz. (LS814)"
+        ) from error
+    return pyarrow, parquet

@@ -1,0 +1,90 @@
+"""Making what a config says about the order of the training data, and about how samples become batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.data import Stream, read_lengths, read_weights
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.runs.config import Config
+from lockstep.runs.importing import import_object
+
+BALANCED = "balanced"
+"""The name of the weights with which each class is drawn equally often."""
+
+
+def build_weights(config: Config, train_set: Dataset[Any]) -> Tensor | None:
+    """Return how often to draw each sample of the training set, in proportion; None for each sample once per epoch.
+
+    A run that is to overfit sees each of its samples, so it has no weights.
+
+    Raises:
+        ConfigError: They cannot be made, or are not one weight for each sample.
+    """
+    if config.overfit is not None:
+        return None
+    return _build("weights", config.weights, train_set, read_weights)
+
+
+def build_lengths(config: Config, train_set: Dataset[Any]) -> Tensor | None:
+    """Return the lengths by which samples are put into batches with similar ones; None for any.
+
+    A run that is to overfit has other samples than those of the function, so it has no lengths.
+
+    Raises:
+        ConfigError: They cannot be made, or are not one length for each sample.
+    """
+    if config.overfit is not None:
+        return None
+    return _build("lengths", config.lengths, train_set, read_lengths)
+
+
+def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
+    """Return what makes a batch of a list of samples; None for torch's `default_collate`.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no function.
+    """
+    if config.collate is None:
+        return None
+    found: Callable[[list[Any]], Any] = import_object("collate", config.collate)
+    if not callable(found):
+        raise ConfigError(
+            f"collate is {config.collate!r}, a {type(found).__name__}, expected a function of a list. (LS806)"
+        )
+    return found
+
+
+def _build(
+    key: str, value: str | None, train_set: Dataset[Any], read: Callable[[Any, Dataset[Any]], Tensor]
+) -> Tensor | None:
+    if value is not None and isinstance(train_set, Stream):
+        raise ConfigError(
+            f"{key} is {value!r}, and the training set is a stream, whose samples have no index: "
+            f"leave {key} out. (LS409)"
+        )
+    if value is None or not hasattr(train_set, "__len__"):
+        return None
+    try:
+        return read(BALANCED if value == BALANCED else _call(key, value, train_set), train_set)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key} is {value!r}, which cannot be used: {error} (LS806)") from error
+
+
+def _call(key: str, path: str, train_set: Dataset[Any]) -> Any:
+    function = import_object(key, path)
+    if not callable(function):
+        raise ConfigError(
+            f"{key} is {path!r}, a {type(function).__name__}, expected a function of the training set. (LS806)"
+        )
+    try:
+        return function(train_set)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} is {path!r}, which was called with the training set and raised {type(error).__name__}: {error}. "
+            "Run with --debug to see the traceback. (LS806)"
+        ) from error

@@ -1,0 +1,175 @@
+"""What the run directories under a folder say of their runs: state, progress, metrics, where. Needs no torch."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from lockstep.checkpoint.peek import peek_manifest
+from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.errors import CheckpointError
+from lockstep.runs.ending import read_ending
+from lockstep.runs.run_directory import CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME
+from lockstep.runs.run_lock import find_holder
+
+_DEPTH = 3
+"""How deep under a folder run directories are searched."""
+_TAIL_BYTES = 1 << 18
+_NOT_COMPARED = frozenset({"run_dir", "resume"})
+"""Keys that say nothing of what a run computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One run."""
+
+    path: Path
+    """Its directory."""
+    state: str
+    """running, finished, stopped, interrupted, failed, or killed: the launcher has ended without saying how."""
+    reason: str
+    """Why it has failed, in one line; empty otherwise."""
+    epoch: int
+    """Epochs that are done."""
+    step: int
+    """Steps of the next one that are done."""
+    epochs: int | None
+    """Epochs in all, if the config is readable."""
+    metrics: Mapping[str, float | None]
+    """What the last evaluation measured."""
+    digest: str | None
+    """Digest of the newest checkpoint."""
+    started: str | None
+    """When it was started last, ISO 8601."""
+    holder: str | None
+    """The process that runs it now, in words."""
+    workers: Sequence[str]
+    """Where its workers were started last: "host: cpu, process 1234"."""
+    config: Mapping[str, Any]
+    """Its config, flat: `optimizer_args.lr` is a key."""
+
+
+def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
+    """Return the runs under some folders, the one started last first (local)."""
+    found = {path.resolve(): path for folder in folders for path in _find(folder, _DEPTH)}
+    return sorted((_look(path) for path in found.values()), key=lambda run: run.started or "", reverse=True)
+
+
+def find_differences(runs: Sequence[ListedRun]) -> list[dict[str, Any]]:
+    """Return for each run those config values that are not the same in all runs of the same model and data."""
+    found: list[dict[str, Any]] = []
+    for run in runs:
+        alike = [other for other in runs if _kind(other) == _kind(run)]
+        keys = dict.fromkeys(key for other in alike for key in other.config)
+        varying = [key for key in keys if len({json.dumps(other.config.get(key)) for other in alike}) > 1]
+        found.append({key: run.config.get(key) for key in varying if key not in _NOT_COMPARED})
+    return found
+
+
+def _kind(run: ListedRun) -> tuple[Any, Any]:
+    return run.config.get("model"), run.config.get("data")
+
+
+def _find(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / CONFIG_NAME).is_file() and ((folder / METRICS_NAME).exists() or (folder / ENVIRONMENT_NAME).exists()):
+        yield folder
+        return
+    if depth == 0 or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            yield from _find(path, depth - 1)
+
+
+def _look(path: Path) -> ListedRun:
+    manifest = _read_newest(path)
+    config = manifest.get("config") or _read_config(path)
+    start = next(iter(read_starts(path)), {})
+    holder = find_holder(path)
+    epochs = config.get("epochs")
+    epoch, step = manifest.get("epoch", 0), manifest.get("step", 0)
+    rows = _read_last_rows(path)
+    if holder is not None and "step" in rows:
+        epoch, step = max((epoch, step), (rows["step"]["epoch"], rows["step"]["step"] + 1))
+    metrics = {name.removeprefix("test_"): value for name, value in rows.get("epoch", {}).items() if "test_" in name}
+    state, reason = _find_state(path, holder, is_over=bool(epochs) and epoch >= epochs)
+    return ListedRun(
+        path=path,
+        state=state,
+        reason=reason,
+        epoch=epoch,
+        step=step,
+        epochs=epochs,
+        metrics=metrics or manifest.get("metrics") or {},
+        digest=manifest.get("digest"),
+        started=start.get("started"),
+        holder=holder,
+        workers=[f"{each['host']}: {each['device']}, process {each['pid']}" for each in start.get("workers", [])],
+        config=dict(_flatten(config)),
+    )
+
+
+def _find_state(path: Path, holder: str | None, *, is_over: bool) -> tuple[str, str]:
+    ending = read_ending(path)
+    if holder is not None and ending is None:  # the one that has ended it still draws
+        return "running", ""
+    if ending is not None and not (is_over and ending.state == "stopped"):  # asked after its last step
+        return ending.state, ending.reason
+    return ("finished" if is_over else "killed"), ""
+
+
+def _read_newest(path: Path) -> Mapping[str, Any]:
+    for checkpoint in find_checkpoints(path):
+        try:
+            return peek_manifest(checkpoint)
+        except CheckpointError:
+            continue
+    return {}
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        found = YAML(typ="safe", pure=True).load((path / CONFIG_NAME).read_text("utf-8"))
+    except (OSError, YAMLError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_starts(path: Path) -> list[Mapping[str, Any]]:
+    """Return how a run was started each time, the latest first; empty if that is not readable (local)."""
+    try:
+        starts: list[Mapping[str, Any]] = json.loads((path / ENVIRONMENT_NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def _read_last_rows(path: Path) -> dict[str, Any]:
+    """Return the last row of each kind in metrics.jsonl, as far as they are near its end."""
+    try:
+        with (path / METRICS_NAME).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    rows: dict[str, Any] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            rows[row["kind"]] = row
+        except (ValueError, LookupError, TypeError):  # the first line is cut, and the last may be unfinished
+            continue
+    return rows
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

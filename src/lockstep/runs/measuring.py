@@ -1,0 +1,136 @@
+"""Evaluating a run on all its data sets, with all its metrics and weights; and which names that gives."""
+
+import difflib
+from collections.abc import Mapping
+
+from lockstep.data import ShardedLoader
+from lockstep.engine.averaging import SWA, AveragedWeights
+from lockstep.engine.batchnorm_update import has_batchnorm
+from lockstep.engine.metrics import Mean
+from lockstep.engine.moments import read_values
+from lockstep.engine.plateau import ReduceLROnPlateau
+from lockstep.errors import ConfigError
+from lockstep.runs.build import RunParts, first_samples
+from lockstep.runs.build_sampling import build_collate
+from lockstep.runs.config import Config
+from lockstep.runs.retention import check_metric_name
+
+
+def measure(
+    parts: RunParts, loader: ShardedLoader, *, weights: AveragedWeights | None = None, name: str = ""
+) -> dict[str, Mean]:
+    """Return the mean of each metric over a data set (collective).
+
+    Args:
+        parts: The model and the metrics.
+        loader: The data set.
+        weights: An average of the weights, to be measured in their place.
+        name: What callbacks get before the names of the metrics.
+
+    Raises:
+        ConfigError: A metric of torchmetrics gives more than a number, or two metrics have one name.
+    """
+    found: dict[str, Mean] = dict(parts.trainer.evaluate(loader, parts.metric, weights=weights, name=name))
+    if parts.collection is not None:
+        for key, value in read_values(
+            parts.trainer.evaluate(loader, parts.collection, weights=weights, name=name)
+        ).items():
+            if not isinstance(value, float):
+                raise ConfigError(f"metrics names {key}, which gives {value!r}, expected one number. (LS808)")
+            if key in found:
+                raise ConfigError(f"metrics names two metrics called {key!r}. Give one of them another name. (LS808)")
+            found[key] = Mean(total=value, weight=1.0)
+    return found
+
+
+def update_statistics(parts: RunParts) -> bool:
+    """Compute the statistics of BatchNorm anew for the mean of the weights (collective); return whether there is one.
+
+    At the end of a run.
+    """
+    average = parts.averages.get("swa")
+    if not isinstance(average, SWA) or not average.num_averaged or not has_batchnorm(parts.trainer.model):
+        return False
+    parts.trainer.update_batchnorm(parts.train, average)
+    return True
+
+
+def measure_all(parts: RunParts) -> dict[str, Mean]:
+    """Return the means over all data sets that a run evaluates, also with averaged weights (collective).
+
+    Those of the test set have the names of the metrics, those of others are called `val_loss`; averaged weights come
+    first: `ema_loss`, `ema_val_loss`.
+    """
+    found: dict[str, Mean] = {}
+    with parts.trainer.moments.one_evaluation():
+        for set_name, loader in parts.evaluated.items():
+            for average, weights in [("", None), *parts.averages.items()]:
+                name = "_".join(filter(None, [average, "" if set_name == "test" else set_name]))
+                means = measure(parts, loader, weights=weights, name=name)
+                found.update({f"{name}_{key}" if name else key: mean for key, mean in means.items()})
+    return found
+
+
+def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
+    """Return the means as numbers."""
+    return {name: mean.value for name, mean in means.items()}
+
+
+def check_metric_names(config: Config, parts: RunParts) -> None:
+    """Check that the metrics that a config names will be measured, by measuring a few samples (collective).
+
+    Raises:
+        ConfigError: One will not.
+    """
+    named = _metrics_of_callbacks(config, parts)
+    if config.keep_best is None and not named and parts.collection is None:
+        return
+    known: list[str] = []
+    for set_name in parts.evaluated:
+        few = ShardedLoader(
+            first_samples(parts.datasets[set_name], config.batch_size),
+            batch_size=config.batch_size,
+            num_shards=config.total_shards,
+            seed=config.seed,
+            shuffle=False,
+            collate_fn=build_collate(config),
+        )
+        with parts.trainer.moments.no_evaluation():
+            names = list(measure(parts, few))
+        for average in ["", *parts.averages]:
+            prefix = "_".join(filter(None, [average, "" if set_name == "test" else set_name]))
+            known += [f"{prefix}_{name}" if prefix else name for name in names]
+    check_metric_name(config.keep_best, dict.fromkeys(known, 0.0))
+    for key, name in named.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"{key} is {name!r}, but no such metric is measured. "
+                + (f"Did you mean {near[0]!r}? " if near else "")
+                + (f"Expected {' or '.join(known)}." if known else "It needs a test set: data returned None.")
+                + " (LS808)"
+            )
+
+
+def _metrics_of_callbacks(config: Config, parts: RunParts) -> dict[str, str]:
+    """Return the metrics that callbacks wait for, by config key."""
+    named = {} if config.early_stopping is None else {"early_stopping.metric": config.early_stopping.metric}
+    for each in parts.trainer.moments.callbacks.all():
+        if isinstance(each, ReduceLROnPlateau):
+            named["scheduler_args.metric"] = each.metric
+    return named
+
+
+def split_by_set(parts: RunParts, values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the values of the test set, and those of others."""
+    others = tuple(
+        f"{prefix}{name}_"
+        for name in parts.evaluated
+        if name != "test"
+        for prefix in ["", *map("{}_".format, parts.averages)]
+    )
+    is_other = {name: name.startswith(others) for name in values}
+    return (
+        {name: value for name, value in values.items() if not is_other[name]},
+        {name: value for name, value in values.items() if is_other[name]},
+    )

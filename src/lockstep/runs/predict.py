@@ -1,0 +1,280 @@
+"""Predictions of a saved model for a data set, in the order of the data, with the same bits on any number of workers.
+
+Rank 0 collects the predictions of each batch and writes them in parts, each of which is complete under its name. A run
+that was stopped continues after the last part, on any number of workers. `lockstep.report.tables` makes one file of the
+parts.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.atomic_write import atomic_write
+from lockstep.comm import current_world
+from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.devices.transfer import to_device
+from lockstep.engine.evaluation import evaluation_mode
+from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.shard_runs import seed_slice
+from lockstep.errors import ConfigError
+from lockstep.processes.reproducibility import seed_generators, set_deterministic
+from lockstep.runs.build_sampling import build_collate
+from lockstep.runs.config import Config
+from lockstep.runs.evaluate import TEST, TRAIN, load_weights_of
+from lockstep.runs.importing import call_object, import_object
+from lockstep.runs.parts import part_name
+from lockstep.shards import derive_seed
+
+_PART_SECONDS = 10.0
+"""After so long a part is written."""
+_PART_BYTES = 256 << 20
+"""How much a part holds, about."""
+_PURPOSE = "lockstep predict"
+_PAIR = 2
+
+Columns = dict[str, Tensor]
+"""What is written of some samples, by column; each tensor has the samples along dimension 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictRequest:
+    """What to predict."""
+
+    config: Config
+    """The config of the run."""
+    checkpoint: Path
+    """The weights."""
+    data: str
+    """"test", "train", or the import path of a function that returns a data set."""
+    weights: str | None
+    """"ema" or "swa" for averaged weights; None for the model's own."""
+    transform: str | None
+    """Import path of a function of the model's output that returns what is written; None to write the output."""
+    is_classifier: bool
+    """Whether outputs are scores of classes: then the class with the highest score is written too."""
+    has_targets: bool
+    """Whether samples that are pairs are (input, target)."""
+    parts: Path
+    """The folder of the parts."""
+    start: int
+    """How many samples are in the parts already: whole batches."""
+
+
+def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[[int, int | None], None]) -> int:
+    """Write the predictions in parts (collective: every worker calls); return the number of samples.
+
+    Args:
+        request: What to predict.
+        device: The device of this worker.
+        tell: Called on rank 0, after each part, with how many samples are on the disk and how many there are, if known.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or belongs to another model.
+        ConfigError: Something cannot be imported or constructed, or the outputs cannot be written.
+    """
+    config, world = request.config, current_world()
+    set_deterministic(config.deterministic)
+    seed_generators(derive_seed("build", config.seed))
+    loader = _make_loader(config, request.data)
+    seed_generators(derive_seed("model", config.seed))
+    model = call_object("model", import_object("model", config.model), **config.model_args).to(device)
+    load_weights_of(request.checkpoint, model, request.weights)
+    output_of = _Outputs(request, model, device)
+    writer = _PartWriter(request, loader.num_samples, tell)
+    first_step = -(-request.start // config.batch_size)  # the last batch may be smaller
+    batches = loader.epoch(0, first_step)
+
+    def predict() -> tuple[int, list[tuple[int, Columns]]] | None:
+        if world.rank == 0:
+            writer.write_if_due()  # with what the step before has added: an error in it is raised with this step's
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        return batch.num_samples, [(part.shard, output_of(batch, part)) for part in batch.slices]
+
+    def finish() -> None:
+        if world.rank == 0:
+            writer.write()
+
+    num_samples = request.start
+    with torch.no_grad(), evaluation_mode(model):
+        while True:
+            found = gather_results(world, predict, _PURPOSE)
+            if found[0] is None:
+                break
+            num_samples += found[0][0]
+            if world.rank == 0:
+                writer.add([columns for _, mine in filter(None, found) for columns in mine])
+    gather_results(world, finish, _PURPOSE)
+    return num_samples
+
+
+def make_dataset(config: Config, data: str) -> Any:
+    """Return the data set that is called `data`.
+
+    Args:
+        config: The config of the run.
+        data: "test", "train", or the import path of a function that returns a data set, or (train, test): the test set.
+
+    Raises:
+        ConfigError: There is no such data set.
+    """
+    if ":" in data:
+        found = call_object("--data", import_object("--data", data))
+        return _choose(found, TEST)
+    made = call_object("data", import_object("data", config.data), **config.data_args)
+    found = _choose(made, data) if isinstance(made, Mapping | tuple) else {TRAIN: made}.get(data)
+    if found is None:
+        raise ConfigError(f"data is {config.data!r}, which returns no {data} set. Give --data module:function. (LS814)")
+    return found
+
+
+def _choose(found: Any, name: str) -> Any:
+    if isinstance(found, Mapping):
+        return found.get(name)
+    if isinstance(found, tuple) and len(found) == _PAIR:
+        train, test = found
+        return {TRAIN: train, TEST: test}.get(name)
+    return found
+
+
+def _make_loader(config: Config, data: str) -> ShardedLoader:
+    dataset = make_dataset(config, data)
+    try:
+        return ShardedLoader(
+            dataset,
+            batch_size=config.batch_size,
+            num_shards=config.num_shards,
+            seed=config.seed,
+            shuffle=False,
+            collate_fn=build_collate(config),
+            num_workers=config.loader_workers,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--data is {data!r}, whose data set cannot be used: {error} (LS814)") from error
+
+
+@final
+class _Outputs:
+    """Computes what is written of a slice."""
+
+    def __init__(self, request: PredictRequest, model: nn.Module, device: torch.device) -> None:
+        self._request = request
+        self._model = model
+        self._device = device
+        dtype = getattr(torch, request.config.precision)
+        self._autocast = partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+        path = request.transform
+        self._transform = None if path is None else import_object("--output-function", path)
+
+    def __call__(self, batch: ShardedBatch, part: Slice) -> Columns:
+        seed_slice("evaluate", self._request.config.seed, batch, part)
+        inputs, target = self._split(to_device(part.data, self._device))
+        with self._autocast():
+            output = self._model(inputs)
+        if self._transform is not None:
+            output = call_object("--output-function", self._transform, output)
+        columns = _name_columns(output)
+        if self._request.is_classifier and self._transform is None and _is_scores(output):
+            columns = {"class": output.argmax(1), **columns}
+        if isinstance(target, Tensor) and target.ndim == 1 and len(target) == part.num_samples:
+            columns = {"target": target, **columns}
+        for name, values in columns.items():
+            if values.ndim == 0 or len(values) != part.num_samples:
+                raise ConfigError(
+                    f"The output {name} has shape {list(values.shape)} for {part.num_samples} samples, expected one "
+                    "row for each sample, along dimension 0. Use --output-function to turn it into such. (LS814)"
+                )
+        return {name: _as_plain(values) for name, values in columns.items()}
+
+    def _split(self, data: Any) -> tuple[Any, Any]:
+        """Return the input and the target, or None, of collated samples."""
+        if self._request.has_targets and isinstance(data, tuple | list):
+            if len(data) == _PAIR:
+                return data[0], data[1]
+            if len(data) == 1:  # of a TensorDataset of inputs
+                return data[0], None
+        return data, None
+
+
+def _name_columns(output: Any, name: str = "output") -> Columns:
+    if isinstance(output, Tensor):
+        return {name: output.squeeze(1) if output.ndim == _PAIR and output.shape[1] == 1 else output}
+    found: Columns = {}
+    if isinstance(output, Mapping):
+        for key, value in output.items():
+            found |= _name_columns(value, str(key))
+    elif isinstance(output, tuple | list):
+        for number, value in enumerate(output):
+            found |= _name_columns(value, f"{name}_{number}")
+    elif output is not None:
+        raise ConfigError(
+            f"The model's output holds a {type(output).__name__}, expected tensors, or a dictionary or tuple of "
+            "tensors. Use --output-function to turn it into such. (LS814)"
+        )
+    return found
+
+
+def _is_scores(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.ndim == _PAIR and output.is_floating_point() and output.shape[1] > 1
+
+
+def _as_plain(values: Tensor) -> Tensor:
+    """Return a tensor of a dtype that files have, on the CPU."""
+    values = values.detach().cpu()
+    return values.float() if values.dtype == torch.bfloat16 else values
+
+
+@final
+class _PartWriter:
+    """Collects the predictions of batches on rank 0, and writes them as parts."""
+
+    def __init__(
+        self, request: PredictRequest, num_samples: int | None, tell: Callable[[int, int | None], None]
+    ) -> None:
+        self._folder = request.parts
+        self._written = request.start
+        self._num_samples = num_samples
+        self._tell = tell
+        self._batches: list[dict[str, np.ndarray[Any, Any]]] = []
+        self._num_bytes = 0
+        self._last = time.monotonic()
+
+    def add(self, slices: Sequence[tuple[int, Columns]]) -> None:
+        """Add the predictions of a batch: of each slice its shard and its columns."""
+        ordered = [columns for _, columns in sorted(slices, key=itemgetter(0))]
+        batch = {name: torch.cat([columns[name] for columns in ordered]).numpy() for name in ordered[0]}
+        self._batches.append(batch)
+        self._num_bytes += sum(values.nbytes for values in batch.values())
+
+    def write_if_due(self) -> None:
+        """Write a part if the last one was long ago, or much has come since."""
+        if time.monotonic() - self._last >= _PART_SECONDS or self._num_bytes >= _PART_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Write what has come since the last part."""
+        if not self._batches:
+            return
+        columns = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
+        stop = self._written + len(next(iter(columns.values())))
+        try:
+            with (
+                atomic_write(self._folder / part_name(self._written, stop)) as descriptor,
+                os.fdopen(os.dup(descriptor), "wb") as file,
+            ):
+                np.savez(file, allow_pickle=False, **columns)
+        except OSError as error:
+            raise ConfigError(f"The predictions cannot be written to {self._folder}: {error}. (LS814)") from error
+        self._written, self._batches, self._num_bytes = stop, [], 0
+        self._last = time.monotonic()
+        self._tell(stop, self._num_samples)

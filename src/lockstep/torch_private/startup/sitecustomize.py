@@ -1,0 +1,100 @@
+"""Python imports this when it starts, if its folder is in PYTHONPATH: it keeps torch's store off the network.
+
+Rank 0 of torch's own `init_process_group` serves the store on every interface of the host. `lockstep run` with one
+worker puts this folder into PYTHONPATH, so that in all processes of the script a store at a loopback address listens
+there alone; and that of a world of one, which no other process needs, nowhere.
+
+It imports only the standard library, and nothing of torch before the script does. Then it runs the `sitecustomize` that
+it hides, if there is one.
+"""
+
+import importlib.util
+import os
+import socket
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+_MODULE = "torch.distributed.rendezvous"
+_LOOPBACK = {"localhost": ("127.0.0.1", "::1"), "127.0.0.1": ("127.0.0.1",), "::1": ("::1",)}
+_BACKLOG = 2048
+"""As torch's own."""
+
+
+class _RendezvousWatch:
+    """Changes torch's rendezvous when that has been imported."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, _target: object = None) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_change(module: ModuleType) -> None:
+                run(module)
+                _keep_off_the_network(module)
+
+            spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _keep_off_the_network(rendezvous: ModuleType) -> None:
+    """Change where torch serves the store of `env://` and `tcp://`."""
+    create = rendezvous._create_c10d_store
+
+    def create_on_loopback(hostname, port, rank, world_size, timeout, use_libuv=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        """Do what torch's function does that this replaces, without a port that others on the network can reach."""
+        is_served_here = rank == 0 and use_libuv and not rendezvous._torchelastic_use_agent_store()
+        if is_served_here and world_size == 1 and hostname in _LOOPBACK:
+            from torch.distributed import HashStore
+
+            store = HashStore()
+            store.set_timeout(timeout)
+            return store
+        listener = _listen(hostname, port) if is_served_here else None
+        if listener is None:
+            return create(hostname, port, rank, world_size, timeout, use_libuv)
+        return rendezvous.TCPStore(
+            host_name=hostname,
+            port=listener.getsockname()[1],
+            world_size=world_size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+    rendezvous._create_c10d_store = create_on_loopback  # type: ignore[attr-defined]
+
+
+def _listen(hostname: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on loopback; None for torch's own way: another host, or the port is taken."""
+    for address in _LOOPBACK.get(hostname, ()):
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+        except OSError:  # torch says so, or uses the store that this process has there already
+            listener.close()
+        else:
+            return listener
+    return None
+
+
+def _run_hidden() -> None:
+    """Run the next `sitecustomize` on `sys.path`, as Python would without this one."""
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+_FOLDER = os.path.dirname(__file__)  # noqa: PTH120 - pathlib is slow to import
+sys.path[:] = [path for path in sys.path if path != _FOLDER]
+sys.meta_path.insert(0, _RendezvousWatch())
+_run_hidden()

@@ -1,0 +1,99 @@
+"""Pages whose examples are run as they stand: a block that begins with `# NAME.py` is a file, `$ ...` is a command.
+
+Of what is shown below a command each line must come, in this order; `...` stands for anything.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [
+    "tutorial.md",
+    "questions.md",
+    "around-training.md",
+    "same-bits.md",
+    "shared-machine.md",
+    "slow.md",
+    "sweeps.md",
+    "libraries.md",
+]
+LIBRARIES = ("hydra", "optuna", "transformers", "datasets", "peft")
+"""What scripts of pages may import, and is not installed for development everywhere."""
+
+
+def files(page: Path) -> dict[str, str]:
+    blocks = re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return dict(blocks)
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    text = "".join(re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    return [(command, shown) for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)]
+
+
+COMMANDS = [(page, command, shown) for page in PAGES for command, shown in commands(DOCS / page)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with the files of each page; its commands run there, one after the other."""
+    folders = {page: tmp_path_factory.mktemp("page") for page in PAGES}
+    for page, folder in folders.items():
+        for name, code in files(DOCS / page).items():
+            (folder / name).write_text(code, encoding="utf-8")
+    return folders
+
+
+@pytest.mark.timeout(180)  # importing the libraries of a script takes long on a busy machine
+@pytest.mark.parametrize(
+    ("page", "command", "shown"), COMMANDS, ids=[f"{page}: {command}" for page, command, _ in COMMANDS]
+)
+def test_a_command_of_a_page_prints_what_the_page_shows(
+    folders: dict[str, Path], page: str, command: str, shown: str
+) -> None:
+    script = files(DOCS / page).get(command.removeprefix("python ").partition(" ")[0], "")
+    for library in LIBRARIES:
+        if re.search(rf"^ *(import|from) {library}\b", script, re.MULTILINE):
+            pytest.importorskip(library)
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    finished = subprocess.run(
+        command,
+        shell=True,
+        cwd=folders[page],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout
+    lines = [".*".join(map(re.escape, line.split("..."))) for line in shown.splitlines()]
+    assert re.search(r"^" + r"$(?:.|\n)*?^".join(lines) + "$", finished.stdout, re.MULTILINE), finished.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_chinese_page_has_the_same_commands_and_files(page: str) -> None:
+    chinese = (DOCS / page).with_suffix(".zh-CN.md")
+    assert commands(chinese) == commands(DOCS / page)
+    uncommented = [re.sub(r" *#.*", "", code) for path in (chinese, DOCS / page) for code in files(path).values()]
+    assert uncommented[: len(uncommented) // 2] == uncommented[len(uncommented) // 2 :]
+
+
+@pytest.mark.parametrize("page", ["../README.md", "own-loop.md"])
+def test_the_loop_of_a_page_gives_one_digest_on_all_workers(page: str, tmp_path: Path) -> None:
+    loops = re.findall(
+        r"^```python\n((?:(?!```).)*?ls\.launch\(.*?)^```", (DOCS / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "loop.py").write_text(loops[0], encoding="utf-8")
+    finished = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    digests = re.findall(r"[0-9a-f]{64}", finished.stdout)
+    assert len(digests) == 2
+    assert len(set(digests)) == 1

@@ -1,0 +1,133 @@
+"""`lockstep train` on a stream: killed, or stopped and resumed, it ends with the digest of one worker."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lockstep.cli.main import app
+from lockstep.events import NULL_RECORDER
+from lockstep.runs.config import read_config
+from lockstep.runs.fit import FitResult, fit
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+MODULE = """
+import gc, os, signal, time
+
+import torch
+import lockstep as ls
+from lockstep.processes.stop_signals import StopRequest
+
+SIZES = [30, 7, 51, 32]
+model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(), torch.nn.Linear(4, 2))
+calls = []
+
+class Places:  # a source that tells its place
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 120:
+            self.place += 1
+            yield self.place
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+def read(part):
+    yield from range(sum(SIZES[:part]), sum(SIZES[: part + 1]))
+
+def decode(number):
+    return torch.randn(3) + number % 2, number % 2
+
+def data(kind):
+    parts = ls.Stream(range(4), read=read, transform=decode, buffer_size=20, lengths=SIZES)
+    place = ls.Stream(Places(), transform=decode, buffer_size=20)
+    return {"train": parts if kind == "parts" else place, "test": ls.Stream(range(2), read=read, transform=decode)}
+
+def loss(output, target):
+    calls.append(1)
+    rank, call, name = os.environ.get("SCRIPT", "0 0 no").split()
+    if rank == os.environ.get("RANK") and len(calls) == int(call) and not os.path.exists("played"):
+        os.mkdir("played")
+        if name == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGTERM)  # to the launcher; the step ends when the request has come here
+        while not any(each.is_made for each in gc.get_objects() if isinstance(each, StopRequest)):
+            time.sleep(0.001)
+    return torch.nn.functional.cross_entropy(output, target)
+"""
+CONFIG = """
+model: streamed:model
+data: streamed:data
+loss: streamed:loss
+batch_size: 12
+num_shards: 3
+epochs: 2
+save_every: 3
+report: false
+device_ids: cpu
+run_dir: run
+"""
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Run the command in this process, with workers of its own; return the digest, or "" of a run that was stopped."""
+    (tmp_path / "streamed.py").write_text(MODULE)
+    (tmp_path / "streamed.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
+
+    def run(script: str, *arguments: str) -> str:
+        shutil.rmtree("played", ignore_errors=True)
+        monkeypatch.setenv("SCRIPT", script or "0 0 no")
+        result = CliRunner().invoke(app, ["train", "streamed.yaml", *arguments])
+        assert Path("played").exists() == bool(script), result.output
+        assert result.exit_code == (75 if "SIGTERM" in script else 0), result.output
+        found = re.search(r"^digest (\w{64})$", result.stdout, re.MULTILINE)
+        return found[1] if found else ""
+
+    return run
+
+
+def digest_of_one_worker(kind: str) -> str:
+    """Train without being disturbed, in this process, on one thread as workers do."""
+    folder = Path("whole")
+    folder.mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        config = read_config(Path("streamed.yaml")).model_copy(update={"data_args": {"kind": kind}})
+        ended = fit(config, device=torch.device("cpu"), run_dir=folder, recorder=NULL_RECORDER)
+    finally:
+        torch.set_num_threads(threads)
+        sys.modules.pop("streamed", None)
+    assert isinstance(ended, FitResult)
+    return ended.digest
+
+
+@pytest.mark.parametrize("kind", ["parts", "place"])
+def test_a_killed_worker_of_a_stream_does_not_change_the_digest(kind: str, train: Train) -> None:
+    # Rank 1 of 3 is killed in the middle of epoch 0: the others read its slices of the step again.
+    assert train("1 5 SIGKILL", "workers=3", f"data_args={{kind: {kind}}}") == digest_of_one_worker(kind)
+
+
+@pytest.mark.parametrize("kind", ["parts", "place"])
+def test_a_stream_that_is_stopped_twice_and_resumed_on_others_has_the_same_digest(kind: str, train: Train) -> None:
+    arguments = [f"data_args={{kind: {kind}}}"]
+    assert train("1 4 SIGTERM", "workers=2", *arguments) == ""
+    assert train("1 3 SIGTERM", "workers=3", "--resume", "run", *arguments) == ""
+    assert train("", "workers=1", "--resume", "run", *arguments) == digest_of_one_worker(kind)

@@ -1,0 +1,96 @@
+"""The connections of a Gloo group are found and shut down, and no others; ranks are threads of this process."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
+
+from lockstep.comm.gloo import connect_gloo
+from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.torch_private import gloo_announcements
+
+TIMEOUT = timedelta(seconds=50)
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection that is none of Gloo's."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        first = stack.enter_context(socket.create_connection(listener.getsockname()))
+        yield first, stack.enter_context(listener.accept()[0])
+
+
+def make_group(size: int, name: str = "") -> list[tuple[Any, GlooSockets]]:
+    store, made = PrefixStore(name, HashStore()), {}
+
+    def make(rank: int) -> None:
+        made[rank] = connect_gloo(store, size, lambda: dist.ProcessGroupGloo(store, rank, size, TIMEOUT))
+
+    threads = [threading.Thread(target=make, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in range(size)]
+
+
+def test_calls_that_wait_for_a_rank_end_and_other_connections_stay(
+    stranger: tuple[socket.socket, socket.socket],
+) -> None:
+    ranks, others = make_group(3), make_group(2, "others")
+    waiting = [ranks[rank][0].allreduce([torch.ones(4)]) for rank in (0, 1)]  # rank 2 never calls
+    # Three connections of two ends, for the ranks are in one process; the second end may be closed at once.
+    assert 3 <= ranks[0][1].shut_down() <= 6
+    for work in waiting:
+        with pytest.raises(RuntimeError, match=r"(?i)connection|socket|peer"):
+            work.wait()
+    ranks[0][1].wait_until_closed()
+    assert ranks[1][1].shut_down() == 0
+    stranger[0].sendall(b"still there")
+    assert stranger[1].recv(20) == b"still there"
+    sums = [others[rank][0].allreduce([torch.ones(4)]) for rank in (0, 1)]
+    assert all(work.wait() for work in sums)
+
+
+def test_a_connection_with_a_message_that_nobody_receives_is_closed_too() -> None:
+    # A call that fails because one rank is lost gives up its receives from the others. What these have sent is read by
+    # nobody then, nor the end of the connection: survivors waited 20 s, and then the run ended.
+    (first, sockets), (second, _) = make_group(2)
+    first.recv([torch.empty(4)], 1, 0)  # given up at once
+    assert second.send([torch.ones(4)], 0, 0).wait()
+    assert sockets.shut_down()
+    began = time.monotonic()
+    sockets.wait_until_closed()
+    assert time.monotonic() - began < 15, "as long as Gloo had been left to close it"
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
+    ranks = make_group(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(ranks[0][1].shut_down())
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(work.wait() for work in [ranks[rank][0].barrier() for rank in (0, 1)])
+
+
+def test_what_gloo_announces_has_the_address_where_it_listens() -> None:
+    """A contract with torch: the connections of a group are found by it, those that are made late too."""
+    ((backend, sockets),) = make_group(1)
+    assert backend.size() == 1
+    assert sockets.shut_down() == 0
+    assert gloo_announcements(HashStore(), 1) == [], "a group that was never made"

@@ -1,0 +1,37 @@
+"""The end of another rank's process is noticed where nothing but a store is shared."""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed import HashStore
+
+from lockstep.comm.process_ends import ProcessEnds, exchange_processes, own_process
+from lockstep.comm.stored_values import to_stored
+
+
+def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> None:
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    own = own_process()
+    started = own.started  # of this process, not of the child: so the number means another process by now
+    ends = ProcessEnds([own, replace(own, pid=child, started=started), replace(own, place="another host")], 0)
+    assert ends.find_ended() is None
+    store = HashStore()
+    store.set("process/1", to_stored(_process_of(child)))
+    watched = exchange_processes(store, 0, 2)
+    assert watched.pids == [os.getpid(), child]
+    assert watched.find_ended(seconds=0.001) is None
+    os.kill(child, signal.SIGKILL)
+    assert watched.find_ended(seconds=50) == 1
+    assert watched.find_ended([1]) == 1
+    assert ends.find_ended() is None
+    os.waitpid(child, 0)
+
+
+def _process_of(pid: int) -> object:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return replace(own_process(), pid=pid, started=fields[19])

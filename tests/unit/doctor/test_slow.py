@@ -1,0 +1,116 @@
+"""What bounds a step, and who is behind, from recordings whose times are known."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.recording.headers import header
+
+from lockstep.doctor.report import slow_to_json
+from lockstep.doctor.slow import find_slow
+from lockstep.doctor.slow_causes import UsageSample
+from lockstep.recording.file_format import EventKind
+from lockstep.recording.reading import EVENT_TYPE, FileEvents
+
+PREPARE, COMPUTE, REDUCE, AGREE, COMMIT, IDLE = 2, 3, 4, 5, 6, 1
+
+
+def recorded(rank: int, parts: Mapping[str, int], other: Mapping[str, int], num_steps: int = 20) -> FileEvents:
+    """Return the file of one of two ranks whose steps have parts of these lengths, and wait for each other."""
+    rows: list[tuple[int, int, int, int, int, int, int, int]] = []
+    numbers = itertools.count()
+
+    def add(kind: EventKind, begin: int, end: int, index: int = 0) -> None:
+        rows.append((next(numbers), begin, end, kind, 0, 0, index, 0))
+
+    before = {each: sum(length for name, length in each_parts.items() if name in {"load", "work"})
+              for each, each_parts in ((0, parts), (1, other))}  # fmt: skip
+    arrives = max(before.values())
+    step_length = arrives + parts["send"] + max(parts["update"] + parts["own"], other["update"] + other["own"])
+    for step in range(num_steps):
+        now = step * step_length
+        add(EventKind.LOADING, now, now + parts["load"])
+        now += parts["load"]
+        add(EventKind.PHASE, now, now, PREPARE)
+        add(EventKind.PHASE, now, now, COMPUTE)
+        end = step * step_length + arrives + parts["send"]
+        add(EventKind.SHARD, now, end)
+        now += parts["work"]
+        add(EventKind.REDUCING, now, end)
+        add(EventKind.COLLECTIVE, now, end, step)
+        for phase in (REDUCE, AGREE, COMMIT):
+            add(EventKind.PHASE, end, end, phase)
+        add(EventKind.PHASE, end + parts["update"], end + parts["update"], IDLE)
+    return FileEvents(
+        path=Path(f"worker-{rank}.rec"),
+        header=header(rank=rank, boot="a"),
+        table=np.array(rows, EVENT_TYPE),
+        texts=b"",
+        num_torn=0,
+    )
+
+
+EVEN = {"load": 10, "work": 10, "send": 10, "update": 10, "own": 10}
+
+
+@pytest.mark.parametrize(
+    ("part", "bound"),
+    [
+        ("load", "loading"),
+        ("work", "forward and backward"),
+        ("send", "communication"),
+        ("update", "update"),
+        ("own", "own code"),
+    ],
+)
+def test_the_longest_part_bounds_the_step(part: str, bound: str) -> None:
+    parts = {**EVEN, part: 100}
+    found = find_slow([recorded(0, parts, parts), recorded(1, parts, parts)])
+    assert (found.bound, found.behind) == (bound, None)
+    assert found.text.startswith(f"{bound[0].upper()}{bound[1:]} bounds the step: 71% of the time of rank 0.")
+    for use in found.workers:
+        assert sum(use.shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("part", "bound"), [("load", "loading"), ("work", "forward and backward")])
+def test_the_rank_for_which_others_wait_is_named_with_what_it_does(part: str, bound: str) -> None:
+    slow = {**EVEN, part: 100}
+    found = find_slow([recorded(0, EVEN, slow), recorded(1, slow, EVEN)])
+    assert (found.bound, found.behind) == (bound, 1)
+    assert f"{bound[0].upper()}{bound[1:]} of rank 1 bounds the step" in found.text
+    assert "The others wait for rank 1 for 64% of their time; it comes last in 100% of these waits." in found.text
+
+
+def test_few_steps_say_nothing() -> None:
+    found = find_slow([recorded(0, EVEN, EVEN, num_steps=2)])
+    assert (found.bound, found.behind, found.workers) == ("", None, ())
+
+
+def test_what_the_system_says_of_the_slow_rank_is_in_the_report() -> None:
+    slow = {**EVEN, "work": 100}
+    files = [recorded(0, EVEN, slow), recorded(1, slow, EVEN)]
+    usage = [UsageSample(0, {"throttled_ns": 0}), UsageSample(10**9, {"throttled_ns": 6 * 10**8})]
+    found = find_slow(files, {files[1].header.pid: usage})
+    assert "Rank 1: its control group was throttled for 60% of the time" in found.text
+    values = json.loads(slow_to_json(found))
+    assert (values["bound"], values["behind"]) == ("forward and backward", 1)
+    assert values["workers"][1]["shares"].keys() == found.workers[1].shares.keys()
+
+
+def test_one_long_wait_counts_more_than_many_short_ones() -> None:
+    # A worker that is stopped now and then is waited for seldom, and long.
+    def with_calls(rank: int, begins: list[int]) -> FileEvents:
+        file = recorded(rank, EVEN, EVEN)
+        rows = [
+            (1000 + n, begin, max(500, begin) + n * 50 + 1, EventKind.COLLECTIVE, 0, 0, 100 + n, 0)
+            for n, begin in enumerate(begins)
+        ]
+        file.table["index"][file.table["kind"] == EventKind.COLLECTIVE] += 10_000 + 1000 * rank  # not in common
+        table = np.concatenate([file.table, np.array(rows, EVENT_TYPE)])
+        return FileEvents(path=file.path, header=file.header, table=table, texts=b"", num_torn=0)
+
+    found = find_slow([with_calls(0, [101, 202, 303, 310]), with_calls(1, [100, 201, 302, 700])])
+    assert found.workers[1].came_last > 0.9  # of four calls it was the last in one

@@ -1,0 +1,252 @@
+"""A job that stands still is explained by itself, once."""
+
+import logging
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from lockstep.doctor.diagnosis import Verdict
+from lockstep.doctor.examination import examine
+from lockstep.doctor.stall_watch import StallsElsewhere, StallWatch, is_told, record_this_worker
+from lockstep.errors import UsageError
+from lockstep.recording import LAUNCHER, NULL_WORKER_RECORDER, EventKind, WorkerRecorder, open_recorder, own_recorder
+from lockstep.recording.moments import last_moment
+from lockstep.settings import read_stall_seconds
+
+STALLED = Verdict(kind="stalled", text="", advice="", ranks=(), is_certain=True)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[threading.Semaphore]:
+    """Yield what is released for each warning."""
+    released = threading.Semaphore(0)
+
+    def note(_record: logging.LogRecord) -> bool:
+        released.release()
+        return True
+
+    caplog.handler.addFilter(note)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        yield released
+    caplog.handler.removeFilter(note)
+
+
+def recorded(folder: Path, rank: int) -> WorkerRecorder:
+    recorder = WorkerRecorder()
+    assert open_recorder(recorder, folder, worker=rank, rank=rank, world_size=2, capacity=64)
+    return recorder
+
+
+def wait_for_rank_1(recorder: WorkerRecorder) -> int:
+    return recorder.begin(EventKind.WAITING, 1, 0, recorder.text("all_reduce(sum)"))
+
+
+def test_two_watches_say_once_who_is_waited_for(
+    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    wait_for_rank_1(waiting)
+    busy.mark(EventKind.PHASE, 6, 0, 0)  # of an earlier step
+    busy.begin(EventKind.SHARD, 3, 0, 0)
+    watches = [StallWatch(tmp_path, 0.4, NULL_WORKER_RECORDER) for _ in range(2)]
+    assert logged.acquire(timeout=20)
+    seen = [dict(watch._seen) for watch in watches]
+    deadline = time.monotonic() + 20
+    while any(watch._next_look != float("inf") for watch in watches) and time.monotonic() < deadline:
+        time.sleep(0.01)  # until the second one has found the same, and that it was said
+    for watch in watches:
+        watch.close()
+    assert any(seen)
+    (said,) = caplog.messages
+    assert said.startswith(f"The job stands still. Rank 1 (process {os.getpid()})")
+    assert "computes shard 3" in said
+    assert "Rank 0: waits for rank 1 in all_reduce(sum)" in said
+    assert f"lockstep doctor {tmp_path}" in said
+    for recorder in (waiting, busy):
+        recorder.close()
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_first_step_that_takes_long_is_called_that(
+    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture, *, has_stepped: bool
+) -> None:
+    waiting, compiling = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    wait_for_rank_1(waiting)
+    compiling.mark(EventKind.PHASE, 3, 0, 0)
+    if has_stepped:
+        compiling.mark(EventKind.PHASE, 6, 0, 0)
+    compiling.begin(EventKind.SHARD, 0, 0, 0)
+    watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
+    assert logged.acquire(timeout=20)
+    watch.close()
+    (said,) = caplog.messages
+    assert said.startswith("The job stands still." if has_stepped else "The job has not finished its first step.")
+    assert ("compiling may take long: then wait" in said) != has_stepped
+    for recorder in (waiting, compiling):
+        recorder.close()
+
+
+def test_a_worker_that_makes_its_data_is_said_to(tmp_path: Path) -> None:
+    waiting, making = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    wait_for_rank_1(waiting)
+    time.sleep(0.01)
+    found = examine(tmp_path, stall_seconds=0.001).verdict
+    assert found.ranks == (1,)
+    assert "it has not begun its first step: it imports modules, or makes its data or model" in found.text
+    for recorder in (waiting, making):
+        recorder.close()
+
+
+def test_a_worker_that_watches_itself_says_it_once(
+    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What it recorded of the stall counted as a sign of life: it was said again after each stall time.
+    waiting = recorded(tmp_path, 0)
+    wait_for_rank_1(waiting)
+    watch = StallWatch(tmp_path, 0.2, waiting)
+    assert logged.acquire(timeout=20)
+    time.sleep(1.0)
+    watch.close()
+    assert len(caplog.messages) == 1
+    waiting.close()
+
+
+def test_who_is_waited_for_on_another_host_is_said_there_at_once(
+    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    waiting, busy = recorded(tmp_path / "a", 0), recorded(tmp_path / "b", 1)
+    wait_for_rank_1(waiting)
+    watches = [StallWatch(tmp_path / "b", 1.0, NULL_WORKER_RECORDER, hosts=StallsElsewhere(store))]
+    watches.append(StallWatch(tmp_path / "a", 1.0, NULL_WORKER_RECORDER, hosts=StallsElsewhere(store)))
+    assert logged.acquire(timeout=20)
+    assert logged.acquire(timeout=20)
+    for watch in watches:
+        watch.close()
+    first, second = caplog.messages
+    assert "All ranks of this host wait for rank 1, which is on another host or did not begin." in first
+    assert "Rank 1 (process " in second
+    for recorder in (waiting, busy):
+        recorder.close()
+
+
+def test_own_words_to_other_hosts_are_not_theirs() -> None:
+    store = HashStore()
+    ours, theirs = StallsElsewhere(store), StallsElsewhere(store)
+    assert not ours.was_told()
+    ours.tell()
+    assert not ours.was_told()
+    theirs.tell()
+    assert ours.was_told()
+    assert not ours.was_told()
+
+
+def test_a_second_stall_is_said_too(tmp_path: Path, logged: threading.Semaphore) -> None:
+    waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    watch = StallWatch(tmp_path, 0.4, NULL_WORKER_RECORDER)
+    for _ in range(2):
+        event = wait_for_rank_1(waiting)
+        assert logged.acquire(timeout=20)
+        waiting.end(event)
+        busy.mark(EventKind.FORWARD, 0, 0, 0)
+    watch.close()
+    for recorder in (waiting, busy):
+        recorder.close()
+
+
+def test_a_worker_that_has_ended_its_recording_is_not_silent(tmp_path: Path) -> None:
+    ended, runs = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    ended.close()
+    watch = StallWatch(tmp_path, 1000.0, NULL_WORKER_RECORDER)
+    watch._seconds = 0.0
+    assert [path.name for path in watch._silent_workers()] == ["worker-1.rec"]
+    watch.close()
+    runs.close()
+
+
+def test_the_last_moment_is_that_of_the_last_begin_or_end(tmp_path: Path) -> None:
+    recorder = recorded(tmp_path, 0)
+    first = recorder.begin(EventKind.SHARD, 0, 0, 0)
+    recorder.mark(EventKind.FORWARD, 0, 0, 0)
+    before = time.monotonic_ns()
+    recorder.end(first)
+    found = last_moment(tmp_path / "worker-0.rec")
+    assert found is not None
+    assert before <= found[1] <= time.monotonic_ns()
+    assert found[0].pid == os.getpid()
+    recorder.close()
+    (tmp_path / "other.rec").write_bytes(bytes(10))
+    assert last_moment(tmp_path / "other.rec") is None
+
+
+def test_a_worker_that_has_not_come_to_lockstep_is_named(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as late:
+        launcher = WorkerRecorder()
+        open_recorder(launcher, tmp_path, worker=LAUNCHER, rank=LAUNCHER, world_size=2, capacity=64)
+        launcher.mark(EventKind.WORKER_STARTED, 1, late.pid, 0)
+        early = recorded(tmp_path, 0)
+        early.begin(EventKind.WAITING, -1, 0, early.text("init_process_group"))
+        time.sleep(0.01)
+        found = examine(tmp_path, stall_seconds=0.001).verdict
+        late.kill()
+    for recorder in (launcher, early):
+        recorder.close()
+    assert found.ranks == (1,)
+    assert "has not imported Lockstep yet" in found.text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "silence", "expected"),
+    [
+        (STALLED, 3.0, True),
+        (Verdict(kind="stalled", text="", advice="", ranks=()), 3.0, False),
+        (Verdict(kind="stalled", text="", advice="", ranks=()), 16.0, True),
+        (Verdict(kind="running", text="", advice="", ranks=()), 16.0, False),
+    ],
+)
+def test_long_work_of_which_nobody_waits_is_given_more_time(verdict: Verdict, silence: float, expected: bool) -> None:
+    assert is_told(verdict, silence, 3.0) is expected
+
+
+def test_workers_of_a_launcher_of_ours_are_watched_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    monkeypatch.setenv("LOCKSTEP_RECORDING", "on")
+    monkeypatch.setenv("LOCKSTEP_RECORDING_DIRECTORY", f"{os.getppid()},{tmp_path}")
+    own_recorder().close()
+    before = names().count("lockstep stall watch")
+    record_this_worker(0, 2)
+    assert own_recorder().directory == tmp_path
+    assert names().count("lockstep stall watch") == before
+    own_recorder().close()
+
+
+def test_workers_without_a_launcher_of_ours_watch_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_RECORDING", "on")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own_recorder().close()
+    before = {thread.ident for thread in threading.enumerate()}
+    record_this_worker(0, 2)
+    record_this_worker(0, 2)  # as the next wrapper does
+    new = [thread for thread in threading.enumerate() if thread.ident not in before]
+    assert [thread.name for thread in new] == ["lockstep stall watch"]
+    own_recorder().close()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0", 0.0), ("-1", 0.0), ("0.5", 0.5)])
+def test_the_time_is_settable(text: str, seconds: float) -> None:
+    assert read_stall_seconds({"LOCKSTEP_STALL_SECONDS": text}) == seconds
+    assert read_stall_seconds({}) == 60.0
+
+
+def test_a_time_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="LOCKSTEP_STALL_SECONDS is 'soon', expected a number"):
+        read_stall_seconds({"LOCKSTEP_STALL_SECONDS": "soon"})

@@ -1,0 +1,151 @@
+"""Which workers are ended because they hang, without processes."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.launch.continuation import Answer, WorkerReports
+from lockstep.launch.fencing import Fencing
+from lockstep.launch.main_thread import look_at_main_thread
+from lockstep.launch.membership import Generation, WorkerLimits
+from lockstep.processes.thread_stack import StackLine
+
+SECONDS = 10.0
+
+
+class Process:
+    exit_code: int | None = None
+
+
+class Launch:
+    """Workers 0 to 2 that train, and worker 3 that waits to join; each answers as a test says."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.now = 0.0
+        self.killed: dict[int, str] = {}
+        self.generation = Generation(number=0, workers=(0, 1, 2))
+        self.reports = WorkerReports(ready={worker: WorkerLimits(max_workers=4) for worker in range(3)})
+        self.workers = {worker: Process() for worker in range(4)}
+        self.absent: tuple[int, ...] = ()
+        self.decided_at = 0.0
+        self.pids = {worker: 100 + worker for worker in range(4)}
+        self.answers: dict[int, tuple[bool, int] | None] = dict.fromkeys(range(4), (True, 0))
+        launch: Any = self
+        self.fencing = Fencing(launch, launch, launch, seconds, clock=lambda: self.now)
+
+    def is_new(self, _worker: int) -> bool:
+        return False
+
+    @property
+    def decided_for(self) -> float:
+        return self.now - self.decided_at
+
+    def send(self, worker: int, message: dict[str, Any]) -> None:
+        answer = self.answers[worker]
+        if answer is not None:
+            self.reports.alive[worker] = Answer(message["number"], *answer, "train.py, line 3, in loss")
+
+    def kill(self, process: Process, killer: str) -> None:
+        process.exit_code = -9
+        self.killed[next(number for number, each in self.workers.items() if each is process)] = killer
+
+    def pass_time(self, seconds: float, *, calls: bool = False) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.25
+            if calls:
+                self.answers = {each: given and (given[0], given[1] + 1) for each, given in self.answers.items()}
+            self.fencing.advance()
+
+
+def test_a_silent_worker_is_ended_in_time_and_no_other() -> None:
+    launch = Launch()
+    launch.pass_time(30)
+    launch.answers[1] = None
+    launch.pass_time(SECONDS - 1)
+    assert not launch.killed
+    launch.pass_time(5)
+    assert launch.killed == {1: "by its launcher, because it has not answered for 10 s"}
+
+
+def test_a_worker_for_which_others_wait_is_ended_with_the_line_that_it_runs() -> None:
+    launch = Launch()
+    launch.answers[2] = (False, 0)
+    launch.pass_time(SECONDS - 1)
+    assert not launch.killed
+    launch.pass_time(5)
+    said = "by its launcher, because others have waited for it for 10 s: it was in train.py, line 3, in loss"
+    assert launch.killed == {2: said}
+
+
+def test_nobody_is_ended_who_takes_steps_or_for_whom_nobody_waits() -> None:
+    launch = Launch()
+    launch.answers[2] = (False, 0)  # the slowest
+    launch.pass_time(3 * SECONDS, calls=True)
+    launch.answers = dict.fromkeys(range(4), (False, 0))  # a long step
+    launch.pass_time(3 * SECONDS)
+    assert not launch.killed
+
+
+def test_a_new_worker_that_is_silent_does_not_keep_the_others_waiting_whatever_the_options_say() -> None:
+    launch = Launch(seconds=float("inf"))
+    assert launch.fencing.next_look == float("inf")
+    launch.answers[1] = None  # a member is waited for, as without the option
+    launch.reports.waiting.append(3)
+    launch.pass_time(20)
+    assert not launch.killed
+    launch.answers[3] = None
+    launch.pass_time(8)
+    assert list(launch.killed) == [3]
+
+
+def test_a_member_that_waits_in_a_call_of_the_old_group_is_ended_so_that_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launch = Launch(seconds=float("inf"))
+    launch.now = launch.decided_at = 100.0
+    launch.absent = (1,)
+    assert launch.fencing.next_look == 101.0, "whoever comes at once is not asked"
+    launch.pass_time(6)
+    (told,) = [record.message for record in caplog.records]
+    assert told == (
+        "The others wait for worker 1 (pid 101), to continue without one that is lost: it is in train.py, line 3, in "
+        "loss. (LS604)"
+    )
+    launch.pass_time(10)
+    assert not launch.killed
+    launch.pass_time(8)
+    said = "it has waited for 20 s in a call of workers of which one was lost, in train.py, line 3, in loss"
+    assert launch.killed == {1: f"by its launcher, because {said}"}
+
+
+@pytest.mark.parametrize("answer", [(False, 0), None])
+def test_a_member_that_comes_late_by_its_own_code_or_is_stopped_is_told_of_and_waited_for(
+    answer: tuple[bool, int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch = Launch(seconds=float("inf"))
+    launch.answers[2] = answer
+    launch.now = launch.decided_at = 100.0
+    launch.absent = (2,)
+    launch.pass_time(100)
+    assert not launch.killed
+    where = "does not answer the launcher" if answer is None else "is in train.py, line 3, in loss"
+    assert [record.message.rpartition(": it ")[2] for record in caplog.records] == [f"{where}. (LS604)"]
+
+
+def test_after_the_launcher_was_away_everybody_has_time_to_answer() -> None:
+    launch = Launch()
+    launch.pass_time(5)
+    launch.answers = dict.fromkeys(range(4), None)
+    launch.pass_time(4)
+    launch.now += 1000  # the machine slept
+    launch.pass_time(4)
+    assert not launch.killed
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_main_thread_waits_in_code_that_exchanges_something(waits: bool) -> None:
+    file = "/python/lib/site-packages/torch/distributed/distributed_c10d.py" if waits else "/home/me/train.py"
+    stand = look_at_main_thread(lambda _thread: [StackLine(file, 1, "loss"), StackLine("/home/me/train.py", 9, "main")])
+    assert stand.waits is waits
+    assert waits or stand.place == "train.py, line 1, in loss"

@@ -1,0 +1,108 @@
+"""The page of a run."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.errors import RunDirectoryError
+from lockstep.report.page.document import make_page
+from lockstep.report.page.figures import draw_curve
+from lockstep.report.page.run_data import read_run
+from lockstep.report.page.texts import TEXTS
+
+MEGABYTE = 1_000_000
+
+
+def write_run(path: Path, *, num_steps: int = 20, **config: Any) -> Path:
+    """A run directory as a training leaves it, without checkpoints and recording."""
+    path.mkdir()
+    settings = {"model": "mine:Net", "data": "mine:data", "epochs": 2, "num_shards": 4, "batch_size": 64} | config
+    (path / "config.yaml").write_text(json.dumps(settings))
+    (path / "environment.json").write_text(
+        json.dumps([{"started": "2026-01-01T00:00:00+00:00", "command": "lockstep train <mine>.yaml"}])
+    )
+    place = {"epoch": 0, "global_step": num_steps}
+    rows = [
+        {"kind": "step", "epoch": 0, "step": n, "global_step": n + 1, "loss": 1 / (n + 1), "learning_rate": 0.1}
+        for n in range(num_steps)
+    ]
+    epoch = {"kind": "epoch", "train_loss": 0.5, "test_loss": 0.4, "test_accuracy": 0.9, "samples_per_second": 10.0}
+    lost = [{"rank": 1, "pid": 7, "reason": "killed by SIGKILL"}]
+    workers = {"kind": "workers", "step": 3, "generation": 1, "lost": lost, "joined": [], "left": [], "seconds": 0.25}
+    lines = [*rows, place | epoch, place | workers]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_page_is_one_file_that_asks_for_nothing_else(tmp_path: Path) -> None:
+    page = make_page([read_run(write_run(tmp_path / "a"), "a")])
+    own = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(?:src|href)=", own)
+    assert "killed by SIGKILL" in page
+    assert "0.25 s" in page
+
+
+def test_what_a_run_says_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+    page = make_page([read_run(write_run(tmp_path / "a", model="<script>alert(1)</script>"), "<b>a</b>")])
+    assert "<script>alert" not in page
+    assert "lockstep train &lt;mine&gt;.yaml" in page
+    assert "<b>a</b>" not in page
+
+
+def test_ten_thousand_steps_are_below_two_megabytes(tmp_path: Path) -> None:
+    page = make_page([read_run(write_run(tmp_path / "a", num_steps=10_000), "a")])
+    assert len(page.encode()) < 2 * MEGABYTE
+
+
+def test_losses_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    rows[3] = json.dumps(json.loads(rows[3]) | {"loss": None})
+    (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    plot = draw_curve([read_run(run, "a")], "loss", ())
+    [line] = plot.renderers
+    assert len(line.data_source.data["y"]) == 19
+    assert np.isfinite(line.data_source.data["y"]).all()
+
+
+def test_several_runs_show_what_differs_between_them(tmp_path: Path) -> None:
+    names = ("a", "b")
+    runs = [
+        read_run(write_run(tmp_path / name, batch_size=size), name) for name, size in zip(names, (64, 32), strict=True)
+    ]
+    page = make_page(runs)
+    [differences] = re.findall(r'<section id="differences">(.*?)</section>', page, re.DOTALL)
+    assert "batch_size" in differences
+    assert "num_shards" not in differences
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    assert "mine:Net" in make_page([read_run(run, "a")])
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no run directory"):
+        read_run(tmp_path, "a")
+
+
+def test_each_text_is_in_both_languages() -> None:
+    for english, chinese in TEXTS.values():
+        assert english
+        assert chinese
+
+
+def test_evaluations_of_a_loop_of_the_users_own_are_curves(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    rows = [{"kind": "evaluation", "global_step": step, "val_score": 1.0 / step} for step in (5, 10)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    plot = draw_curve([read_run(run, "a")], None, ("val_score",))
+    [line, _dots] = plot.renderers
+    assert line.data_source.data["x"].tolist() == [5, 10]
+    assert "val score" in make_page([read_run(run, "a")])

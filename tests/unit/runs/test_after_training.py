@@ -1,0 +1,204 @@
+"""Evaluating a saved model, and predicting with it: on threaded workers, and continued after an interruption."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.threaded_ranks import run_ranks
+
+from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.report import MetricsFile
+from lockstep.report.tables import check_table_path, write_table
+from lockstep.runs import predict
+from lockstep.runs.config import parse_config
+from lockstep.runs.evaluate import evaluate_saved
+from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.parts import find_parts, open_parts, remove_parts
+from lockstep.runs.predict import PredictRequest, predict_saved
+from lockstep.runs.saved_runs import find_saved_run
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+def inputs(seed, number):
+    return torch.randn(number, 3, generator=torch.Generator().manual_seed(seed))
+
+def data():
+    first, second = inputs(0, 40), inputs(1, 21)
+    return TensorDataset(first, first.argmax(1)), TensorDataset(second, second.argmax(1))
+
+def new():
+    return TensorDataset(inputs(2, 21))
+
+def scalar_each(output):
+    return {"largest": output.amax(1), "all": output.double()}
+
+def total(output):
+    return output.sum()
+"""
+CPU = torch.device("cpu")
+VALUES = {
+    "ema": {"decay": 0.5},
+    "model": "saved_model:Net",
+    "data": "saved_model:data",
+    "batch_size": 8,
+    "num_shards": 3,
+    "epochs": 1,
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "saved_model.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = parse_config(VALUES, "config")
+    result = fit(config, device=CPU, run_dir=folder, recorder=MetricsFile(folder / "metrics.jsonl"))
+    assert isinstance(result, FitResult)
+    yield folder, result
+    sys.modules.pop("saved_model")
+
+
+def test_an_evaluation_has_the_values_of_the_training_on_any_number_of_workers(run_dir: Any) -> None:
+    folder, result = run_dir
+    saved = find_saved_run(folder)
+    for workers in (1, 2, 3):
+        for found in run_ranks(
+            workers, lambda _: evaluate_saved(saved.config, saved.checkpoint, "test", CPU), has_default_group=True
+        ):
+            assert found.values == {name: result.test[name] for name in ("loss", "accuracy")}
+            assert found.num_samples == 21
+            assert found.digest == result.digest == saved.digest
+
+
+def test_other_data_can_be_evaluated(run_dir: Any) -> None:
+    saved = find_saved_run(run_dir[0])
+    assert evaluate_saved(saved.config, saved.checkpoint, "train", CPU).num_samples == 40
+    averaged = evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "ema")
+    assert averaged.values == {name: run_dir[1].test[f"ema_{name}"] for name in averaged.values}
+    large = saved.config.model_copy(update={"drop_last": True, "batch_size": 64})
+    assert evaluate_saved(large, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
+    with pytest.raises(CheckpointError, match="no weights named 'swa', only its own and ema"):
+        evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "swa")
+    assert (
+        evaluate_saved(saved.config, saved.checkpoint, "saved_model:data", CPU).values["loss"]
+        == run_dir[1].test["loss"]
+    )
+    with pytest.raises(ConfigError, match="expected train, test, or the import path"):
+        evaluate_saved(saved.config, saved.checkpoint, "tets", CPU)
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Any) -> None:
+    saved = find_saved_run(run_dir[0])
+    content = bytearray(saved.checkpoint.read_bytes())
+    content[-3] ^= 1
+    saved.checkpoint.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        evaluate_saved(saved.config, saved.checkpoint, "test", CPU)
+
+
+def request_of(
+    folder: Path, parts: Path, *, start: int = 0, data: str = "saved_model:new", **values: Any
+) -> PredictRequest:
+    saved = find_saved_run(folder)
+    parts.mkdir(exist_ok=True)
+    given: dict[str, Any] = {"weights": None, "transform": None, "is_classifier": True, "has_targets": True, **values}
+    return PredictRequest(
+        config=saved.config, checkpoint=saved.checkpoint, data=data, parts=parts, start=start, **given
+    )
+
+
+def predict_all(request: PredictRequest, workers: int = 1) -> None:
+    found = run_ranks(workers, lambda _: predict_saved(request, CPU, lambda *_: None), has_default_group=True)
+    assert found == [21] * workers
+
+
+def table(parts: Path, path: Path) -> dict[str, Any]:
+    write_table(path, [each for each, _ in find_parts(parts)])
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def test_predictions_are_in_the_order_of_the_data_on_any_number_of_workers(run_dir: Any, tmp_path: Path) -> None:
+    expected = None
+    for workers in (1, 2, 3):
+        predict_all(request_of(run_dir[0], tmp_path / f"parts-{workers}"), workers)
+        found = table(tmp_path / f"parts-{workers}", tmp_path / f"{workers}.npz")
+        expected = expected or found
+        assert {name: values.tobytes() for name, values in found.items()} == {
+            name: values.tobytes() for name, values in expected.items()
+        }
+    assert expected is not None
+    assert expected["index"].tolist() == list(range(21))
+    assert expected["output"].shape == (21, 3)
+    assert expected["class"].tolist() == expected["output"].argmax(1).tolist()
+
+
+def test_predictions_continue_after_the_last_part(
+    run_dir: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict_all(request_of(run_dir[0], tmp_path / "whole"))
+    monkeypatch.setattr(predict, "_PART_SECONDS", 0.0)
+    interrupted = request_of(run_dir[0], tmp_path / "parts")
+
+    def interrupt(done: int, _all: int) -> None:
+        if done >= 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predict_saved(interrupted, CPU, interrupt)
+    start = open_parts(tmp_path / "parts", {}) or find_parts(tmp_path / "parts")[-1][1]
+    assert start == 16
+    predict_all(request_of(run_dir[0], tmp_path / "parts", start=start), workers=2)
+    assert len(find_parts(tmp_path / "parts")) == 3
+    whole, continued = table(tmp_path / "whole", tmp_path / "a.npz"), table(tmp_path / "parts", tmp_path / "b.npz")
+    assert all(whole[name].tobytes() == continued[name].tobytes() for name in whole)
+    predict_all(request_of(run_dir[0], tmp_path / "parts", start=21))  # nothing is left to do
+    remove_parts(tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
+
+
+def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp_path: Path) -> None:
+    predict_all(request_of(run_dir[0], tmp_path / "p", data="test", transform="saved_model:scalar_each"))
+    found = table(tmp_path / "p", tmp_path / "p.npz")
+    assert list(found) == ["index", "target", "largest", "all"]
+    assert found["all"].dtype == np.float64
+    write_table(tmp_path / "p.csv", [each for each, _ in find_parts(tmp_path / "p")])
+    lines = (tmp_path / "p.csv").read_text().splitlines()
+    assert lines[0] == "index,target,largest,all_0,all_1,all_2"
+    assert float(lines[3].split(",")[3]) == found["all"][2, 0]
+    with pytest.raises(ConfigError, match=r"has shape \[\] for \d samples, expected one row for each sample"):
+        predict_saved(request_of(run_dir[0], tmp_path / "q", transform="saved_model:total"), CPU, lambda *_: None)
+    with pytest.raises(ConfigError, match="returns no val set"):
+        predict_saved(request_of(run_dir[0], tmp_path / "q", data="val"), CPU, lambda *_: None)
+
+
+def test_parquet_has_the_same_rows(run_dir: Any, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
+    predict_all(request_of(run_dir[0], tmp_path / "p"))
+    write_table(tmp_path / "p.parquet", [each for each, _ in find_parts(tmp_path / "p")])
+    found = parquet.read_table(tmp_path / "p.parquet").to_pydict()
+    assert found["output"] == table(tmp_path / "p", tmp_path / "p.npz")["output"].tolist()
+
+
+def test_what_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "there.csv").write_text("")
+    for name, said in (("x.txt", "ends with"), ("there.csv", "exists already"), ("no/x.csv", "no folder")):
+        with pytest.raises(UsageError, match=said):
+            check_table_path(tmp_path / name)
+    open_parts(tmp_path / "parts", {"data": "mine:a"})
+    with pytest.raises(UsageError, match="another prediction, with another data"):
+        open_parts(tmp_path / "parts", {"data": "mine:b"})

@@ -1,0 +1,121 @@
+"""Batches of similar lengths, and a rate that follows a metric, of a run that a config describes; in one process."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.report import MetricsFile
+from lockstep.runs.config import parse_config
+from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.resuming import Resume
+
+MODULE = """
+import torch
+from torch import nn
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.full((1 + index % 12,), float(index)), torch.zeros(1)
+
+widths = []
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, words):
+        if self.training:
+            widths.append(words.shape[1])
+        return super().forward(words.mean(1, keepdim=True))
+
+def collate(samples):
+    inputs = nn.utils.rnn.pad_sequence([words for words, _ in samples], batch_first=True)
+    return inputs, torch.stack([target for _, target in samples])
+
+def data():
+    return Words(), Words()
+
+def lengths(train):
+    return [1 + index % 12 for index in range(len(train))]
+
+def constant(output, target):
+    return 1.0, 1
+"""
+VALUES: dict[str, Any] = {"model": "worded:Net", "data": "worded:data", "loss": "torch.nn.functional:mse_loss"}
+VALUES |= {"collate": "worded:collate", "batch_size": 2, "num_shards": 1, "epochs": 3, "keep": 99, "async_save": False}
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "worded.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("worded", None)
+
+
+def train(folder: Path, resume: Path | None = None, **values: Any) -> FitResult:
+    folder.mkdir(exist_ok=True)
+    result = fit(
+        parse_config(VALUES | values, "config"),
+        device=torch.device("cpu"),
+        run_dir=folder,
+        recorder=MetricsFile(folder / "metrics.jsonl"),
+        resume=None if resume is None else Resume(path=resume, allowed=frozenset(), epoch_loss=0, epoch_weight=0),
+    )
+    assert isinstance(result, FitResult)
+    return result
+
+
+def rates(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["learning_rate"] for row in rows if row["kind"] == "step"]
+
+
+def test_samples_of_similar_lengths_come_in_one_batch(tmp_path: Path) -> None:
+    train(tmp_path / "run", lengths="worded:lengths", epochs=1)
+    module: Any = sys.modules["worded"]
+    # Each length comes twice in 24 samples, so a batch of two is never padded.
+    assert sorted(module.widths) == list(range(1, 13))
+    module.widths.clear()
+    train(tmp_path / "any", epochs=1)
+    assert sorted(module.widths) != list(range(1, 13))
+
+
+PLATEAU: dict[str, Any] = {"scheduler": "plateau", "metric": "worded:constant", "optimizer_args": {"lr": 0.1}}
+PLATEAU |= {"scheduler_args": {"metric": "constant", "mode": "max", "patience": 0, "factor": 0.5}, "epochs": 4}
+
+
+def test_a_rate_falls_when_a_metric_does_not_improve_and_falls_on_after_a_resume(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", **PLATEAU)
+    assert rates(tmp_path / "whole")[::12] == [0.1, 0.1, 0.05, 0.025]
+    resumed = train(tmp_path / "resumed", resume=tmp_path / "whole" / "step-00000024.ckpt", **PLATEAU)
+    assert rates(tmp_path / "resumed")[::12] == [0.05, 0.025]
+    assert resumed.digest == whole.digest
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lengths": "worded:widths"}, "lengths is 'worded:widths', a list, expected a function of the training set"),
+        ({"collate": "worded:widths"}, "collate is 'worded:widths', a list, expected a function"),
+        (
+            PLATEAU | {"scheduler_args": {"metric": "los", "mode": "min"}},
+            "metric is 'los', but no such metric is measured. Did you mean",
+        ),
+        (PLATEAU | {"scheduler_args": {"metric": "constant"}}, "cannot be concluded from its name"),
+        (PLATEAU | {"scheduler_args": {"patients": 2}}, "scheduler is 'plateau', which cannot be used"),
+        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "in a config scheduler: plateau"),
+    ],
+)
+def test_mistakes_are_refused_before_the_first_step(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", **values)
+    assert said in str(caught.value)

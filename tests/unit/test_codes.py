@@ -1,0 +1,351 @@
+"""Each message that a user can get names a code, and each code has a page in both languages."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.unit.page_names import make_names
+from typer.testing import CliRunner
+
+import lockstep as ls
+from lockstep.cli.main import _COMMANDS as COMMANDS
+from lockstep.cli.main import app
+from lockstep.explanations import CHINESE, ENGLISH, all_codes, codes_in, page_of, title_of
+from lockstep.runs.config import parse_config
+from lockstep.runs.yaml_text import parse_yaml
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "lockstep"
+CODE = re.compile(r"\(LS\d{3}\)")
+
+NOT_YET: tuple[str, ...] = ()
+"""Packages and modules whose messages do not have codes yet."""
+
+OTHERS_CODE = {
+    "The message is one that was made with its code, on another rank or earlier": (
+        "comm/generations.py: Generations.wait_for_next",
+        "comm/shm/peers.py: Peers._break",
+        "comm/shm/rendezvous.py: _read_reason",
+        "checkpoint/saver.py: Saver.__exit__",
+        "cli/check.py: check",
+        "comm/user_line.py: warn_at_user_line",
+        "engine/recovery.py: _log",
+        "engine/state_file.py: raise_on_all_ranks",
+        "launch/requests.py: ScaleRequests._resize",
+        "launch/restarts.py: _with_reasons",
+        "launch/supervision.py: Supervision._error",
+        "parallel/comparison/batches.py: UnevenBatchWarning._warn",
+        "parallel/comparison/ending.py: EndOfScript._tell",
+    ),
+    "Caught within Lockstep, which puts the text into a message with a code": (
+        "channel/client.py: Channel.request, Channel._send",
+        "channel/lines.py: LineReader.feed",
+        "channel/table.py: Table._write",
+        "checkpoint/file.py: read_header, _read_tensor",
+        "checkpoint/header.py: assign_offsets, encode_header, header_length, decode_header, _reject_duplicate_names",
+        "checkpoint/header.py: _decode_tensor",
+        "checkpoint/interop/distributed.py: _MetadataUnpickler.load_build, _MetadataUnpickler.find_class",
+        "checkpoint/interop/distributed.py: _check_chunks, _check_kinds",
+        "checkpoint/manifest.py: Manifest.to_json, _check_kinds",
+        "checkpoint/peek.py: peek_manifest",
+        "comm/bootstrap/channel_store.py: ChannelStore._request",
+        "comm/bootstrap/node_list.py: expand_tasks_per_node, _not_a_list",
+        "comm/bootstrap/store.py: _await_store",
+        "comm/plain_objects.py: unpack_plain, _PlainUnpickler.find_class, _PlainUnpickler.load_build, pack_plain",
+        "comm/stored_values.py: _to_record, _to_value, _to_number, _to_texts",
+        "devices/nvml.py: _explain",
+        "launch/control.py: connect",
+        "recording/file_format.py: parse_header",
+        "recording/files.py: private_folder",
+        "recording/reading.py: _copy",
+        "runs/config.py: Config._check_devices, Config._check_best, Config._check_shards, Config._check_elastic",
+        "runs/training_options.py: parse_seconds",
+    ),
+    "The operating system's, which says it better": (
+        "checkpoint/atomic_write.py: atomic_write",
+        "comm/shm/memory.py: _map_pages",
+        "comm/shm/semaphores.py: create, wait",
+        "processes/lifetime.py: die_with_parent",
+    ),
+    "No mistake: how the training is set up": ("parallel/warned.py: warn_of_ignored",),
+    "Cannot be caused by a user": (
+        "cli/devices.py: _as_text",
+        "reduce/plan.py: plan_buckets",
+        "shards/assignment.py: split_evenly",
+        "torch_private/groups.py: make_backend",
+    ),
+}
+"""What needs no code, by reason: the file, and the functions."""
+
+PLAIN = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "StopIteration"}
+"""What Python itself raises in the same place, and expects there."""
+
+
+@functools.cache
+def modules() -> Mapping[str, ast.Module]:
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text("utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def last_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def messages(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """Yield each call that makes an exception with a message, warns or logs, with the function that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        inside = function
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inside = f"{function}.{node.name}".lstrip(".")
+        if isinstance(node, ast.Call) and node.args:
+            name = last_name(node.func)
+            is_logged = name in {"warning", "error"} and names_in(node.func) == {"_LOGGER", name}
+            if is_logged or name in {"warn", "Finding"} or (name.endswith("Error") and name not in PLAIN):
+                yield inside, node
+        yield from messages(node, inside)
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts in a tree, without docstrings."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if node in docstrings:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def has_code(tree: ast.AST) -> bool:
+    return any(map(CODE.search, texts(tree)))
+
+
+def own_makers(tree: ast.AST) -> set[str]:
+    """Return the names that a module gives to functions, constants and variables that have a code in them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and has_code(node):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and has_code(node.value):
+            found.update(map(last_name, node.targets))
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None and has_code(node.value):
+            found.add(last_name(node.target))
+    return found
+
+
+@functools.cache
+def makers(file: str) -> frozenset[str]:
+    """Return the names by which a module can have texts with a code: its own, those that it imports, variables."""
+    tree = modules()[file]
+    found = own_makers(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            origin = f"{node.module}.".removeprefix("lockstep.").replace(".", "/")[:-1]
+            for place in (f"{origin}.py", f"{origin}/__init__.py"):
+                names = {alias.name for alias in node.names}
+                found |= (names & own_makers(modules()[place])) if place in modules() else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and found & names_in(node.value):
+            found.update(map(last_name, node.targets))
+    return frozenset(found)
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    return {last_name(node) for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)}
+
+
+def message_of(call: ast.Call) -> ast.expr:
+    first = call.args[0]
+    return call.args[1] if isinstance(first, ast.Constant) and first.value == "%s" else first
+
+
+def is_made_elsewhere(message: ast.expr) -> bool:
+    """Whether a message has no words of its own: those of a variable, a constant or a call."""
+    parts = [part for node in ast.walk(message) if isinstance(node, ast.JoinedStr) for part in node.values]
+    return not any(isinstance(part, ast.Constant) and re.search(r"\w", str(part.value)) for part in parts)
+
+
+def excepted() -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for entry in (entry for entries in OTHERS_CODE.values() for entry in entries):
+        file, _, functions = entry.partition(": ")
+        found.update((file, function) for function in functions.split(", "))
+    return found
+
+
+def without_code(file: str, tree: ast.AST, known: AbstractSet[str]) -> list[tuple[str, str, str]]:
+    """Return the messages that neither have a code nor are made by something that is known to: file, function, text."""
+    return [
+        (file, function, ast.unparse(call)[:80])
+        for function, call in messages(tree)
+        if not has_code(call) and not (is_made_elsewhere(message_of(call)) and names_in(message_of(call)) & known)
+    ]
+
+
+@functools.cache
+def all_without_code() -> tuple[tuple[str, str, str], ...]:
+    covered = {file: tree for file, tree in modules().items() if re.split(r"[/.]", file)[0] not in NOT_YET}
+    return tuple(each for file, tree in covered.items() for each in without_code(file, tree, makers(file)))
+
+
+def test_each_message_names_a_code() -> None:
+    known = excepted()
+    assert not [each for each in all_without_code() if each[:2] not in known]
+
+
+def test_no_exception_is_left_over() -> None:
+    assert not excepted() - {each[:2] for each in all_without_code()}
+
+
+def test_a_message_without_a_code_is_found() -> None:
+    source = "def f(x):\n    raise ValueError(f'x is {x}.')\n    warnings.warn('Odd. (LS101)', stacklevel=2)"
+    assert without_code("a.py", ast.parse(source), set()) == [("a.py", "f", "ValueError(f'x is {x}.')")]
+
+
+@functools.cache
+def used_codes() -> frozenset[str]:
+    return frozenset(code for tree in modules().values() for text in texts(tree) for code in codes_in(text))
+
+
+def test_each_code_ends_a_text() -> None:
+    found = {text for tree in modules().values() for text in texts(tree) if CODE.search(text)}
+    assert not [text for text in found if not re.search(r"\(LS\d{3}\)$", text)]
+
+
+def test_each_code_that_is_used_has_a_page_and_each_page_a_code() -> None:
+    assert set(all_codes()) == used_codes()
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", all_codes())
+def test_both_pages_have_the_same_parts(code: str) -> None:
+    english, chinese = page_of(code), page_of(code, CHINESE)
+    parts = {"Wrong": "错误写法", "Right": "正确写法", "Other causes": "其他原因"}
+    headings = re.findall(r"^## (.*)$", english, re.MULTILINE)
+    assert set(headings) <= set(parts)
+    assert re.findall(r"^## (.*)$", chinese, re.MULTILINE) == [parts[heading] for heading in headings]
+    assert blocks(english) == blocks(chinese)
+    for language in (ENGLISH, CHINESE):
+        page = page_of(code, language)
+        assert page.startswith(f"# {code}: ")
+        assert len(page.splitlines()) <= 45
+        assert len(re.findall(r"^- ", page, re.MULTILINE)) == len(re.findall(r"^- ", english, re.MULTILINE))
+        for document in re.findall(r"docs/[\w./-]+\.md", page):
+            assert (ROOT / document).exists(), document
+
+
+@pytest.mark.parametrize("code", all_codes())
+def test_the_message_on_a_page_is_one_of_the_code(code: str) -> None:
+    language, message = blocks(page_of(code))[0]
+    assert language == "text"
+    assert codes_in(message)[-1] == code
+
+
+@pytest.mark.parametrize("code", all_codes())
+def test_the_lines_on_a_page_can_be_used(code: str) -> None:
+    for language, text in blocks(page_of(code)):
+        if language == "python":
+            assert not [name for name in names_of_lockstep(ast.parse(text)) if not hasattr(ls, name)]
+        elif language == "sh":
+            for line in re.findall(r"(?:^|&& )lockstep (\w[^#\n]*)", text, re.MULTILINE):
+                assert options_in(line) <= options_of(*[*line.split(), ""][:2])
+        else:
+            assert language in {"text", "yaml"}
+
+
+def options_in(line: str) -> set[str]:
+    """Return the options in a command line, before those of a script that it starts."""
+    own = line.partition(".py")[0]
+    return set(re.findall(r"(?<= )--[\w-]+", own))
+
+
+@functools.cache
+def options_of(name: str, subcommand: str) -> set[str]:
+    """Return the options that a command takes; a KeyError where there is no such command."""
+    assert name in COMMANDS
+    command: Any = typer.main.get_command(import_module(f"lockstep.cli.{name}").COMMAND)
+    command = getattr(command, "commands", {}).get(subcommand, command)
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def config_blocks(heading: str) -> list[tuple[str, str]]:
+    block = re.compile(rf"## {heading}\n\n```yaml\n(.*?)```", re.DOTALL)
+    return [(code, text) for code in all_codes() for text in block.findall(page_of(code))]
+
+
+@pytest.mark.parametrize(("code", "text"), config_blocks("Right"))
+def test_the_mended_lines_of_a_config_can_be_read(code: str, text: str) -> None:
+    values = parse_yaml((ROOT / "examples" / "digits.yaml").read_text("utf-8"), "digits.yaml")
+    parse_config({**values, **parse_yaml(text, code)}, code)
+
+
+USED = "trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0)\ntrainer.step(batch)\n"
+"""How a trainer uses a loss function."""
+RUN_ALONE = {
+    **dict.fromkeys(("LS401", "LS403", "LS404", "LS407", "LS501", "LS503", "LS504"), ""),
+    **dict.fromkeys(("LS506", "LS511", "LS517", "LS525", "LS526", "LS529"), ""),
+    **dict.fromkeys(("LS507", "LS530"), USED),
+    "LS513": "trainer.step(batch)",
+    "LS528": "trainer.evaluate(loader, accuracy)",
+}
+"""Pages whose lines run in one process, by code, and what uses them."""
+
+
+@pytest.mark.parametrize("code", RUN_ALONE)
+def test_the_wrong_lines_get_the_message_and_the_mended_ones_do_not(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, right = (text for language, text in blocks(page_of(code)) if language == "python")
+    with pytest.raises(Exception, match=rf"\({code}\)"):
+        exec(wrong + RUN_ALONE[code], make_names())
+    exec(right + RUN_ALONE[code], make_names())
+
+
+def names_of_lockstep(tree: ast.AST) -> set[str]:
+    """Return NAME of each `ls.NAME`."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {each.attr for each in attributes if isinstance(each.value, ast.Name) and each.value.id == "ls"}
+
+
+def test_each_title_is_a_line() -> None:
+    assert not [code for code in all_codes() for text in (title_of(code),) if not text or text.endswith(".")]
+
+
+def explained(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["explain", *arguments])
+
+
+@pytest.mark.parametrize("text", ["LS201", "ls201", "(LS201)", "201"])
+def test_explain_shows_the_page(text: str) -> None:
+    assert explained(text).output == page_of("LS201")
+
+
+def test_explain_shows_several_pages_in_chinese() -> None:
+    assert explained("LS201", "LS202", "--zh").output == f"{page_of('LS201', CHINESE)}\n{page_of('LS202', CHINESE)}"
+
+
+def test_explain_lists_all_codes() -> None:
+    lines = explained().output.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == all_codes()
+
+
+def test_explain_names_codes_near_an_unknown_one() -> None:
+    found = explained("LS299")
+    assert found.exit_code == 2
+    assert "LS209: " in found.output
+
+
+def test_the_command_names_the_code_of_its_error() -> None:
+    found = CliRunner().invoke(app, ["verify", "digits", "--workers", "two"])
+    assert found.output.endswith("`lockstep explain LS821` says more.\n")

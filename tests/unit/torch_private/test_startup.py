@@ -1,0 +1,47 @@
+"""What we rely on of torch's rendezvous, which `startup/sitecustomize.py` changes in scripts with one worker."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed import rendezvous
+
+import lockstep.torch_private
+
+STARTUP = Path(lockstep.torch_private.__file__).parent / "startup"
+
+SERVING = """
+import socket, sys
+from concurrent.futures import ThreadPoolExecutor
+from torch.distributed import rendezvous
+print(sys.is_users_own)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    url = f"tcp://localhost:{free.getsockname()[1]}"
+def open_store(rank):
+    return next(iter(rendezvous(url, rank, 2)))[0]
+with ThreadPoolExecutor() as threads:
+    first, other = threads.map(open_store, [0, 1])
+    first.set("key", "value")
+    print(other.get("key"))
+    again = open_store(0)  # the port is taken, by this process: both are one store, as ever
+    print(again.get("key"))
+alone, *_ = next(iter(rendezvous("tcp://localhost:1", 0, 1)))  # a port that only root could serve
+alone.set("key", "value")
+print(alone.get("key"), alone.timeout)
+"""
+
+
+def test_torch_calls_the_function_that_is_replaced() -> None:
+    names = list(inspect.signature(rendezvous.__globals__["_create_c10d_store"]).parameters)
+    assert names == ["hostname", "port", "rank", "world_size", "timeout", "use_libuv"]
+
+
+def test_a_store_works_as_torchs_own(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.is_users_own = True")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)])}
+    command = [sys.executable, "-c", SERVING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.splitlines() == ["True", "b'value'", "b'value'", "b'value' 0:30:00"]
