@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.parallel.comparison.optimizers import listen_to_steps
 
 NUM_STEPS = 7
 STEADY_STEP = 4
@@ -85,6 +86,23 @@ def test_a_steady_step_does_not_wait_for_the_device(
     losses = run_ranks(workers, program)
     assert losses[0][-1] < losses[0][0]
     assert losses == [losses[0]] * workers
+
+
+class Onlooker:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look."""
+
+
+def test_a_wrapper_that_is_alive_elsewhere_in_the_process_makes_no_step_wait() -> None:
+    onlooker = Onlooker()
+    end = listen_to_steps(onlooker)
+    try:
+        test_a_steady_step_does_not_wait_for_the_device(1, fused, mean_loss, {})
+    finally:
+        end()
 
 
 @pytest.mark.parametrize("workers", [2])
