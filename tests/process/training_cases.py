@@ -111,8 +111,14 @@ class SlowOnRank0:
     def start(self) -> None:
         """Begin with a step."""
 
-    def lap(self, num_shards: int) -> None:
+    def begin_shard(self, event: int) -> None:
+        """Note that a shard begins."""
+
+    def end_shard(self, number: int) -> None:
         """Note that so many shards are done."""
+
+    def last_gradient(self) -> None:
+        """Note that the last shard's gradients are computed."""
 
     def seconds_per_shard(self) -> float:
         """Return what the script says."""
@@ -157,7 +163,7 @@ def sparse_embedding(world: World | None) -> Case:
     model = text_net(sparse=True)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=NUM_SHARDS, balance="speed", world=world)
-    trainer.engine.stopwatch = SlowOnRank0(trainer.world.rank)  # type: ignore[assignment]
+    trainer.engine.stopwatch = SlowOnRank0(trainer.world.rank)
     loader = ls.ShardedLoader(Augmented(), batch_size=10, num_shards=NUM_SHARDS, world=world)
     return Case(trainer, loader, summed_loss)
 

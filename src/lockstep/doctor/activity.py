@@ -127,7 +127,7 @@ def last_activity(file: FileEvents) -> Activity:
 
 def _is_starting(file: FileEvents) -> bool:
     table = file.table
-    if len(table) and table["number"][0] > 0:  # the oldest events are gone
+    if len(table) and not (table["kind"] == EventKind.STARTED).any():  # the oldest events are gone
         return False
     updates = (table["kind"] == EventKind.PHASE) & (table["index"] == _UPDATE)
     backwards = (table["kind"] == EventKind.BACKWARD) & (table["end"] > 0)

@@ -10,7 +10,6 @@ from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import error_place_noted
 from lockstep.devices.input_copies import InputCopies
 from lockstep.devices.transfer import to_device
-from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.losses import read_loss, scale_by_weight
 from lockstep.engine.optimizers import UpdateSpec
@@ -20,10 +19,11 @@ from lockstep.engine.side_effects import LeftState, StateChanges, warn_of_state
 from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_table import StepTable
 from lockstep.engine.step_values import StepValues
+from lockstep.engine.stopwatch import Stopwatch
 from lockstep.engine.user_function import UserFunction, explained_errors
 from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
-from lockstep.recording import EventKind, own_recorder
+from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private import tree_leaves, version_of
@@ -94,13 +94,14 @@ class ShardRuns:
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])
         before = LeftState(model, [self._loss.function]) if watches_attributes else None
         for number, task in enumerate(tasks, start=1):
+            event = NO_EVENT
             if task.shard in slices:
                 part, data = slices[task.shard], next(inputs)
                 versions = _versions_of(part.data) if number == 1 and before is not None else ()
                 event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
+                stopwatch.begin_shard(event)
                 with error_place_noted(batch.cursor, part.shard, part.indices):
                     loss = self._run_shard(batch, part, task, table, data)
-                self._recorder.end(event)
                 if number == 1 and before is not None:
                     # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
                     # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
@@ -109,7 +110,8 @@ class ShardRuns:
             if number < len(tasks):  # the end of the last one waits for others
                 self._gradients.end(task)
                 self._buffers.end_shard(task.shard, is_last=False)
-                stopwatch.lap(number)
+                stopwatch.end_shard(number)
+            self._recorder.end(event)
 
     def end_last(self, tasks: Sequence[ShardTask]) -> None:
         """Take in the gradients of the last shard, and wait for those of all workers (collective)."""

@@ -30,7 +30,7 @@ from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_same_arguments
-from lockstep.engine.balance import Balancer, Stopwatch
+from lockstep.engine.balance import Balancer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
 from lockstep.engine.buffer_snapshot import without_repeats
 from lockstep.engine.buffers import ShardZeroBuffers
@@ -58,6 +58,7 @@ from lockstep.engine.step_phase import ALLOWED_TRANSITIONS, StepPhase
 from lockstep.engine.step_result import StepOutcome, StepResult, merge_updates, with_values
 from lockstep.engine.step_table import StepAgreement, StepSums, StepTable, WorkerNumbers, WorkerStatus
 from lockstep.engine.step_values import StepValues
+from lockstep.engine.stopwatch import DeviceShards, RecordedShards, Stopwatch
 from lockstep.engine.update import Update
 from lockstep.engine.written_parameters import WrittenParameterCheck
 from lockstep.errors import GroupError, UnusableStateError
@@ -118,14 +119,16 @@ class StepEngine:
         # The scaler, or the norm, shows where a gradient is not finite.
         self._looks_at_gradients = state.scaler is None and arguments.norm_limit is None
         self._balancer = Balancer() if arguments.balance == "speed" and world.world_size > 1 else None
-        self.stopwatch = Stopwatch(state.device, is_used=self._balancer is not None)
         self._row = DeviceRow(world, state.num_shards, state.device) if is_asynchronous(state.device) else None
         self._random = RandomStates()
         losses = state.plan.losses
         self._networks = ReachedNetworks(find_networks(losses, model), model)
         self._buffers = ShardZeroBuffers(self._networks.with_model(model), world, state.device)
         self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
-        self._gradients.on_last_gradient(self.stopwatch.lap_if_only)
+        self.stopwatch: Stopwatch = RecordedShards(self._recorder, lambda: self._gradients.last_gradient_ns)
+        if self._balancer is not None and is_asynchronous(state.device):
+            self.stopwatch = DeviceShards(state.device)
+        self._gradients.on_last_gradient(self.stopwatch.last_gradient)
         self._gradients.send_besides(self._buffers.start_sending)
         self._random.own = OwnGenerators(model, losses[0] if len(losses) == 1 else losses)
         self._values = StepValues(world, state.num_shards, state.device)

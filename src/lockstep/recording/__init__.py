@@ -12,16 +12,17 @@ Invariants:
 - The kernel holds the pages, so a file is whole after `kill -9`. An event that was being written is recognised.
 - The size is fixed. New events replace the oldest.
 - No environment, no argument and no message of an exception is written.
-- A process has one recorder, `own_recorder()`, which does nothing until it is opened.
+- A process has one recorder, `own_recorder()`, which keeps events in memory until it is opened.
 """
 
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.opening import LAUNCHER, open_recorder
 from lockstep.recording.own import ensure_own_recorder, new_recording, own_recorder
-from lockstep.recording.recorder import NULL_WORKER_RECORDER, WorkerRecorder
+from lockstep.recording.recorder import NO_EVENT, NULL_WORKER_RECORDER, WorkerRecorder
 
 __all__ = [
     "LAUNCHER",
+    "NO_EVENT",
     "NULL_WORKER_RECORDER",
     "EventKind",
     "WorkerRecorder",

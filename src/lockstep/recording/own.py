@@ -2,7 +2,7 @@
 
 [Note: one recorder per process] Groups are made by torch, which passes them what it knows, and a reducer may be used by
 a script that never heard of a recording. So there is one recorder per process, which all of them get here, once, when
-they are made. It does nothing until a launcher, a worker or `init_process_group` opens it.
+they are made. It keeps events in memory until a launcher, a worker or `init_process_group` opens it.
 """
 
 import atexit

@@ -37,7 +37,6 @@ from lockstep.reduce.observer import BackwardObserver, NoObserver
 from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
 from lockstep.reduce.status_message import StatusChannel, StatusTrailer
 from lockstep.reduce.times import StepTimes
-from lockstep.reduce.waits import Waits
 from lockstep.torch_private import abort_device_backends
 
 Result = TypeVar("Result")
@@ -81,7 +80,6 @@ class BucketSchedule:
         self.reduction = reduction
         self.num_buckets_sent = 0
         self.times = StepTimes()
-        self.waits = Waits()
         self.failure: Exception | None = None
         self.on_end_of_backward: Callable[[], None] = _do_nothing
         self.send_besides: Callable[[], Finish] = _send_nothing
@@ -163,7 +161,6 @@ class BucketSchedule:
         self.times.end_backward()
         self._sends_nothing = status.has_failed
         self._run_local(self.on_end_of_backward)
-        self.waits.begin()
         for streams in self._bucket_set.streams:
             self._run_local(streams.join)
         while self._next < self._num_free:
@@ -198,7 +195,7 @@ class BucketSchedule:
         self._counts = []
         self._sends_nothing = self._is_cut_off = False
         self._finish_besides = _do_nothing
-        self.waits.end()
+        self.times.wait_no_more()
         for bucket in self._bucket_set.buckets:
             bucket.reset()
 
@@ -229,7 +226,6 @@ class BucketSchedule:
 
     def _prepare(self, index: int) -> None:
         """Make a message ready. [Note: a whole backward]: a gradient that does not fit must not stop the messages."""
-        self.times.begin_messages()
         bucket = self._bucket_set.buckets[index]
         if not self._sends_nothing:
             try:
@@ -252,6 +248,7 @@ class BucketSchedule:
     def _start(self, index: int, start: "Callable[..., Finish]", *, is_last_message: bool = False) -> None:
         waits = is_last_message and self._group_uses_this_thread
         self._events[index] = self._recorder.begin(EventKind.BUCKET, index, 0, self._text(index))
+        self.times.begin_message(self._events[index])
         with calls_for(f"bucket {1 + index} of the gradients of {self._purpose}"):
             if waits:
                 # The group's calls run one after the other; so it is known which one is waited for, and an error of one

@@ -80,6 +80,11 @@ class ShardReducer:
         """Whether the reduction since `begin` has ended in an error that every worker has: it adds nothing to it."""
         return self.has_reduced and self._reducer is not None and self._reducer.failed_on_all
 
+    @property
+    def last_gradient_ns(self) -> int:
+        """When the last gradient of this worker had arrived in this step; 0 if nothing was recorded of it."""
+        return 0 if self._reducer is None else self._reducer.times.backward_end
+
     def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
         """Call `start` just before the last message of each step, see `BucketSchedule.send_besides` (local)."""
         if self._reducer is not None:

@@ -1,6 +1,5 @@
 """Progress of a training on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import final
@@ -19,6 +18,7 @@ from lockstep.events import (
     StepFinished,
     WorkersChanged,
 )
+from lockstep.recording import WorkerRecorder
 
 _WIDTH_WITH_BAR = 130
 """On narrower terminals there is only room for the numbers."""
@@ -105,10 +105,10 @@ class Speed:
     """Samples per second, and how long the epoch and the run will take, in words.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns seconds; that of the recording unless a test has another.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
         self._clock = clock
         self._num_samples = self._total = 0
         self._num_steps: int | None = 0

@@ -1,6 +1,5 @@
 """The training loop of a run, in one worker: train, evaluate, save."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError
 from lockstep.events import EpochFinished, Recorder, RunStarted, WorkerEnded, WorkersChanged
 from lockstep.processes.stop_signals import StopRequest
+from lockstep.recording import own_recorder
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
@@ -214,7 +214,7 @@ def _train_epoch(
 ) -> Callable[[Mapping[str, float], Mapping[str, float]], EpochFinished] | None:
     """Train the rest of an epoch; return a function that makes its event, or None if the run was saved and stops."""
     config, parts, trainer = training.config, training.parts, training.parts.trainer
-    began = time.perf_counter()
+    began = own_recorder().seconds()
     num_samples = 0
     learning_rate = 0.0
     is_late = is_asynchronous(next(trainer.model.parameters()).device)
@@ -240,7 +240,7 @@ def _train_epoch(
     is_whole = trainer.cursor.epoch != epoch  # else a callback has ended the run
     if parts.scheduler is not None and config.steps_scheduler_per_epoch and is_whole:
         parts.scheduler.step()
-    seconds, train_loss = time.perf_counter() - began, training.sums.take_mean()
+    seconds, train_loss = own_recorder().seconds() - began, training.sums.take_mean()
     return lambda test, others: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,

@@ -37,7 +37,7 @@ def test_an_event_is_read_as_it_was_written(path: Path) -> None:
     assert (found.header.rank, found.header.host, found.header.world_size) == (1, "här", 2)
 
 
-def test_a_recorder_that_is_not_open_does_nothing(path: Path) -> None:
+def test_a_recorder_that_is_not_open_writes_no_file(path: Path) -> None:
     recorder = WorkerRecorder()
     recorder.end(recorder.begin(EventKind.SHARD, 1, 2, recorder.text("x")))
     with recorder.during(EventKind.SAVING):
@@ -50,6 +50,23 @@ def test_a_recorder_that_is_not_open_does_nothing(path: Path) -> None:
     recorder.mark(EventKind.PHASE, 1, 0, 0)
     assert [each["kind"] for each in read_file(path).table] == [EventKind.STARTED, EventKind.ENDED]
     assert read_file(path).header.ended_ns > 0
+
+
+def test_moments_of_events_are_known_with_and_without_a_file(path: Path) -> None:
+    recorder = WorkerRecorder()
+    in_memory = recorder.begin(EventKind.SHARD, 0, 0, 0)
+    assert recorder.moments(in_memory)[1] == 0  # under way
+    recorder.end(in_memory)
+    begin, end = recorder.moments(in_memory)
+    assert 0 < begin <= end <= recorder.seconds() * 1e9 + 1000
+    recorder.open(path, header(capacity=16))
+    in_file = recorder.mark(EventKind.FORWARD, 0, 0, 0)
+    recorder.end(in_memory)  # of the memory: no event of the file has its number
+    assert recorder.moments(in_memory) == (0, 0)
+    assert recorder.moments(in_file)[0] >= end
+    for _ in range(16):
+        recorder.mark(EventKind.FORWARD, 0, 0, 0)
+    assert recorder.moments(in_file) == (0, 0)  # newer events have replaced it
 
 
 def test_new_events_replace_the_oldest(path: Path) -> None:
@@ -70,7 +87,7 @@ def test_torn_events_are_left_out(path: Path) -> None:
     for index in range(3):
         recorder.mark(EventKind.SHARD, index, 0, 0)
     whole = bytearray(path.read_bytes())
-    place = RING_START + 2 * EVENT_BYTES
+    place = RING_START + 3 * EVENT_BYTES
     whole[place + 56 : place + 64] = bytes(8)  # its last word was not written
     path.write_bytes(whole)
     found = read_file(path)

@@ -179,7 +179,7 @@ def test_since_when_it_waits_is_known_until_the_backward_is_reset() -> None:
                 return note
 
         def note() -> None:
-            waits.append(schedule.waits.seconds() >= 0)
+            waits.append(schedule.times.seconds_waiting > 0)
 
         schedule = BucketSchedule(world, Slow(), purpose="a test")
         bucket_set, _ = buckets_of(world)

@@ -41,7 +41,7 @@ class WaitPosts:
     def _run(self) -> None:
         try:
             while not self._ended.wait(_LONG_SECONDS) and (reducer := self._reducer()) is not None:
-                seconds = reducer.schedule.waits.seconds()
+                seconds = reducer.times.seconds_waiting
                 del reducer
                 if seconds > _LONG_SECONDS:
                     self._post()
