@@ -26,6 +26,8 @@ PARTS: Final = (
     "own code",
 )
 """The parts of a worker's time; the last is what nothing was recorded of: the loop, printing."""
+_TOGETHER: Final = frozenset({"waiting", "communication"})
+"""The parts in which all workers take part."""
 _AGREE, _COMMIT = 5, 6
 _MOST_STEPS: Final = 500
 _FEWEST_STEPS: Final = 3
@@ -122,7 +124,7 @@ def find_slow(
     if not uses:
         text = f"Fewer than {_FEWEST_STEPS} steps are in the recording: there is nothing to say of its speed yet."
         return SlowReport(text=text, bound="", behind=None, workers=())
-    causes = {use.rank: _causes(usage.get(use.pid, ()), looks.get(use.pid), load) for use in uses}
+    causes = {use.rank: _causes(use, usage.get(use.pid, ()), looks.get(use.pid), load) for use in uses}
     return _judge(uses, {rank: found for rank, found in causes.items() if found})
 
 
@@ -130,9 +132,9 @@ def _last_begin(file: FileEvents) -> int:
     return int(file.table["begin"].max()) if len(file.table) else 0
 
 
-def _causes(usage: Sequence[UsageSample], looks: Looks | None, load: float) -> tuple[str, ...]:
+def _causes(use: TimeUse, usage: Sequence[UsageSample], looks: Looks | None, load: float) -> tuple[str, ...]:
     samples = usage if looks is None or len(usage) > len(looks.samples) else looks.samples
-    found = explain_slowness(samples, load)
+    found = explain_slowness(samples, load, sum(use.shares[name] for name in _TOGETHER))
     if looks is not None and looks.lines:
         (line, number), *_ = looks.lines.most_common(1)
         if number > looks.num * _OFTEN_SEEN:
@@ -277,16 +279,12 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
             f"The others wait for rank {late.rank} for {share:.0%} of their time; it comes last in "
             f"{late.came_last:.0%} of these waits."
         )
-        excess = {
-            name: late.shares[name] / max(median(use.shares[name] for use in others), 0.01)
-            for name in PARTS
-            if name != "waiting" and late.shares[name] > _MATTERS
-        }
-        if excess and max(excess.values()) > _EXCESS:
-            part = max(excess, key=lambda name: excess[name])
+        part, usual = _what_makes_late(late, others)
+        if late.shares[part] - usual > _MATTERS and late.shares[part] > _EXCESS * usual:
             bound = part
             sentences[0] = f"{_first(part)} of rank {late.rank} bounds the step: {late.shares[part]:.0%} of its time."
-            sentences.append(f"Its {part} takes {excess[part]:.1f} times as long as that of the others.")
+            times = late.shares[part] / max(usual, 0.01)
+            sentences.append(f"Its {part} takes {times:.1f} times as long as that of the others.")
     elif max(waiting) > _MATTERS:
         sentences.append(
             f"Ranks wait for each other for up to {max(waiting):.0%} of the time, now for one, now for another."
@@ -296,7 +294,7 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
         sentences.append(f"Most of it is in {guide.callback}.")
     slow_ones = [late] if is_behind else uses
     sentences += [f"Rank {use.rank}: {'; '.join(causes[use.rank])}." for use in slow_ones if use.rank in causes]
-    is_slower = is_behind and bound in {"forward and backward", "communication"}
+    is_slower = is_behind and bound == "forward and backward"
     sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
     return SlowReport(
         text=" ".join(sentences),
@@ -305,6 +303,17 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
         workers=tuple(uses),
         causes=causes,
     )
+
+
+def _what_makes_late(late: TimeUse, others: Sequence[TimeUse]) -> tuple[str, float]:
+    """Return in which part a worker spends most more time than the others, and the part of their time that these do.
+
+    The difference counts, not the ratio: a part that is short for all may be many times as long for one. The time in
+    collectives makes nobody late: for the last one all of it is communication, for the others some of it is waiting.
+    """
+    usual = {name: median(use.shares[name] for use in others) for name in PARTS if name not in _TOGETHER}
+    part = max(usual, key=lambda name: late.shares[name] - usual[name])
+    return part, usual[part]
 
 
 def _about_unequal_work(late: TimeUse, others: Sequence[TimeUse]) -> list[str]:

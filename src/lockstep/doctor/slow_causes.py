@@ -42,12 +42,13 @@ class _Used:
         return sum(sample.usage.get(name, 0) for sample in self.samples) / len(self.samples)
 
 
-def explain_slowness(samples: Sequence[UsageSample], load: float) -> list[str]:
+def explain_slowness(samples: Sequence[UsageSample], load: float, in_collectives: float = 0.0) -> list[str]:
     """Return what the system says of a worker that could make it slow, the heaviest first; empty for nothing.
 
     Args:
         samples: Of one process, in order.
         load: Processes that run or wait for a core on this host; 0 if that is not known.
+        in_collectives: The part of its time that it spends in calls of its group.
     """
     if len(samples) < _FEWEST_SAMPLES or samples[-1].moment_ns <= samples[0].moment_ns:
         return []
@@ -59,7 +60,7 @@ def explain_slowness(samples: Sequence[UsageSample], load: float) -> list[str]:
     throttled = used.rate("throttled_ns") / 1e9
     if throttled > _MATTERS:
         found.append((throttled + 1, f"its control group was throttled for {throttled:.0%} of the time: a CPU limit"))
-    found += _about_cores(used, load)
+    found += _about_cores(used, load, in_collectives)
     sleeping = max(used.part("is_in_disk_sleep"), used.rate("disk_wait_ns") / 1e9)
     if sleeping > _WAITS_FOR_DISK:
         speed = used.rate("read_bytes") / 1e6
@@ -72,9 +73,10 @@ def explain_slowness(samples: Sequence[UsageSample], load: float) -> list[str]:
     return [text for _, text in sorted(found, reverse=True)]
 
 
-def _about_cores(used: _Used, load: float) -> list[tuple[float, str]]:
-    waited = used.rate("core_wait_ns") / 1e9
-    if waited <= _WAITS_FOR_CORE:
+def _about_cores(used: _Used, load: float, in_collectives: float) -> list[tuple[float, str]]:
+    waited, computed = used.rate("core_wait_ns") / 1e9, used.rate("cpu_ns") / 1e9
+    slept_by_itself = 1 - computed - waited - in_collectives
+    if waited <= _WAITS_FOR_CORE or slept_by_itself > waited:  # it would be slow on a core of its own, too
         return []
     cores, running = round(used.part("num_cores")), used.part("num_running")
     known = f"; {load:.1f} processes want the host's cores" if load else ""
@@ -85,6 +87,6 @@ def _about_cores(used: _Used, load: float) -> list[tuple[float, str]]:
         return [(waited, text)]
     text = (
         f"another process was on its core: in each second it waited {waited:.2f} s for a core, used "
-        f"{used.rate('cpu_ns') / 1e9:.2f} s, and was interrupted {used.rate('forced_switches'):.0f} times{known}"
+        f"{computed:.2f} s, and was interrupted {used.rate('forced_switches'):.0f} times{known}"
     )
     return [(waited, text)]

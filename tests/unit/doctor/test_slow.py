@@ -36,7 +36,7 @@ def recorded(rank: int, parts: Mapping[str, int], other: Mapping[str, int], num_
         now += parts["load"]
         add(EventKind.PHASE, now, now, PREPARE)
         add(EventKind.PHASE, now, now, COMPUTE)
-        end = step * step_length + arrives + parts["send"]
+        end = step * step_length + arrives + parts["send"] + parts.get("wakes", 0)
         add(EventKind.SHARD, now, end)
         now += parts["work"]
         add(EventKind.REDUCING, now, end)
@@ -82,6 +82,19 @@ def test_the_rank_for_which_others_wait_is_named_with_what_it_does(part: str, bo
     assert (found.bound, found.behind) == (bound, 1)
     assert f"{bound[0].upper()}{bound[1:]} of rank 1 bounds the step" in found.text
     assert "The others wait for rank 1 for 64% of their time; it comes last in 100% of these waits." in found.text
+
+
+def test_more_work_is_named_and_not_the_communication_that_only_its_rank_sees() -> None:
+    # The last one to come waits for nobody, so all that it spends in collectives is communication. For the others the
+    # same time is mostly waiting. It was named as the slow part because its ratio, 5 to 1, was the largest.
+    quick, slow = {**EVEN, "work": 20, "send": 2}, {**EVEN, "work": 60, "send": 2, "wakes": 8}
+    files = [recorded(0, quick, slow), recorded(1, slow, quick)]
+    for file, size in zip(files, (16, 48), strict=True):
+        file.table["size"][file.table["kind"] == EventKind.SHARD] = size
+    found = find_slow(files)
+    assert (found.bound, found.behind) == ("forward and backward", 1)
+    assert "Its forward and backward takes 3.0 times as long as that of the others." in found.text
+    assert "It has more work: 1.0 shards with 48 samples in a step, the others 16 samples." in found.text
 
 
 def test_few_steps_say_nothing() -> None:

@@ -48,6 +48,19 @@ def test_a_healthy_worker_has_no_cause() -> None:
     assert explain_slowness(samples[:1], 2.0) == []
 
 
+@pytest.mark.parametrize(
+    ("computed", "in_collectives", "is_said"), [(0.1, 0.1, False), (0.1, 0.6, True), (0.6, 0.1, True)]
+)
+def test_a_worker_that_sleeps_by_itself_is_not_slow_because_of_its_core(
+    computed: float, in_collectives: float, *, is_said: bool
+) -> None:
+    # A data set that sleeps, on a busy host: another process on the core was said to be the cause.
+    usage = {"core_wait_ns": 0, "num_running": 1, "num_cores": 2, "cpu_ns": 0}
+    later = usage | {"core_wait_ns": SECOND // 4, "cpu_ns": int(computed * SECOND)}
+    found = explain_slowness([UsageSample(0, usage), UsageSample(SECOND, later)], 4.0, in_collectives)
+    assert bool(found) == is_said
+
+
 def test_what_a_process_uses_is_recorded_by_the_launcher(tmp_path: Path) -> None:
     launcher, worker = WorkerRecorder(), WorkerRecorder()
     open_recorder(launcher, tmp_path, worker=LAUNCHER, rank=LAUNCHER, world_size=1, capacity=256)
