@@ -1,13 +1,15 @@
-"""The forecast of the report against what is measured: a step on 2 workers from a run on 1, and the other way round.
+"""The forecast of the report against what is measured, on other numbers of workers than the run had.
 
-Runs on 1 and on 2 workers take turns, with one thread for each worker. A forecast is made from one of them as the
-report makes it, and compared with the next run on the other number.
+Runs take turns, with one thread for each worker. A forecast is made from one of them as the report makes it, and
+compared with the run on the other number in the same turn. From a run on one worker it is a bound, because nothing is
+exchanged there: then it is shown how much shorter than the measured step it is. Runs on 4 workers are made where there
+are cores for them.
 """
 
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from lockstep.report.page.measured import measure_tables
 
 NUM_SHARDS = 4
 WORDS = 20_000
+GOAL = 0.10
 
 
 def text() -> training_models.Batch:
@@ -73,21 +76,23 @@ def measure(name: str, workers: int, num_steps: int) -> MeasuredSteps:
     return measured
 
 
-def forecast(measured: MeasuredSteps, workers: int) -> float:
-    return next(each.seconds for each in forecast_steps(measured, (1, 2)) if each.workers == workers)
-
-
-def rows(name: str, rounds: int, num_steps: int) -> Iterable[str]:
-    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+def rows(name: str, rounds: int, num_steps: int, numbers: Sequence[int]) -> Iterable[str]:
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        runs = {workers: measure(name, workers, num_steps) for workers in (1, 2)}
-        for workers, before in ((1, 2), (2, 1)):
-            found[workers].append((forecast(runs[before], workers), float(statistics.median(runs[workers].step))))
-    for workers, before in ((2, 1), (1, 2)):
-        predicted, measured = (statistics.median(values) * 1e3 for values in zip(*found[workers], strict=True))
-        error = statistics.median(a / b for a, b in found[workers]) - 1
-        load = os.getloadavg()[0]
-        yield f"{name:22} {before} -> {workers} {predicted:9.2f} ms {measured:9.2f} ms {error:+8.1%} {load:6.1f}"
+        runs = {workers: measure(name, workers, num_steps) for workers in numbers}
+        for before, measured in runs.items():
+            for each in forecast_steps(measured, numbers):
+                if each.workers != before:
+                    step = float(statistics.median(runs[each.workers].step))
+                    found.setdefault((before, each.workers), []).append((each.seconds, step))
+    for (before, workers), pairs in found.items():
+        predicted, measured_ms = (statistics.median(values) * 1e3 for values in zip(*pairs, strict=True))
+        error = statistics.median(a / b for a, b in pairs) - 1
+        note = "at best" if before == 1 else "" if abs(error) <= GOAL else "MISSED"
+        yield (
+            f"{name:22} {before} -> {workers} {predicted:9.2f} ms {measured_ms:9.2f} ms {error:+8.1%} "
+            f"{os.getloadavg()[0]:6.1f} {note}"
+        )
 
 
 def main() -> None:
@@ -97,10 +102,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(BUILD), default=list(BUILD))
     options = parser.parse_args()
     print(f"{'model':22} {'':6} {'forecast':>12} {'measured':>12} {'error':>8} {'load':>6}")
+    numbers = [number for number in (1, 2, 4) if number <= (os.cpu_count() or 1)]
     for name in options.models:
-        for row in rows(name, options.rounds, options.steps):
+        for row in rows(name, options.rounds, options.steps, numbers):
             print(row, flush=True)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; 4 workers and more are not measured where cores lack")
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; the goal is {GOAL:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """How long a step would take on another number of workers, from what one run has measured; pure.
 
-    step(n) = rest + most shards of one worker * shard + exchange(n)
+    step(n) = fixed + most shards of one worker * (shard + its loading) + exchange(n) + waiting
 
-A shard is that of the slowest worker. The exchange is what a step takes from the end of its last shard until all
-know the result. A ring or shared memory moves 2 (n - 1) / n times the gradients for each worker, so the measured
-exchange is scaled by that. One worker exchanges nothing: from its run the exchange is unknown, and the forecast says
-what is possible at best. The rest is all else, such as loading and the update; it does not depend on the workers.
+A shard is that of the slowest worker. The exchange is what a step takes from the last gradient of the last worker until
+all know the result. A ring or shared memory moves 2 (n - 1) / n times the gradients for each worker, so the measured
+exchange is scaled by that. Waiting is what is left of a step: workers that are now quicker, now slower. One worker
+neither exchanges nor waits: from its run both are unknown, and the forecast says what is possible at best. What is
+fixed is all else, such as the update; it does not depend on the workers.
 
 The band comes from the quartiles of the same figures. Where there are fewer cores than workers the forecast does not
 hold, because workers then wait for each other's core.
@@ -34,9 +35,13 @@ class MeasuredSteps:
     step: NDArray[np.float64]
     """Whole steps, of any worker."""
     shard: Sequence[NDArray[np.float64]]
-    """Forward and backward of a shard, for each worker."""
+    """Forward and backward of a shard, without any wait for others, for each worker."""
+    loading: NDArray[np.float64]
+    """Waiting for the data of a step, of any worker."""
+    fixed: NDArray[np.float64]
+    """What is neither of these nor the exchange, in a step, of any worker."""
     exchange: NDArray[np.float64]
-    """From the end of a step's last shard until all workers know the result, for each step of the slowest worker."""
+    """From the last gradient of a step until all workers know the result, of the worker that came last to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class Forecast:
     is_measured: bool
     """Whether the run had this number."""
     is_best_case: bool
-    """Whether the exchange is unknown and left out."""
+    """Whether exchange and waiting are unknown and left out: it takes longer than this."""
 
 
 def forecast_steps(measured: MeasuredSteps, numbers: Sequence[int] = NUMBERS) -> list[Forecast]:
@@ -76,30 +81,53 @@ def forecast_steps(measured: MeasuredSteps, numbers: Sequence[int] = NUMBERS) ->
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """The parts of a step at one percentile."""
 
     measured: MeasuredSteps
+    whole: float
     shard: float
+    loading: float
+    fixed: float
     exchange: float
-    rest: float
+    waiting: float
 
     @staticmethod
     def at(measured: MeasuredSteps, percentile: float) -> "_Parts":
         """Return the parts at a percentile."""
-        shard = max(float(np.percentile(each, percentile)) for each in measured.shard if len(each))
-        exchange = float(np.percentile(measured.exchange, percentile)) if len(measured.exchange) else 0.0
-        step = float(np.percentile(measured.step, percentile))
-        own = -(-measured.num_shards // measured.workers) * shard
-        return _Parts(measured, shard, exchange, max(step - own - exchange, 0.0))
+        shard = max(_percentile(each, percentile) for each in measured.shard)
+        loading, fixed, exchange, whole = (
+            _percentile(each, percentile)
+            for each in (measured.loading, measured.fixed, measured.exchange, measured.step)
+        )
+        left = max(whole - _most_shards(measured, measured.workers) * shard - loading - fixed - exchange, 0.0)
+        is_alone = measured.workers == 1  # then nobody is waited for
+        return _Parts(
+            measured=measured,
+            whole=whole,
+            shard=shard,
+            loading=loading / _most_shards(measured, measured.workers),
+            fixed=fixed + left if is_alone else fixed,
+            exchange=exchange,
+            waiting=0.0 if is_alone else left,
+        )
 
     def step(self, workers: int) -> float:
         """Return the seconds of a step on a number of workers."""
-        return self.rest + -(-self.measured.num_shards // workers) * self.shard + self._exchange(workers)
+        if workers == self.measured.workers:
+            return self.whole
+        together = 0.0 if workers == 1 else self._exchange(workers) + self.waiting
+        return self.fixed + _most_shards(self.measured, workers) * (self.shard + self.loading) + together
 
     def _exchange(self, workers: int) -> float:
         before = self.measured.workers
-        if before == 1:
-            return self.exchange
-        return self.exchange * ((workers - 1) / workers) / ((before - 1) / before)
+        return 0.0 if before == 1 else self.exchange * ((workers - 1) / workers) / ((before - 1) / before)
+
+
+def _most_shards(measured: MeasuredSteps, workers: int) -> int:
+    return -(-measured.num_shards // workers)
+
+
+def _percentile(values: NDArray[np.float64], percentile: float) -> float:
+    return float(np.percentile(values, percentile)) if len(values) else 0.0

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.recording import EventKind
 from lockstep.report.page.forecast import MeasuredSteps
 from lockstep.report.page.run_data import RunData
-from lockstep.report.page.time_shares import event_seconds, phase_seconds, step_seconds
+from lockstep.report.page.step_parts import step_parts
 
 _FIRST_STEPS = 2
 """So many steps at the beginning of a recording are left out: they make buffers, and choose kernels."""
@@ -33,17 +32,21 @@ def measure_tables(tables: Sequence[NDArray[Any]], num_shards: int) -> MeasuredS
         tables: Of each worker.
         num_shards: Shards of a step.
     """
-    steps = [step_seconds(table)[_FIRST_STEPS:] for table in tables]
-    # The worker that waits least is the slowest: what it spends on the exchange is the cost of the exchange itself.
-    exchanges = [phase_seconds(table, "gradients") for table in tables]
-    agreements = [phase_seconds(table, "others") for table in tables]
-    totals = [a[: len(b)] + b[: len(a)] for a, b in zip(exchanges, agreements, strict=True)]
-    if min(len(each) for each in steps) < _FEWEST:
+    found = [step_parts(table) for table in tables]
+    common = sorted(set.intersection(*(set(each) for each in found)))[_FIRST_STEPS:-1]  # the last one may be under way
+    if len(common) < _FEWEST:
         return None
+    parts = [[each[step] for step in common] for each in found]
+    is_alone = len(tables) == 1
+    # The worker that comes last to an exchange waits for nobody there: its time is the cost of the exchange itself.
+    exchange = [] if is_alone else [min(each.exchange for each in at_once) for at_once in zip(*parts, strict=True)]
+    every = [each for of_worker in parts for each in of_worker]
     return MeasuredSteps(
         workers=len(tables),
         num_shards=num_shards,
-        step=np.concatenate(steps),
-        shard=[event_seconds(table, EventKind.SHARD) for table in tables],
-        exchange=min(totals, key=lambda each: float(np.median(each)) if len(each) else np.inf),
+        step=np.array([each.whole for each in every]),
+        shard=[np.array([e.compute / e.num_shards for e in each if e.num_shards]) for each in parts],
+        loading=np.array([each.loading for each in every]),
+        fixed=np.array([each.rest + (each.exchange if is_alone else 0.0) for each in every]),
+        exchange=np.array(exchange),
     )

@@ -72,6 +72,8 @@ def forecast_table(found: Sequence[Forecast], batch_size: Any, *, cores: int | N
     rows = []
     for each in found:
         note = both("measured") if each.is_measured else ""
+        if each.is_best_case:
+            note = both("forecast_at_best")
         if cores is not None and each.workers > cores and not each.is_measured:
             note = both("forecast_cores")
         speed = f"{batch_size / each.seconds:,.0f}" if isinstance(batch_size, int) else ""

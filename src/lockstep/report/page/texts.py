@@ -49,9 +49,10 @@ TEXTS: Final = {
         "根据这次运行的测量，一步会用多久。范围取自四分位数。",
     ),
     "forecast_best": (
-        "This run had one worker, so the cost of exchanging gradients is not known: at best.",
-        "这次运行只有一个 worker，不知道交换梯度要多久：这是最好的情况。",
+        "This run had one worker, so the cost of exchanging gradients is not known: at best. A run on two tells.",
+        "这次运行只有一个 worker，不知道交换梯度要多久：这是最好的情况。用两个 worker 短跑一次就知道。",
     ),
+    "forecast_at_best": ("at best", "最好情况"),
     "forecast_cores": (
         "More workers than this machine has cores, and no GPU: they would wait for each other.",
         "worker 比这台机器的核还多，又没有 GPU：它们会互相等待。",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lockstep.recording import EventKind
 
-_IDLE, _PREPARE, _COMPUTE, _REDUCE, _AGREE, _COMMIT = 1, 2, 3, 4, 5, 6
+_IDLE, _PREPARE, COMPUTE, _REDUCE, AGREE, _COMMIT = 1, 2, 3, 4, 5, 6
 SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
 """Parts of the time, in the order of a step; `texts` has what the page calls them."""
 _BETWEEN: Final = {
@@ -19,7 +19,7 @@ _BETWEEN: Final = {
     "evaluating": EventKind.EVALUATING,
     "saving": EventKind.SAVING,
 }
-_OF_PHASE: Final = {_PREPARE: "rest", _COMPUTE: "compute", _REDUCE: "gradients", _AGREE: "others", _COMMIT: "update"}
+_OF_PHASE: Final = {_PREPARE: "rest", COMPUTE: "compute", _REDUCE: "gradients", AGREE: "others", _COMMIT: "update"}
 _SECOND: Final = 1e9
 
 
@@ -54,29 +54,6 @@ def time_shares(table: NDArray[Any]) -> dict[str, float]:
         between -= shares[share]
     shares["rest"] += between
     return shares
-
-
-def step_seconds(table: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the seconds of each whole step of a recording, from the end of the one before."""
-    found = phases(table)
-    ends = found[found[:, 2] == _COMMIT, 1]
-    seconds: NDArray[np.float64] = np.diff(ends) / _SECOND
-    return seconds
-
-
-def phase_seconds(table: NDArray[Any], phase: str) -> NDArray[np.float64]:
-    """Return the seconds that each step has spent in a phase, which is one of `SHARES` but those between steps."""
-    found = phases(table)
-    numbers = [number for number, share in _OF_PHASE.items() if share == phase]
-    chosen = found[np.isin(found[:, 2], numbers)]
-    return (chosen[:, 1] - chosen[:, 0]) / _SECOND
-
-
-def event_seconds(table: NDArray[Any], kind: EventKind) -> NDArray[np.float64]:
-    """Return the seconds of each event of a kind that has ended."""
-    rows = table[(table["kind"] == kind) & (table["end"] > 0)]
-    seconds: NDArray[np.float64] = (rows["end"] - rows["begin"]) / _SECOND
-    return seconds
 
 
 def _overlap(outer: NDArray[np.int64], inner: NDArray[np.int64]) -> float:

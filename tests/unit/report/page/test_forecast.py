@@ -12,6 +12,8 @@ TWO_WORKERS = MeasuredSteps(
     num_shards=8,
     step=np.full(10, 0.052),
     shard=[np.full(40, 0.010), np.full(40, 0.008)],
+    loading=np.full(10, 0.002),
+    fixed=np.full(10, 0.003),
     exchange=np.full(10, 0.006),
 )
 
@@ -28,14 +30,15 @@ def test_the_measured_number_of_workers_is_as_measured() -> None:
 
 def test_shards_divide_and_the_exchange_grows_as_a_ring_does() -> None:
     found = seconds(TWO_WORKERS)
-    rest = 0.052 - 4 * 0.010 - 0.006
-    assert found[4] == pytest.approx(rest + 2 * 0.010 + 0.006 * (3 / 4) / (1 / 2))
-    assert found[8] == pytest.approx(rest + 0.010 + 0.006 * (7 / 8) / (1 / 2))
-    assert found[6] == pytest.approx(rest + 2 * 0.010 + 0.006 * (5 / 6) / (1 / 2))  # some have two shards
+    waiting = 0.052 - 4 * 0.010 - 0.002 - 0.003 - 0.006
+    rest, loading = 0.003 + waiting, 0.002 / 4
+    assert found[4] == pytest.approx(rest + 2 * (0.010 + loading) + 0.006 * (3 / 4) / (1 / 2))
+    assert found[8] == pytest.approx(rest + 0.010 + loading + 0.006 * (7 / 8) / (1 / 2))
+    assert found[6] == pytest.approx(rest + 2 * (0.010 + loading) + 0.006 * (5 / 6) / (1 / 2))  # some have two shards
 
 
-def test_one_worker_exchanges_nothing() -> None:
-    assert seconds(TWO_WORKERS)[1] == pytest.approx(0.052 - 0.006 + 4 * 0.010)
+def test_one_worker_neither_exchanges_nor_waits() -> None:
+    assert seconds(TWO_WORKERS)[1] == pytest.approx(0.003 + 8 * (0.010 + 0.002 / 4))
 
 
 def test_more_workers_than_shards_are_not_forecast() -> None:
@@ -43,7 +46,7 @@ def test_more_workers_than_shards_are_not_forecast() -> None:
 
 
 def test_from_one_worker_it_is_the_best_case() -> None:
-    alone = replace(TWO_WORKERS, workers=1, step=np.full(5, 0.1), shard=[np.full(40, 0.010)])
+    alone = replace(TWO_WORKERS, workers=1, step=np.full(5, 0.1), shard=[np.full(40, 0.010)], exchange=np.empty(0))
     assert [each.is_best_case for each in forecast_steps(alone)] == [False, True, True, True, True]
 
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lockstep.recording import EventKind
-from lockstep.report.page.time_shares import SHARES, event_seconds, phase_seconds, step_seconds, time_shares
+from lockstep.report.page.time_shares import SHARES, time_shares
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
 SECOND = 1_000_000_000
@@ -64,14 +64,3 @@ def test_loading_in_another_thread_during_a_step_is_not_waited_for() -> None:
 
 def test_a_recording_without_steps_has_no_shares() -> None:
     assert time_shares(recording((EventKind.STARTED, 0, 0, 0))) == dict.fromkeys(SHARES, 0.0)
-
-
-def test_a_step_lasts_from_one_commit_to_the_next() -> None:
-    two = recording((PHASE, 0, 0, 6), (PHASE, 1, 1, 1), (PHASE, 3, 3, 6), (PHASE, 3.5, 3.5, 1))
-    assert step_seconds(two).tolist() == [2.5]
-    assert phase_seconds(two, "update").tolist() == [1.0, 0.5]
-
-
-def test_events_that_have_not_ended_have_no_seconds() -> None:
-    table = recording((EventKind.SHARD, 1, 3, 0), (EventKind.SHARD, 3, 0, 1))
-    assert event_seconds(table, EventKind.SHARD).tolist() == [2.0]
