@@ -2,14 +2,19 @@
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
+import pynvml
 import typer
 from rich.console import Console
 
 from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.devices.holders import look_up_holder
+from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.doctor.chrome_trace import chrome_trace
 from lockstep.doctor.examination import examine, last_job
 from lockstep.doctor.finding import find_recording
@@ -55,12 +60,35 @@ def doctor(
             else:
                 if watch:
                     console.clear()
-                print_examination(found, console, with_stacks=stacks)
+                pids = {worker.pid for worker in found.workers if worker.facts is not None}
+                print_examination(found, console, with_stacks=stacks, gpus=gpu_use(pids))
             if not watch:
                 break
             time.sleep(2)
         if found.verdict.kind in _BAD:
             raise typer.Exit(FAILURE_EXIT)
+
+
+def gpu_use(pids: Collection[int], nvml: ModuleType = pynvml) -> dict[int, str]:
+    """Return what processes have on GPUs, in words: these, and all others that are on a GPU of one of them (local).
+
+    Args:
+        pids: The workers.
+        nvml: The module pynvml, or a fake.
+    """
+    try:
+        gpus, _ = read_gpus(nvml, look_up_holder) if pids else ((), None)
+    except NoGpusError:
+        return {}
+    found: dict[int, list[str]] = {}
+    for gpu in gpus:
+        if any(holder.pid in pids for holder in gpu.holders):
+            load = "" if gpu.utilisation_percent is None else f", busy {gpu.utilisation_percent} %"
+            for holder in gpu.holders:
+                memory = "" if holder.memory_bytes is None else f"{holder.memory_bytes / 2**20:,.0f} MiB on "
+                whose = "" if holder.pid in pids or holder.user is None else f" ({holder.user})"
+                found.setdefault(holder.pid, []).append(f"{memory}GPU {gpu.index}{load}{whose}")
+    return {pid: "; ".join(texts) for pid, texts in found.items()}
 
 
 def _show_slow(recording: Path, *, as_json: bool) -> None:

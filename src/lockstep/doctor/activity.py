@@ -13,6 +13,8 @@ _WITHIN_A_TURN: Final = (EventKind.SHARD, EventKind.BACKWARD, EventKind.REDUCING
 _OUTSIDE: Final = (1, 7)
 """The phases in which a trainer does nothing."""
 _UPDATE: Final = 6
+_FEWEST_SHARDS: Final = 8
+"""From so many shards it is known how long one takes."""
 _OWN_WORK: Final = (EventKind.SHARD, EventKind.LOADING, EventKind.EVALUATING)
 _SAVING: Final = {
     "wait": "waits until a checkpoint is written",
@@ -61,6 +63,8 @@ class Activity:
     """Whether it is in a step, an evaluation, a save or a call, and not in the user's code around these."""
     is_starting: bool = False
     """Whether it has not finished a step yet."""
+    longest_shard: float = 0.0
+    """If it computes a shard: seconds of the longest one before; 0 if there were too few."""
     has_ended: bool
     """Whether it ended its recording itself."""
 
@@ -121,8 +125,14 @@ def last_activity(file: FileEvents) -> Activity:
         or any(each.kind == EventKind.BACKWARD for each in open_events)
         or (phase is not None and phase.index not in _OUTSIDE),
         is_starting=_is_starting(file),
+        longest_shard=_longest_shard(file) if own and own[-1].kind == EventKind.SHARD else 0.0,
         has_ended=bool(file.header.ended_ns),
     )
+
+
+def _longest_shard(file: FileEvents) -> float:
+    rows = file.table[(file.table["kind"] == EventKind.SHARD) & (file.table["end"] > 0)]
+    return float((rows["end"] - rows["begin"]).max()) / 1e9 if len(rows) >= _FEWEST_SHARDS else 0.0
 
 
 def _is_starting(file: FileEvents) -> bool:

@@ -17,6 +17,8 @@ STALL_SECONDS: Final = 10.0
 """A worker that has begun and ended nothing for so long counts as standing still."""
 _BUSY: Final = 0.5
 """With so much of a core a process computes."""
+_FAR_LONGER: Final = 50
+"""A shard that takes so many times as long as the longest one before does not just take long."""
 _MOST_NAMES: Final = 8
 _SWAPPED: Final = 0.1
 """With this part of its memory in the swap space, a process is slow because of that."""
@@ -271,6 +273,8 @@ def _never_by_itself(worker: WorkerState) -> bool:
     if facts is None:
         return False
     if facts.is_stopped or facts.call == "read of its input" or facts.state == "in disk sleep":
+        return True
+    if worker.seconds > _FAR_LONGER * worker.activity.longest_shard > 0:
         return True
     return worker.activity.is_inside and worker.cpu_share < _BUSY and facts.state != "running"
 

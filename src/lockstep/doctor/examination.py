@@ -1,5 +1,6 @@
 """Looking at a job: its recording, and what the system knows of its processes now."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from lockstep.doctor.activity import last_activity, not_begun
 from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
 from lockstep.doctor.finding import is_running
+from lockstep.doctor.neighbours import Neighbour, find_neighbours, read_process_times
 from lockstep.doctor.processes import children_of, look_at
 from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
 from lockstep.processes.identity import boot_id
@@ -34,6 +36,8 @@ class Examination:
     """The Python stacks of each rank that was asked and has answered."""
     verdict: Verdict
     """What is the matter."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """Processes of this machine that are not of the job and use its cores; none are looked for if the job is gone."""
 
 
 def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float = STALL_SECONDS) -> Examination:
@@ -52,7 +56,8 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
     ends = _ends(launcher)
     now = time.monotonic_ns() if any(_is_here(file) for file in present) else _last_moment(files)
     states = [_look(file, ends, now, is_alive=_is_here(file) and is_running(file.header)) for file in present]
-    states = _with_cpu_share(states)
+    launchers = [] if launcher is None or not _is_here(launcher) else [launcher.header.pid]
+    states, neighbours = _with_cpu_share(states, launchers)
     stacks: dict[int, str] = {}
     for number, (file, state) in enumerate(zip(present, states, strict=True)):
         if state.facts is not None and (wants_stacks or state.seconds > stall_seconds):
@@ -66,6 +71,7 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
         workers=workers,
         stacks={rank: text for rank, text in stacks.items() if text},
         verdict=diagnose(workers, stall_seconds, _elsewhere(present, workers) if launcher is None else ()),
+        neighbours=tuple(neighbours),
     )
 
 
@@ -138,10 +144,17 @@ def _look(file: FileEvents, ends: dict[int, str], now: int, *, is_alive: bool) -
     )
 
 
-def _with_cpu_share(states: Sequence[WorkerState]) -> list[WorkerState]:
+def _with_cpu_share(
+    states: Sequence[WorkerState], launchers: Sequence[int]
+) -> tuple[list[WorkerState], list[Neighbour]]:
+    """Look for a moment at what the workers use of cores, and what other processes do."""
     began = time.monotonic()
+    neighbours: list[Neighbour] = []
     if any(state.facts is not None for state in states):
+        before = read_process_times()
         time.sleep(_SAMPLE_SECONDS)
+        job = {state.pid for state in states if state.facts is not None} | {*launchers, os.getpid()}
+        neighbours = find_neighbours(before, read_process_times(), time.monotonic() - began, job)
     found = []
     for state in states:
         later = look_at(state.pid) if state.facts is not None else None
@@ -150,7 +163,7 @@ def _with_cpu_share(states: Sequence[WorkerState]) -> list[WorkerState]:
             continue
         share = (later.cpu_seconds - state.facts.cpu_seconds) / (time.monotonic() - began)
         found.append(replace(state, facts=later, cpu_share=share))
-    return found
+    return found, neighbours
 
 
 def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]:

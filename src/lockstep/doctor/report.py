@@ -1,24 +1,44 @@
 """The report of the doctor: verdict first, then a row per worker; as text or as JSON."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.doctor.diagnosis import WorkerState
 from lockstep.doctor.examination import Examination
+from lockstep.doctor.neighbours import describe_neighbours
 from lockstep.doctor.slow import PARTS, SlowReport
 
 
-def print_examination(found: Examination, console: Console, *, with_stacks: bool) -> None:
-    """Print the report as text."""
+def print_examination(
+    found: Examination, console: Console, *, with_stacks: bool, gpus: Mapping[int, str] = MappingProxyType({})
+) -> None:
+    """Print the report as text.
+
+    Args:
+        found: What was found.
+        console: Where to.
+        with_stacks: Whether to print stacks.
+        gpus: What each process uses of GPUs, in words; empty where there are none.
+    """
     console.print(found.verdict.text, highlight=False, markup=False, soft_wrap=True)
     if found.verdict.advice:
         console.print(found.verdict.advice, highlight=False, markup=False, soft_wrap=True)
     if found.workers:
-        console.print(_table(found.workers))
+        console.print(_table(found.workers, gpus))
+    others = describe_neighbours(found.neighbours, os.cpu_count() or 1)
+    on_gpus = [
+        f"process {pid}: {text}" for pid, text in gpus.items() if pid not in {each.pid for each in found.workers}
+    ]
+    if on_gpus:
+        others = f"{others} Other processes on its GPUs: {'; '.join(on_gpus)}.".strip()
+    if others:
+        console.print(others, highlight=False, markup=False, soft_wrap=True)
     program = f"program {found.program}, " if found.program else ""
     console.print(f"{program}recording {found.recording}", highlight=False, markup=False, soft_wrap=True)
     for rank, text in found.stacks.items() if with_stacks else ():
@@ -55,6 +75,10 @@ def to_json(found: Examination) -> str:
                 "ranks": list(found.verdict.ranks),
             },
             "workers": [_values(worker) for worker in found.workers],
+            "neighbours": [
+                {"pid": each.pid, "user": each.user, "program": each.program, "cores": round(each.cores, 2)}
+                for each in found.neighbours
+            ],
             "stacks": {str(rank): text for rank, text in found.stacks.items()},
         },
         indent=2,
@@ -86,8 +110,10 @@ def slow_to_json(found: SlowReport) -> str:
     )
 
 
-def _table(workers: Sequence[WorkerState]) -> Table:
+def _table(workers: Sequence[WorkerState], gpus: Mapping[int, str]) -> Table:
     table = Table("rank", "process", "step", "what it does", "since", "at", "state", "memory", "cores")
+    if gpus:
+        table.add_column("GPU")
     for worker in workers:
         facts = worker.facts
         table.add_row(
@@ -100,6 +126,7 @@ def _table(workers: Sequence[WorkerState]) -> Table:
             _state(worker),
             "" if facts is None else f"{facts.memory_bytes / 2**20:,.0f} MiB",
             "" if facts is None else f"{worker.cpu_share:.1f}",
+            *([gpus.get(worker.pid, "")] if gpus else ()),
         )
     return table
 

@@ -142,6 +142,15 @@ def test_workers_that_do_something_are_running() -> None:
     assert "step 7" in found.text
 
 
+@pytest.mark.parametrize(("longest", "is_certain"), [(0.0, False), (2.0, False), (0.01, True)])
+def test_a_shard_that_takes_far_longer_than_any_before_is_no_long_shard(longest: float, *, is_certain: bool) -> None:
+    # All ranks in a loop, or with the GIL held: nobody waits for anybody, and each of them computes.
+    busy = replace(SLEEPING, state="running", call="")
+    activity = replace(COMPUTING, longest_shard=longest)
+    found = diagnose([worker(rank, activity, facts=busy, cpu_share=1.0) for rank in range(2)])
+    assert (found.kind, found.is_certain) == ("stalled", is_certain)
+
+
 def test_a_stopped_worker_is_told_of_at_once() -> None:
     found = diagnose([worker(0, seconds=1), worker(1, seconds=1, facts=replace(SLEEPING, state="stopped"))])
     assert (found.kind, found.ranks) == ("stalled", (1,))
