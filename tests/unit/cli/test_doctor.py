@@ -21,7 +21,7 @@ def test_memory_and_load_of_the_workers_gpus_are_shown_and_who_else_is_on_them()
         Card(load=97, computing={pid: 3 * GIB, other: GIB}),
         Card(load=50, computing={other: GIB}),  # no worker is on it
     )
-    found = gpu_use([pid], FakeNvml(*cards))  # type: ignore[arg-type]
+    found = gpu_use([pid], FakeNvml(*cards))
     assert found[pid] == "3,072 MiB on GPU 0, busy 97 %"
     assert found[other].startswith("1,024 MiB on GPU 0, busy 97 %")
     assert "GPU 1" not in found[other]
@@ -36,5 +36,5 @@ def test_memory_and_load_of_the_workers_gpus_are_shown_and_who_else_is_on_them()
 
 
 def test_without_a_driver_or_workers_there_is_no_column() -> None:
-    assert gpu_use([os.getpid()], FakeNvml(broken=refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))) == {}  # type: ignore[arg-type]
-    assert gpu_use([], FakeNvml(Card(computing={1: GIB}))) == {}  # type: ignore[arg-type]
+    assert gpu_use([os.getpid()], FakeNvml(broken=refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))) == {}
+    assert gpu_use([], FakeNvml(Card(computing={1: GIB}))) == {}
