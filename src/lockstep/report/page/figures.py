@@ -35,13 +35,13 @@ def draw_curve(runs: Sequence[RunData], step_key: str | None, epoch_keys: Sequen
         step_key: Name of the value in the rows of steps.
         epoch_keys: Names in the rows of epochs; those with `test_` are dashed.
     """
-    plot = _blank(active_scroll="xwheel_zoom")
+    plot = _blank(active_scroll="xwheel_zoom", x_axis_label="step")
     drawn: list[tuple[str, list[Any]]] = []
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         if step_key is not None and (points := _points(run.steps, step_key)) is not None:
-            faint = 0.45 if any(_points(run.marks, key) is not None for key in epoch_keys) else 1.0
-            line = plot.line(*points, color=colour, alpha=faint, line_width=1.3)
+            faint = 0.8 if any(_points(run.marks, key) is not None for key in epoch_keys) else 1.0
+            line = plot.line(*points, color=colour, alpha=faint, line_width=1.2)
             drawn.append((f"{prefix}each step", [line]))
         for number, key in enumerate(epoch_keys):
             if (points := _points(run.marks, key)) is not None:
@@ -67,7 +67,7 @@ def draw_memory(run: RunData) -> Any | None:
     """Return a figure with the memory of each worker, as the launcher saw it; None if that was not recorded."""
     launcher = next((each for each in run.recording if each.header.worker < 0), None)
     usage = {} if launcher is None else recorded_usage(launcher, 0)
-    plot = _blank(active_scroll="xwheel_zoom")
+    plot = _blank(active_scroll="xwheel_zoom", x_axis_label="s")
     drawn: list[tuple[str, list[Any]]] = []
     for file, colour in zip(run.workers, _cycle(len(run.workers)), strict=True):
         samples = usage.get(file.header.pid, ())
@@ -100,7 +100,7 @@ def draw_timeline(run: RunData) -> Any | None:
     for key in ("left", "right"):
         columns[key] = [(value - start) / 1e6 for value in columns[key]]
     columns["length"] = [right - left for left, right in zip(columns["left"], columns["right"], strict=True)]
-    rows = [(f"{each.header.rank}", kind) for each in reversed(workers) for kind in ("net", "shards", "phases")]
+    rows = [(f"{each.header.rank}", kind) for each in reversed(workers) for kind in ("messages", "shards", "phases")]
     plot = _blank(height=70 + 66 * len(workers), y_range=FactorRange(factors=rows), x_axis_label="ms")
     plot.y_range.range_padding = 0.02
     bars_drawn = plot.hbar(
@@ -138,7 +138,7 @@ def _worker_bars(table: NDArray[Any], text_of: Any, rank: str, offset: int) -> l
         EventKind.EVALUATING: ("phases", "evaluating"),
         EventKind.SAVING: ("phases", "saving"),
         EventKind.SHARD: ("shards", "compute"),
-        EventKind.COLLECTIVE: ("net", "gradients"),
+        EventKind.COLLECTIVE: ("messages", "gradients"),
     }
     recent = table[
         (table["begin"] >= since) & (table["end"] > 0) & np.isin(table["kind"], [int(kind) for kind in rows])
@@ -189,7 +189,8 @@ def _blank(*, height: int = 260, active_scroll: str | None = None, **options: An
         axis.axis_line_color = axis.major_tick_line_color = axis.minor_tick_line_color = AXIS_COLOUR
         axis.major_label_text_color = axis.axis_label_text_color = AXIS_COLOUR
         if hasattr(axis, "group_text_color"):
-            axis.group_text_color = AXIS_COLOUR
+            axis.group_text_color = axis.separator_line_color = AXIS_COLOUR
+            axis.separator_line_alpha = 0.5
     return plot
 
 
@@ -198,5 +199,6 @@ def _add_legend(plot: Any, drawn: list[tuple[str, list[Any]]]) -> None:
         items=drawn, orientation="horizontal", click_policy="hide", background_fill_alpha=0, border_line_alpha=0
     )
     legend.label_text_color = AXIS_COLOUR
+    legend.margin, legend.padding, legend.spacing = 0, 4, 14
     legend.nrows = -(-len(drawn) // 4)
     plot.add_layout(legend, "below")

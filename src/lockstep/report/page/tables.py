@@ -109,7 +109,12 @@ def checkpoints_table(run: RunData) -> str:
         for name, found in run.checkpoints.items()
     ]
     fingerprint = next((found["fingerprint"] for found in run.checkpoints.values() if found.get("fingerprint")), None)
-    shown = f"<p><code>{escape(str(fingerprint))}</code></p>" if fingerprint else ""
+    shown = (
+        f"<details><summary>{both('fingerprint')}</summary>"
+        f"<pre>{escape(json.dumps(fingerprint, indent=2, ensure_ascii=False, default=str))}</pre></details>"
+        if fingerprint
+        else ""
+    )
     return _table([both(name) for name in ("file", "position", "digest")], rows) + shown if rows else ""
 
 
@@ -121,7 +126,7 @@ def config_table(runs: Sequence[RunData], only: Sequence[Mapping[str, Any]] | No
         return ""
     values = ([f"<code>{escape(key)}</code>", *(_value(config.get(key)) for config in configs)] for key in keys)
     table = _table([both("key"), *(f"<code>{escape(run.name)}</code>" for run in runs)], values)
-    return table if only is not None else f"<details><summary>{len(keys)}</summary>{table}</details>"
+    return table if only is not None else f"<details><summary>{len(keys)} {both('keys')}</summary>{table}</details>"
 
 
 def environment(run: RunData) -> str:

@@ -73,6 +73,8 @@ TEXTS: Final = {
     "config": ("Config", "配置"),
     "config_differs": ("What differs", "不同之处"),
     "key": ("key", "键"),
+    "keys": ("keys", "个键"),
+    "fingerprint": ("fingerprint: all that the bits depend on", "指纹：结果的每一位所依赖的一切"),
     "environment": ("Environment", "环境"),
     "starts": ("Starts", "每次启动"),
     "nothing_recorded": ("This run has no recording.", "这次运行没有记录。"),
