@@ -17,7 +17,7 @@ STALL_SECONDS: Final = 10.0
 """A worker that has begun and ended nothing for so long counts as standing still."""
 _BUSY: Final = 0.5
 """With so much of a core a process computes."""
-_FAR_LONGER: Final = 50
+_FAR_LONGER: Final = 20
 """A shard that takes so many times as long as the longest one before does not just take long."""
 _MOST_NAMES: Final = 8
 _SWAPPED: Final = 0.1
