@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool
+from bokeh.models import CategoricalAxis, ColumnDataSource, DataRange1d, FactorRange, HoverTool
 from bokeh.models.annotations import Legend
 from bokeh.plotting import figure
 from numpy.typing import NDArray
@@ -188,7 +188,7 @@ def _blank(*, height: int = 260, active_scroll: str | None = None, **options: An
     for axis in plot.axis:
         axis.axis_line_color = axis.major_tick_line_color = axis.minor_tick_line_color = AXIS_COLOUR
         axis.major_label_text_color = axis.axis_label_text_color = AXIS_COLOUR
-        if hasattr(axis, "group_text_color"):
+        if isinstance(axis, CategoricalAxis):
             axis.group_text_color = axis.separator_line_color = AXIS_COLOUR
             axis.separator_line_alpha = 0.5
     return plot
@@ -199,6 +199,6 @@ def _add_legend(plot: Any, drawn: list[tuple[str, list[Any]]]) -> None:
         items=drawn, orientation="horizontal", click_policy="hide", background_fill_alpha=0, border_line_alpha=0
     )
     legend.label_text_color = AXIS_COLOUR
-    legend.margin, legend.padding, legend.spacing = 0, 4, 14
+    legend.update(margin=0, padding=4, spacing=14)
     legend.nrows = -(-len(drawn) // 4)
     plot.add_layout(legend, "below")
