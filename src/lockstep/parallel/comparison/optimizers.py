@@ -4,11 +4,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
 from lockstep.reduce.optimizer_options import Description, describe_options
@@ -27,16 +28,22 @@ class StepListener(Protocol):
 
 
 def listen_to_steps(listener: StepListener) -> Callable[[], None]:
-    """Call `listener`, which is held weakly, around the steps of all optimizers; return what ends it."""
-    before = register_optimizer_step_pre_hook(StepHook(weakref.WeakMethod(listener.before_step)))
-    after = register_optimizer_step_post_hook(StepHook(weakref.WeakMethod(listener.after_step)))
+    """Call `listener`, which is held weakly, around the steps of all optimizers; return what ends it.
 
-    def end() -> None:
-        before.remove()
-        after.remove()
-
-    weakref.finalize(listener, end).atexit = False
-    return end
+    The hooks of a listener that is gone do nothing, and the next call of this removes them. A finalizer must not: the
+    garbage collector may call it within a step, while torch goes through its hooks, and that step would fail.
+    """
+    for gone in [each for each in _REGISTERED if each.listener() is None]:
+        gone.remove()
+    registered = _Registered(
+        listener=weakref.ref(listener),
+        handles=(
+            register_optimizer_step_pre_hook(StepHook(weakref.WeakMethod(listener.before_step))),
+            register_optimizer_step_post_hook(StepHook(weakref.WeakMethod(listener.after_step))),
+        ),
+    )
+    _REGISTERED.append(registered)
+    return registered.remove
 
 
 @final
@@ -52,6 +59,26 @@ class StepHook:
         method = self._method()
         if method is not None:
             method(optimizer)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Registered:
+    """The hooks of one listener."""
+
+    listener: "weakref.ref[StepListener]"
+    handles: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        """Remove them; a second time does nothing."""
+        if self in _REGISTERED:
+            _REGISTERED.remove(self)
+        for handle in self.handles:
+            handle.remove()
+
+
+_REGISTERED: Final[list[_Registered]] = []
+"""Those that torch has, of all listeners of this process: torch's hooks are the process' too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,62 @@
+"""Hooks on the steps of all optimizers of a process."""
+
+import gc
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.parallel.comparison.optimizers import listen_to_steps
+
+
+class Listener:
+    """Counts steps, and is in a cycle, as a wrapper is."""
+
+    def __init__(self, *, collects: bool = False) -> None:
+        self.me = self
+        self.num_steps = 0
+        self._collects = collects
+        self.end = listen_to_steps(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._collects:
+            gc.collect()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.before_step(optimizer)
+        self.num_steps += 1
+
+
+def make_optimizer() -> Optimizer:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter], 0.1)
+
+
+def num_hooks() -> int:
+    return len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+
+# A wrapper that nobody needs any more is freed when Python collects garbage, which may be within the step of another
+# one's optimizer. Then its hooks went while torch was going through them: "OrderedDict mutated during iteration".
+def test_a_listener_may_be_collected_within_a_step() -> None:
+    Listener()
+    first, last = Listener(collects=True), Listener()
+    make_optimizer().step()
+    assert (first.num_steps, last.num_steps) == (1, 1)
+    for each in (first, last):
+        each.end()
+
+
+def test_the_hooks_of_listeners_that_are_gone_do_not_pile_up() -> None:
+    listener = Listener()
+    before = num_hooks()
+    listener.end()
+    for _ in range(3):
+        listener = Listener()
+        del listener
+        gc.collect()
+    listener = Listener()
+    assert num_hooks() <= before
+    listener.end()
