@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from importlib import import_module
 from pathlib import Path
@@ -89,8 +89,19 @@ PLAIN = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", 
 
 
 @functools.cache
+def sources() -> Mapping[str, str]:
+    return {str(path.relative_to(SOURCE)): path.read_text("utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@functools.cache
 def modules() -> Mapping[str, ast.Module]:
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text("utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    return {file: ast.parse(source) for file, source in sources().items()}
+
+
+@functools.cache
+def nodes(file: str) -> Sequence[ast.AST]:
+    """Return all nodes of a module: a walk through them takes long."""
+    return tuple(ast.walk(modules()[file]))
 
 
 def last_name(function: ast.expr) -> str:
@@ -113,45 +124,57 @@ def messages(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]
         yield from messages(node, inside)
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
-    """Yield the texts in a tree, without docstrings."""
-    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if node in docstrings:
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def texts(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
+    """Yield the texts among nodes that stand in the order of a walk, without docstrings."""
+    docstrings = set()
+    for node in nodes:
+        if isinstance(node, ast.Expr):
+            docstrings.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield node
+
+
+def texts_with_code(file: str) -> Sequence[ast.Constant]:
+    """Return the texts of a module that have a code in them."""
+    if not CODE.search(sources()[file]):
+        return ()
+    return [text for text in texts(nodes(file)) if CODE.search(text.value)]
 
 
 def has_code(tree: ast.AST) -> bool:
-    return any(map(CODE.search, texts(tree)))
+    return any(CODE.search(text.value) for text in texts(ast.walk(tree)))
 
 
-def own_makers(tree: ast.AST) -> set[str]:
+@functools.cache
+def own_makers(file: str) -> frozenset[str]:
     """Return the names that a module gives to functions, constants and variables that have a code in them."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and has_code(node):
+    lines = [text.lineno for text in texts_with_code(file)]
+    found: set[str] = set()
+    for node in nodes(file) if lines else ():
+        if not isinstance(node, ast.FunctionDef | ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        if not any(node.lineno <= line <= (node.end_lineno or node.lineno) for line in lines):
+            continue
+        if isinstance(node, ast.FunctionDef):
             found.add(node.name)
-        elif isinstance(node, ast.Assign) and has_code(node.value):
+        elif isinstance(node, ast.Assign):
             found.update(map(last_name, node.targets))
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None and has_code(node.value):
+        else:
             found.add(last_name(node.target))
-    return found
+    return frozenset(found)
 
 
 @functools.cache
 def makers(file: str) -> frozenset[str]:
     """Return the names by which a module can have texts with a code: its own, those that it imports, variables."""
-    tree = modules()[file]
-    found = own_makers(tree)
-    for node in ast.walk(tree):
+    found = set(own_makers(file))
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom):
             origin = f"{node.module}.".removeprefix("lockstep.").replace(".", "/")[:-1]
             for place in (f"{origin}.py", f"{origin}/__init__.py"):
                 names = {alias.name for alias in node.names}
-                found |= (names & own_makers(modules()[place])) if place in modules() else set()
-    for node in ast.walk(tree):
+                found |= (names & own_makers(place)) if place in modules() else set()
+    for node in nodes(file) if found else ():
         if isinstance(node, ast.Assign) and found & names_in(node.value):
             found.update(map(last_name, node.targets))
     return frozenset(found)
@@ -209,18 +232,14 @@ def test_a_message_without_a_code_is_found() -> None:
     assert without_code("a.py", ast.parse(source), set()) == [("a.py", "f", "ValueError(f'x is {x}.')")]
 
 
-@functools.cache
-def used_codes() -> frozenset[str]:
-    return frozenset(code for tree in modules().values() for text in texts(tree) for code in codes_in(text))
-
-
 def test_each_code_ends_a_text() -> None:
-    found = {text for tree in modules().values() for text in texts(tree) if CODE.search(text)}
+    found = {text.value for file in modules() for text in texts_with_code(file)}
     assert not [text for text in found if not re.search(r"\(LS\d{3}\)$", text)]
 
 
 def test_each_code_that_is_used_has_a_page_and_each_page_a_code() -> None:
-    assert set(all_codes()) == used_codes()
+    used = {code for file in modules() for text in texts(nodes(file)) for code in codes_in(text.value)}
+    assert set(all_codes()) == used
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
