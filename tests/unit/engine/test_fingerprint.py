@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -37,15 +38,21 @@ def test_a_precision_set_for_one_library_is_a_difference(
     take: Callable[[torch.device], Fingerprint], backend: str, precision: str, changed: set[str]
 ) -> None:
     # torch's older getters, which were used here, raise when the precision is set for one library. So Trainer(...) did.
-    target = torch.backends
+    target: Any = torch.backends
     for name in backend.split("."):
         target = getattr(target, name)
-    before, was = take(CUDA), target.fp32_precision  # type: ignore[attr-defined]
-    target.fp32_precision = precision  # type: ignore[attr-defined]
+    # Once it is set, an operator's precision does not follow its library's any more in this process; so it is set here.
+    operators = [target.conv, target.rnn] if backend == "cudnn" else []
+    was = [(each, each.fp32_precision) for each in (target, *operators)]
     try:
+        for each in operators:
+            each.fp32_precision, target.fp32_precision = "none", "tf32"
+        before = take(CUDA)
+        target.fp32_precision = precision
         now = take(CUDA)
     finally:
-        target.fp32_precision = was  # type: ignore[attr-defined]
+        for each, value in was:
+            each.fp32_precision = value
     names = {difference.split(" is ")[0] for difference in before.differences(now)}
     assert names - {"matmul_precision"} == changed
     assert all(f"{name} {precision}" in str(now) for name in changed)
