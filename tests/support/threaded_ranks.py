@@ -28,7 +28,7 @@ from lockstep.comm import World
 
 Result = TypeVar("Result")
 
-_TURN_SECONDS: Final = 45.0
+_TURN_SECONDS: Final = 100.0
 """A rank that does not come to its next call in this time waits for something that does not come."""
 
 
