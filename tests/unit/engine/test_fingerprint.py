@@ -39,14 +39,17 @@ def test_a_precision_set_for_one_library_is_a_difference(
 ) -> None:
     # torch's older getters, which were used here, raise when the precision is set for one library. So Trainer(...) did.
     target: Any = torch.backends
+    cudnn: Any = torch.backends.cudnn
     for name in backend.split("."):
         target = getattr(target, name)
     # Once it is set, an operator's precision does not follow its library's any more in this process; so it is set here.
-    operators = [target.conv, target.rnn] if backend == "cudnn" else []
-    was = [(each, each.fp32_precision) for each in (target, *operators)]
+    first = [(target, target.fp32_precision)]
+    if backend == "cudnn":
+        first = [(cudnn.conv, "none"), (cudnn.rnn, "none"), (torch.backends.cuda.matmul, "ieee"), (cudnn, "tf32")]
+    was = [(each, each.fp32_precision) for each, _ in first]
     try:
-        for each in operators:
-            each.fp32_precision, target.fp32_precision = "none", "tf32"
+        for each, value in first:
+            each.fp32_precision = value
         before = take(CUDA)
         target.fp32_precision = precision
         now = take(CUDA)
