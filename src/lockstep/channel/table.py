@@ -46,7 +46,7 @@ class Table:
             ValueError: There is no such operation.
         """
         operation, number = request.get("op"), request.get("id")
-        if operation in {"get", "wait"}:
+        if operation in {"get", "wait", "multi_get"}:
             keys = {request["key"]} if operation == "get" else set(request["keys"])
             missing = keys - self._values.keys()
             if not missing:
@@ -95,7 +95,11 @@ class Table:
         raise ValueError(f"A request is for {operation!r}, which is not an operation of torch's Store.")
 
     def _found(self, worker: int, request: Message) -> Reply:
-        value = self._values[request["key"]] if request["op"] == "get" else ""
+        value: str | list[str] = ""
+        if request["op"] == "get":
+            value = self._values[request["key"]]
+        elif request["op"] == "multi_get":
+            value = [self._values[key] for key in request["keys"]]
         return Reply(worker, {"id": request["id"], "value": value})
 
     def _release(self, key: str) -> list[Reply]:

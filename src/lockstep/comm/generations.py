@@ -38,6 +38,7 @@ from torch.distributed import PrefixStore
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import Message
 from lockstep.comm.bootstrap.channel_store import ChannelStore
+from lockstep.comm.bootstrap.group_making import make_next_group
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group
 from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.comm.world import World, current_world
@@ -314,12 +315,8 @@ class Generations:
             destroy_process_group()
             with suppress(ChannelClosedError):  # the launcher has ended, so this worker will too
                 self.report("meets", generation=joined.number)
-            init_process_group(
-                self._backend,
-                store=PrefixStore(f"generation/{joined.number}", self._store),
-                rank=joined.rank,
-                world_size=joined.world_size,
-            )
+            store = PrefixStore(f"generation/{joined.number}", self._store)
+            make_next_group(self._backend, store, joined.rank, joined.world_size)
         except RuntimeError as error:
             if isinstance(error, GroupError) or not (self.has_next or self._is_set_aside or self._is_over):
                 raise

@@ -14,10 +14,10 @@ from typing import Any, Final, final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.bootstrap.channel_store import ChannelStore
+from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo_sockets import GlooSockets
-from lockstep.comm.hosts import GroupMembers, store_loss_explained, wait_for_members
+from lockstep.comm.hosts import GroupMembers, read_all, store_loss_explained, wait_for_members
 from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.errors import GroupError
 from lockstep.torch_private import gloo_announcements
@@ -80,14 +80,7 @@ def connect_gloo(store: Store, size: int, make: Callable[[], Any]) -> tuple[Any,
 def _connect(store: Store, size: int, make: Callable[[], Any]) -> Any:
     """Return what `make` makes, unless the launcher announces that a rank was lost meanwhile."""
     # Gloo waits for the connection of a lost rank until its timeout, and nothing ends that wait.
-    return _ConnectionAttempt(make).result() if size > 1 and _is_of_launch(store) else make()
-
-
-def _is_of_launch(store: Any) -> bool:
-    """Return whether a launcher serves the store, which can announce that a rank was lost."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, ChannelStore)
+    return _ConnectionAttempt(make).result() if size > 1 and launch_store(store) is not None else make()
 
 
 @final
@@ -129,4 +122,4 @@ def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadl
     with store_loss_explained():
         store.set(keys[rank], str(is_late))
         wait_for_members(store, keys, members, deadline.with_at_least(_LEAST_SECONDS))
-        return any(store.get(key) == str(True).encode() for key in keys)
+        return str(True).encode() in read_all(store, keys)

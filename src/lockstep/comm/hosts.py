@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import DistNetworkError, ProcessGroup, Store
+from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store
 
+from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.host_identity import host_identity, is_host_identity
 from lockstep.comm.stored_values import changed_value, read_texts
@@ -109,7 +110,7 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
     with store_loss_explained():
         store.set(keys[rank], mine)
         wait_for_members(store, keys, members, deadline)
-        stored = [store.get(key) for key in keys]  # not every store has multi_get
+        stored = read_all(store, keys)
     found = [read_texts(key, raw, 2) for key, raw in zip(keys, stored, strict=True)]
     for peer, (key, raw) in enumerate(zip(keys, stored, strict=True)):
         # Another host would let the ranks leave shared memory, and send gradients where a stranger may read them.
@@ -144,8 +145,9 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
     started = time.monotonic()
     pause = _FIRST_PAUSE_SECONDS
     has_warned = False
-    # Not `store.wait` with a short timeout: torch prints a warning each time that one is over.
-    while not store.check(list(keys)):
+    of_launch = launch_store(store) is not None
+    # A launcher answers a wait at once. Else not `store.wait` with a short timeout: torch prints a warning at its end.
+    while not (_wait(store, keys) if of_launch else store.check(list(keys))):
         is_over = deadline.is_over
         lost = members.find_lost()
         if lost is not None:
@@ -161,8 +163,26 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
                     _name_ranks(missing),
                     ", ".join(map(str, members.names)),
                 )
+        if of_launch:
+            continue
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that are set."""
+    if launch_store(store) is not None:
+        return store.multi_get(list(keys))  # in one message
+    return [store.get(key) for key in keys]  # not every store has multi_get
+
+
+def _wait(store: Store, keys: Sequence[str]) -> bool:
+    """Wait for a short time until all keys are set; return whether they are."""
+    try:
+        store.wait(list(keys), timedelta(seconds=_LAST_PAUSE_SECONDS))
+    except DistStoreError:
+        return False
+    return True
 
 
 def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup
+from torch.distributed import DistNetworkError, ProcessGroup
 
-from lockstep.comm.bootstrap.channel_store import ChannelStore
+from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.capabilities import capabilities_of
 from lockstep.comm.plain_objects import RefusedObjectError, pack_plain, unpack_plain
 from lockstep.errors import GroupError
@@ -111,10 +111,8 @@ def find_secret(group: ProcessGroup) -> bytes | None:
     token = read_token()
     if token:
         return hashlib.sha256(token.encode()).digest()
-    store: Any = store_of(group)
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, ChannelStore):
+    store = launch_store(store_of(group))
+    if store is None:
         return None
     try:
         return store.compare_set(_SECRET_KEY, "", secrets.token_hex(32))

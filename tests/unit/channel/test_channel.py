@@ -1,7 +1,9 @@
 """The channel between launcher and workers, with threads in the workers' place."""
 
 import contextlib
+import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,9 @@ from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import LineReader, to_bytes, to_text
 from lockstep.channel.server import ChannelServer
 from lockstep.comm.bootstrap.channel_store import ChannelStore
+from lockstep.comm.deadline import Deadline
+from lockstep.comm.host_identity import host_identity
+from lockstep.comm.hosts import GroupMembers, find_hosts
 
 Message = dict[str, Any]
 
@@ -69,6 +74,32 @@ def test_a_key_that_another_worker_sets_ends_a_wait(server: ChannelServer) -> No
     second.set("address", "here")
     waiting.join(20)
     assert found == [b"here"]
+
+
+def test_several_values_are_one_request_and_wait_for_the_last(server: ChannelServer) -> None:
+    first, second = store_of(server, 0), store_of(server, 1)
+    found: list[list[bytes]] = []
+    waiting = threading.Thread(target=lambda: found.append(PrefixStore("group", first).multi_get(["a", "b"])))
+    waiting.start()
+    second.set("group/b", "2")
+    second.set("group/a", "1")
+    waiting.join(20)
+    assert found == [[b"1", b"2"]]
+
+
+def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts() -> None:
+    # Each is a message to the launcher and back, while nobody trains: a lost worker once cost about twenty.
+    requests: list[int] = []
+    server = ChannelServer(on_request=lambda: requests.append(1))
+    stores = [store_of(server, rank) for rank in range(3)]
+    deadline = Deadline.after(timedelta(seconds=20))
+    members = GroupMembers(names=range(3))
+    for rank in (1, 2):
+        stores[rank].set(f"host/{rank}", json.dumps([host_identity(), socket.gethostname()]))
+    requests.clear()
+    assert find_hosts(stores[0], 0, members, deadline).is_one_host
+    server.close()
+    assert len(requests) <= 3
 
 
 def test_a_wait_for_several_keys_ends_with_the_last(server: ChannelServer) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast, final
 
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.lines import to_bytes, to_text
@@ -73,7 +73,7 @@ class ChannelStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of several keys, once they are set."""
-        return [self.get(key) for key in keys]
+        return [to_bytes(value) for value in self._request("multi_get", self._limit, keys=list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys."""
@@ -112,3 +112,11 @@ class ChannelStore(Store):
             raise DistStoreError(f"No value for {', '.join(map(repr, keys[:3]))} within {timeout}.") from error
         except ChannelClosedError as error:
             raise DistNetworkError(str(error)) from error
+
+
+def launch_store(store: Store | None) -> ChannelStore | None:
+    """Return the store of a launch that is under any prefixes; None if it is another kind of store."""
+    found: Any = store
+    while isinstance(found, PrefixStore):
+        found = found.underlying_store
+    return found if isinstance(found, ChannelStore) else None

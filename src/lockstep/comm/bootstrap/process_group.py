@@ -1,7 +1,7 @@
 """Setting up and tearing down the process group, with torch's arguments and errors that name the remedy.
 
 read settings -> open the store -> startup handshake -> find hosts   -> Gloo's interface -> torch makes the group
-(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)
+(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)      (group_making.py)
 """
 
 import atexit
@@ -11,9 +11,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,20 +22,12 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 # Now, because `lockstep.drop_in` binds torch's name to the function below.
 from torch.distributed import init_process_group as make_torchs_group
 
-from lockstep.comm.bootstrap.backends import (
-    backend_names,
-    backend_on_hosts,
-    choose_backend,
-    explain_missing_backend,
-    explain_unusable,
-    own_device,
-    uses_gloo_anywhere,
-    warn_of_nccl,
-)
+from lockstep.comm.bootstrap.backends import choose_backend, explain_missing_backend, explain_unusable, own_device
+from lockstep.comm.bootstrap.group_making import BackendChoice, find_set_up, making_group, waiting_for_others
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.comm.bootstrap.identity import find_world, is_announced, read_torch_variables
 from lockstep.comm.bootstrap.inherited_channel import inherited_store
-from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces
+from lockstep.comm.bootstrap.rank_and_size import find_rank_and_size
 from lockstep.comm.bootstrap.store import (
     OpenedStore,
     StoreLocation,
@@ -46,22 +37,19 @@ from lockstep.comm.bootstrap.store import (
     open_store,
 )
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.gloo import gloo_connected_in_time
-from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
+from lockstep.comm.hosts import GroupSetUp
 from lockstep.comm.world import World, current_world
 from lockstep.doctor.stall_watch import record_this_worker
-from lockstep.errors import GroupError, counted
+from lockstep.errors import GroupError
 from lockstep.processes.quick_exit import exit_quickly
 from lockstep.processes.temporary_files import keep_temporary_files_in
-from lockstep.recording import EventKind, own_recorder
-from lockstep.settings import read_check, read_folder, read_gloo_interface, read_launchers
+from lockstep.settings import read_check, read_folder, read_launchers
 from lockstep.torch_private import default_timeout
 from lockstep.variables import WorldVariables
 
 _LOGGER = logging.getLogger("lockstep")
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that need no store: there can be no handshake."""
-_HIGHEST_PORT = 65535
 _REPORT_TIMEOUT = datetime.timedelta(seconds=20)
 """How long a worker that cannot take part tries to report that to the others: connecting to a store may take 5 s
 or more if no name server answers."""
@@ -136,14 +124,14 @@ def init_process_group(  # the parameters are torch's, in torch's order
         raise TypeError(f"timeout is {timeout!r}, expected a datetime.timedelta such as timedelta(minutes=5). (LS103)")
     if timeout is not None and timeout <= datetime.timedelta(0):
         raise ValueError(f"timeout is {timeout}, expected more than zero, such as timedelta(minutes=5). (LS103)")
-    is_chosen = backend is None
+    is_ours = backend is None
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
     variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
     problem = explain_missing_backend(backend) or explain_unusable(backend, variables, device_id)
     check = read_check() if check is None else check
     with _raising_first(problem):
-        rank, world_size = _find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
+        rank, world_size = find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
     set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + ("" if check is None else f" with check={check}")
@@ -157,59 +145,18 @@ def init_process_group(  # the parameters are torch's, in torch's order
         limit = timeout if timeout is not None else default_timeout(backend)
         limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)
-        with _waiting():
+        with waiting_for_others():
             opened = _open_and_handshake(settings, location, deadline)
-        members = GroupMembers(names=range(opened.world_size))
-        hosts = find_hosts(opened.store, opened.rank, members, deadline.with_at_least(_LEAST_SECONDS))
-        backend = backend_on_hosts(backend, hosts, opened.rank, is_chosen=is_chosen)
-        warn_of_nccl(backend, hosts, opened.rank)
-        if uses_gloo_anywhere(backend):
-            choose_interface(opened.store, opened.rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
-        set_up = GroupSetUp(
-            hosts=hosts,
-            deadline=deadline.with_at_least(_LEAST_SECONDS),
-            compares_calls=_decide_check(check, backend, opened.rank, hosts),
-            waits=check is not None,
-            explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
-        )
+        choice = BackendChoice(backend=backend, is_ours=is_ours, check=check)
+        backend, set_up = find_set_up(choice, opened, location, deadline)
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
-    if device_id is None and not is_chosen:
+    if device_id is None and not is_ours:
         device_id = own_device(backend, variables)
-    with (
-        _waiting(),
-        _network_explained(rank),
-        _in_time(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()),
-    ):
+    with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
         make_torchs_group(backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id)
     record_this_worker(dist.get_rank(), dist.get_world_size(), store)
-
-
-def _waiting() -> AbstractContextManager[None]:
-    """Record that this worker waits for the others, under a launcher of ours; without one nothing is recorded yet."""
-    return own_recorder().during(EventKind.WAITING, -1, text="init_process_group")
-
-
-def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
-    """Return whether the group compares calls itself; if that is not decided and costs too much, rank 0 logs it."""
-    names = set(backend_names(backend)) - {"shm"}
-    if check is not None or not names or len(hosts.identities) == 1:
-        return bool(check and names)
-    is_cheap = hosts.is_one_host and names == {"gloo"}
-    if not is_cheap and rank == 0:
-        _LOGGER.warning(
-            "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
-            "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
-            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line. (LS118)",
-            " and ".join(sorted(names)),
-            "" if hosts.is_one_host else " on several hosts",
-        )
-    return is_cheap
-
-
-def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
-    return world_size > 1 and not hosts.why_not_shared(range(world_size))
 
 
 def launched_world() -> WorldVariables | None:
@@ -311,52 +258,6 @@ def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
 
 
 @contextlib.contextmanager
-def _in_time(
-    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
-) -> Iterator[None]:
-    """Pass hosts and deadline to the group that torch makes inside this context (collective).
-
-    Args:
-        set_up: Hosts and deadline; None for a group without a store.
-        store: The group's store.
-        rank: Number of this worker.
-        world_size: How many there are.
-        uses_gloo: Whether torch itself makes a Gloo backend.
-    """
-    if set_up is None or store is None:
-        yield
-        return
-    with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
-            members = GroupMembers(names=range(world_size))
-            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
-        yield
-    if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
-        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
-
-
-@contextlib.contextmanager
-def _network_explained(rank: int) -> Iterator[None]:
-    """Explain an error of torch when it cannot connect the workers after the handshake."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        raise GroupError(
-            "All workers had connected, but then the store of the rendezvous was lost. Look at the log of rank 0. "
-            f"torch said: {str(error).splitlines()[0]} (LS112)"
-        ) from error
-    except RuntimeError as error:
-        if "gloo" not in str(error).lower():
-            raise
-        given = read_gloo_interface()
-        raise GroupError(
-            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers: something, a "
-            f"firewall say, is between their addresses. Host {socket.gethostname()!r} has {describe_interfaces()}"
-            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]} (LS113)"
-        ) from error
-
-
-@contextlib.contextmanager
 def _raising_first(problem: str) -> Iterator[None]:
     """Raise `problem`, if there is one, in place of a later error."""
     try:
@@ -365,48 +266,3 @@ def _raising_first(problem: str) -> Iterator[None]:
         if problem:
             raise GroupError(problem) from error
         raise
-
-
-def _find_rank_and_size(
-    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
-) -> tuple[int, int]:
-    """Return rank and world size, from the arguments or else the environment."""
-    if has_store or not (init_method or "env://").startswith("env://"):
-        if world_size < 0 or rank < 0:
-            raise GroupError(
-                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
-                "give both. (LS101)"
-            )
-    else:
-        _check_environment(variables, rank, world_size)
-        rank = rank if rank >= 0 else int(variables.rank or "")
-        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
-    if not 0 <= rank < world_size:
-        raise GroupError(
-            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
-            "Check that the number of workers counts processes, not hosts. (LS102)"
-        )
-    return rank, world_size
-
-
-def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
-    given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
-    values = {field.name: getattr(variables, field.name) for field in fields(variables)}
-    needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
-    missing = [name.upper() for name in needed if not values[name]]
-    for name in needed:
-        if values[name] and name != "master_addr" and not values[name].isdecimal():
-            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
-            source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
-            raise GroupError(
-                f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}. (LS102)"
-            )
-    if missing:
-        raise GroupError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
-            f"worker has no rank in a world. {variables.remedy} (LS101)"
-        )
-    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
-        raise GroupError(
-            f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}. (LS102)"
-        )

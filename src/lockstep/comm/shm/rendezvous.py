@@ -129,8 +129,9 @@ def connect_ranks(
             if hosts is None:
                 hosts = find_hosts(store, rank, members, deadline)
             else:
-                keys = [f"arrived/{peer}" for peer in range(layout.size)]
-                store.set(keys[rank], "yes")
+                keys = [_ADDRESS, *(f"arrived/{peer}" for peer in range(1, layout.size))]
+                if listener is None:
+                    store.set(keys[rank], "yes")
                 wait_for_members(store, keys, members, deadline)
             (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)  # set before rank 0 set its key
         reason = hosts.why_not_shared(members.names)
