@@ -53,6 +53,7 @@ PURE = (
     "lockstep.devices.visible",
     "lockstep.comm.bootstrap.identity",
     "lockstep.comm.bootstrap.node_list",
+    "lockstep.comm.bootstrap.rank_and_size",
     "lockstep.comm.nccl_defects",
     "lockstep.comm.segments",
     "lockstep.recording.file_format",
