@@ -88,6 +88,16 @@ def write_place(rank: int, world_size: int) -> None:
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
 
+def read_is_profiled(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process may hold a library that was put into it from outside, such as a profiler.
+
+    Args:
+        environ: Mapping to read instead of this process' environment.
+    """
+    source = os.environ if environ is None else environ
+    return any(source.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
+
+
 def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process is a worker that `ls.launch` started.
 

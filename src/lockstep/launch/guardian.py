@@ -31,7 +31,7 @@ def main() -> None:
         for line in lines:
             (sessions.add if line.startswith(b"+") else sessions.discard)(int(line[1:]))
     kill(sessions)
-    if sys.argv[2]:
+    if sys.argv[2] and os.path.exists(sys.argv[2]):  # noqa: PTH110 - pathlib is slow; the launcher was killed
         import shutil  # takes longer than all that is imported above
 
         shutil.rmtree(sys.argv[2], ignore_errors=True)

@@ -52,7 +52,7 @@ GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
 _EARLIER_FAILURE_SECONDS = 0.3
 """After the launcher notices a first failure: how long it waits for one that happened before it."""
-_EARLIER_THAN_KILL_SECONDS = 0.1
+_EARLIER_THAN_KILL_SECONDS = 0.05
 """The same where one was killed by SIGKILL. No failure of another worker leads to that."""
 _ROOT_CAUSE_SECONDS = 5.0
 """The same while every failure that it has seen is a consequence of another worker's."""

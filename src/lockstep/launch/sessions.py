@@ -15,6 +15,7 @@ sessions from the guardian.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,8 @@ class Sessions:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 leader.wait(_KILLED_SECONDS)
         self._leaders.clear()
+        if self.folder:  # the guardian would import what this process has imported
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._pipe)
         self._guardian.wait()
 

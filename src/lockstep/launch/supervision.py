@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger("lockstep")
 _ROOT_CAUSE_SECONDS = 5.0
 """Like EARLIER_FAILURE_SECONDS, while every reported failure is a consequence of another worker's failure."""
 
-_EARLIER_THAN_KILL_SECONDS = 0.1
+_EARLIER_THAN_KILL_SECONDS = 0.05
 """The same where one was killed by SIGKILL. No failure of another worker leads to that."""
 
 

@@ -15,8 +15,8 @@ def failed(exit_code: int | None, *, is_consequence: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
-        ([failed(-9)], 0.1),  # it waited half a second, although nothing that another worker does kills this one
-        ([failed(None, is_consequence=True), failed(-9)], 0.1),
+        ([failed(-9)], 0.05),  # it waited half a second, although nothing that another worker does kills this one
+        ([failed(None, is_consequence=True), failed(-9)], 0.05),
         ([failed(1)], 0.5),
         ([failed(-11)], 0.5),  # a reader of memory that another one has cut off
         ([failed(None, is_consequence=True)], 5.0),
