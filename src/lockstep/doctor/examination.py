@@ -34,6 +34,8 @@ class Examination:
     """The present workers, or the last ones of a job that has ended."""
     stacks: dict[int, str]
     """The Python stacks of each rank that was asked and has answered."""
+    late_stacks: frozenset[int]
+    """The ranks that were asked for their stacks and run, but have not answered in time."""
     verdict: Verdict
     """What is the matter."""
     neighbours: tuple[Neighbour, ...] = ()
@@ -59,9 +61,12 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
     launchers = [] if launcher is None or not _is_here(launcher) else [launcher.header.pid]
     states, neighbours = _with_cpu_share(states, launchers)
     stacks: dict[int, str] = {}
+    late = set()
     for number, (file, state) in enumerate(zip(present, states, strict=True)):
         if state.facts is not None and (wants_stacks or state.seconds > stall_seconds):
             states[number], stacks[state.rank] = _with_stack(file, state)
+            if not stacks[state.rank] and file.header.stack_signal and not state.facts.is_stopped:
+                late.add(state.rank)
     if launcher is not None and _is_here(launcher):
         states += _not_recorded(launcher, {state.pid for state in states})
     workers = tuple(sorted(_living_or_last(states), key=lambda each: each.rank))
@@ -70,6 +75,7 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
         program=present[0].header.program if present else "",
         workers=workers,
         stacks={rank: text for rank, text in stacks.items() if text},
+        late_stacks=frozenset(late),
         verdict=diagnose(workers, stall_seconds, _elsewhere(present, workers) if launcher is None else ()),
         neighbours=tuple(neighbours),
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from lockstep.doctor.diagnosis import Verdict
+    from lockstep.doctor.examination import Examination
 
 _LOGGER = logging.getLogger("lockstep")
 _LOOKS: Final = 8
@@ -38,6 +39,8 @@ _LOOKS: Final = 8
 _LONGEST_PAUSE: Final = 2.0
 _PATIENCE: Final = 5
 """A job of which nobody waits for others, and which computes, may do so for this many times the stall time."""
+_MOST_ASKS: Final = 20
+"""So often a worker that did not show its stack in time is asked again, for a second message with its line."""
 _TOLD: Final = "stalls"
 """The file that holds when the last stall was logged."""
 
@@ -72,6 +75,7 @@ class StallWatch:
         self._seen: dict[Path, int] = {}
         self._own_marks: dict[int, int] = {}
         self._next_look = 0.0
+        self._asks_left = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep stall watch", daemon=True)
         self._thread.start()
@@ -94,7 +98,7 @@ class StallWatch:
     def _look(self) -> None:
         silent = self._silent_workers()
         if not silent:
-            self._seen, self._next_look, self._waits_elsewhere = {}, 0.0, False
+            self._seen, self._next_look, self._waits_elsewhere, self._asks_left = {}, 0.0, False, 0
             return
         if self._waits_elsewhere and self._hosts is not None:
             self._hosts.tell()
@@ -102,6 +106,7 @@ class StallWatch:
             return
         is_new = silent != self._seen
         self._seen = silent
+        self._asks_left = 0 if is_new else self._asks_left
         from lockstep.doctor.examination import examine
 
         found = examine(self._recording, stall_seconds=self._seconds)
@@ -109,12 +114,23 @@ class StallWatch:
         self._waits_elsewhere = found.verdict.is_elsewhere
         is_awaited = self._hosts is not None and self._hosts.was_told()
         if is_told(found.verdict, silence, self._seconds, is_awaited=is_awaited):
-            self._next_look = float("inf")
-            if self._silent_workers() == silent and self._claim(max(silent.values())):
-                self._mark(silent)
-                _LOGGER.warning("%s", self._message(found.verdict))
+            self._tell(found, silent)
+            self._next_look = time.monotonic() + self._pause if self._asks_left else float("inf")
         elif is_new or self._next_look < float("inf"):
             self._next_look = time.monotonic() + max(min(silence, self._seconds) / 4, self._pause)
+
+    def _tell(self, found: "Examination", silent: dict[Path, int]) -> None:
+        """Log the verdict; and once more when a worker that is the cause has shown its stack, if it did not in time."""
+        has_stacks = answered(found)
+        is_told = self._asks_left > 0
+        self._asks_left = 0 if has_stacks else self._asks_left - 1 if is_told else _MOST_ASKS
+        if self._silent_workers() != silent or (is_told and not has_stacks):
+            return
+        if is_told or self._claim(max(silent.values())):
+            self._mark(silent)
+            _LOGGER.warning("%s", self._message(found.verdict))
+        else:
+            self._asks_left = 0
 
     def _mark(self, silent: Mapping[Path, int]) -> None:
         """Record that a stall is logged: in the file of a silent worker, where that watches itself."""
@@ -173,6 +189,11 @@ def is_told(verdict: "Verdict", silence: float, stall_seconds: float, *, is_awai
     if verdict.kind != "stalled":
         return False
     return verdict.is_certain or is_awaited or silence > _PATIENCE * stall_seconds
+
+
+def answered(found: "Examination") -> bool:
+    """Return whether the workers that are the cause have shown their stacks in time, those that can."""
+    return found.late_stacks.isdisjoint(found.verdict.ranks)
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.doctor import examination
 from lockstep.doctor.diagnosis import Verdict
 from lockstep.doctor.examination import examine
 from lockstep.doctor.stall_watch import StallsElsewhere, StallWatch, is_told, record_this_worker
@@ -116,6 +118,31 @@ def test_a_worker_that_watches_itself_says_it_once(
     watch.close()
     assert len(caplog.messages) == 1
     waiting.close()
+
+
+def test_a_line_that_comes_late_is_said_when_it_comes(
+    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine a worker took longer than 3 s to show its stack. The stall was said once, without the line.
+    waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    wait_for_rank_1(waiting)
+    busy.begin(EventKind.SHARD, 3, 0, 0)
+    late = iter([frozenset({1}), frozenset({1})])
+
+    def examine_late(recording: Path, *, stall_seconds: float) -> examination.Examination:
+        found = examine(recording, stall_seconds=stall_seconds)
+        return replace(found, late_stacks=next(late, frozenset()))
+
+    monkeypatch.setattr(examination, "examine", examine_late)
+    watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
+    assert logged.acquire(timeout=20)
+    assert logged.acquire(timeout=20)
+    while watch._next_look != float("inf"):
+        time.sleep(0.01)
+    watch.close()
+    assert len(caplog.messages) == 2
+    for recorder in (waiting, busy):
+        recorder.close()
 
 
 def test_who_is_waited_for_on_another_host_is_said_there_at_once(
