@@ -1,6 +1,7 @@
-"""Checking, before any process is started, that the launcher may open as many file descriptors as it needs."""
+"""Checking, before any process is started, what the launcher needs for its workers."""
 
 import resource
+from pathlib import Path
 
 import psutil
 
@@ -25,3 +26,17 @@ def check_descriptors(num_workers: int, num_per_worker: int) -> None:
             f"its limit is {limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer "
             "workers. (LS121)"
         )
+
+
+def check_current_directory() -> None:
+    """Check that the current directory exists: torch would end each worker in an error about another file.
+
+    Raises:
+        UsageError: It was deleted.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "The current directory was deleted. Change to one that exists (`os.chdir`), and start again. (LS123)"
+        ) from None

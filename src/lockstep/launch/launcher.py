@@ -24,7 +24,7 @@ from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.devices.placement import CPU
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import NOBODY, Control, ControlSocket
-from lockstep.launch.descriptors import check_descriptors
+from lockstep.launch.descriptors import check_current_directory, check_descriptors
 from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.fencing import Fencing
@@ -103,7 +103,8 @@ def launch(
         WorkerFailedError: A worker raised, exited, or was killed by a signal and the others could not continue. The
             message names the first one, with its traceback. The others are stopped.
         TypeError: The function or an argument cannot be pickled.
-        UsageError: This process may not open enough descriptors for so many workers.
+        UsageError: This process may not open enough descriptors for so many workers; or the current directory was
+            deleted.
     """
     settings = LaunchSettings(
         workers=workers,
@@ -163,6 +164,7 @@ def call_on_workers(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: LaunchSettings
 ) -> list[Any]:
     """Do what `launch` does in a process that no other launcher has started as a worker."""
+    check_current_directory()
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)

@@ -1,6 +1,7 @@
-"""Too few file descriptors are an error before any process is started."""
+"""Too few file descriptors, or no current directory, are an error before any process is started."""
 
 import resource
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,3 +23,13 @@ def test_too_many_workers_for_the_limit_are_refused_before_they_start() -> None:
             launch(print, devices="cpu:16")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each worker ended in "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="The current directory was deleted"):
+        launch(print, devices="cpu:2")
