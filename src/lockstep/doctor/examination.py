@@ -34,10 +34,10 @@ class Examination:
     """The present workers, or the last ones of a job that has ended."""
     stacks: dict[int, str]
     """The Python stacks of each rank that was asked and has answered."""
-    late_stacks: frozenset[int]
-    """The ranks that were asked for their stacks and run, but have not answered in time."""
     verdict: Verdict
     """What is the matter."""
+    late_stacks: frozenset[int] = frozenset()
+    """The ranks that were asked for their stacks and run, but have not answered in time."""
     neighbours: tuple[Neighbour, ...] = ()
     """Processes of this machine that are not of the job and use its cores; none are looked for if the job is gone."""
 
