@@ -16,9 +16,10 @@ before it: each of its blocks is read in a state of its own.
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -31,9 +32,8 @@ _NUM_COMPARED = 64
 """So many records of a block are compared between workers, and when a run is resumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record of a stream."""
+class Record(NamedTuple):
+    """One record of a stream; a tuple, because one is made for each."""
 
     pass_number: int
     """In which pass it was read."""
@@ -64,16 +64,6 @@ class BlockStart:
     """A number for its records; None if it is not known."""
     state: Any = None
     """The source's own state; None if it has none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordBlock:
-    """Records that are shuffled together."""
-
-    start: BlockStart
-    """Where it begins."""
-    records: Sequence[Record]
-    """Shuffled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +108,38 @@ class BlockOrder:
         return torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@final
+class RecordBlock:
+    """Records that are shuffled together.
+
+    What follows from them is computed when it is asked for: a run that is resumed reads over many blocks.
+
+    Args:
+        start: Where it begins.
+        values: What was read, in the order of the stream.
+        order: Of the records.
+    """
+
+    def __init__(self, start: BlockStart, values: Sequence[Any], order: BlockOrder) -> None:
+        self._start = start
+        self._values = values
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @cached_property
+    def start(self) -> BlockStart:
+        """Where it begins, with the number for its records."""
+        return replace(self._start, number=_number_of(self._values))
+
+    def records(self) -> list[Record]:
+        """Return the records, shuffled."""
+        number, place, values = self._start.pass_number, self._start.place, self._values
+        order = self._order.records(len(values), number, self._start.block)
+        return [Record(number, place + index, values[index]) for index in order]
+
+
 def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
     """Yield the blocks of one pass.
 
@@ -139,18 +161,12 @@ def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterato
         values = reader.read(size)
         if not values:
             return
-        records = [Record(start.pass_number, place + index, value) for index, value in enumerate(values)]
         yield RecordBlock(
-            start=BlockStart(
-                pass_number=start.pass_number,
-                block=block,
-                place=place,
-                part=part,
-                offset=offset,
-                number=_number_of(values),
-                state=state,
+            BlockStart(
+                pass_number=start.pass_number, block=block, place=place, part=part, offset=offset, state=state
             ),
-            records=[records[index] for index in order.records(len(records), start.pass_number, block)],
+            values,
+            order,
         )
         block, place = block + 1, place + len(values)
 

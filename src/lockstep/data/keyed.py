@@ -5,7 +5,8 @@ not reseeded, a sample would depend on which process loads it and on what that p
 loaded in a state derived from (seed, epoch, sample), a slice is collated in one derived from its first sample, and the
 states of the calling process are restored afterwards. Generators that the data set holds are treated in the same way.
 
-Seeding takes longer than indexing a tensor. Nothing is seeded for data that draw nothing, see `lockstep.data.columns`.
+Seeding takes longer than indexing a tensor. Nothing is seeded for data that draw nothing, see `lockstep.data.columns`,
+nor for records of a stream that are samples already.
 """
 
 import random
@@ -107,6 +108,8 @@ class KeyedDataset(Dataset[Any]):
             columns = read_columns(self._dataset, indices)
             if columns is not None:
                 return columns
+            if not self._makes_samples:
+                return self._collate_samples([self._dataset[index] for index in indices], indices)
         return self._make_keyed(indices, keys)
 
     def _make_keyed(self, indices: Sequence[Any], keys: SliceKeys) -> Any:
@@ -124,11 +127,14 @@ class KeyedDataset(Dataset[Any]):
             except LockstepError as error:
                 return FailedSlice(error)
             _seed(derive_seed("collate", *keys.seeds(1)), own)
-            try:
-                return self._collate(samples)
-            except Exception as error:
-                error.add_note(f"These samples of the data set do not make a batch: {_listed(indices)}.")
-                raise
+            return self._collate_samples(samples, indices)
+
+    def _collate_samples(self, samples: list[Any], indices: Sequence[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(f"These samples of the data set do not make a batch: {_listed(indices)}.")
+            raise
 
     def _find_own(self) -> list[OwnGenerator]:
         return find_generators((self._dataset, self._collate))

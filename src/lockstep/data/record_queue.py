@@ -66,7 +66,7 @@ class RecordQueue:
                 break
             total, block = found
             self._starts.append(Place(start=block.start, total=total))
-            self._waiting.extend(block.records[max(self._first - total, 0) :])
+            self._waiting.extend(block.records()[max(self._first - total, 0) :])
         return len(self._waiting)
 
     def take(self, count: int) -> list[Record]:
@@ -131,7 +131,7 @@ def _read(stream: Stream, order: BlockOrder, place: Place, *, is_endless: bool) 
         is_empty = start.place == 0
         for block in read_blocks(stream, order, start):
             yield total, block
-            total += len(block.records)
+            total += len(block)
             is_empty = False
         if not is_endless:
             return
@@ -152,7 +152,7 @@ def _skip(
                 "records whenever it is read: sort what it lists, and let what it shuffles depend on "
                 "set_epoch(epoch). (LS410)"
             )
-        if before + len(block.records) > total:
+        if before + len(block) > total:
             yield before, block
 
 
