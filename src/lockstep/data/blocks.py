@@ -162,9 +162,7 @@ def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterato
         if not values:
             return
         yield RecordBlock(
-            BlockStart(
-                pass_number=start.pass_number, block=block, place=place, part=part, offset=offset, state=state
-            ),
+            BlockStart(pass_number=start.pass_number, block=block, place=place, part=part, offset=offset, state=state),
             values,
             order,
         )

@@ -8,8 +8,12 @@ are shards, to the record: no share ends sooner than the others, however uneven 
 
 A share is read in blocks, and shuffled within them. It begins anywhere, so nothing of it is kept in a checkpoint, and
 another worker may go on with it.
+
+No record is read by two workers, so nothing that is read shows whether they have the same stream. Instead each of them
+reads the first records of some parts when the loader is made.
 """
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -19,8 +23,13 @@ from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, Record
 from lockstep.data.keyed import SliceKeys
 from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
 from lockstep.data.stream import Stream
-from lockstep.data.streamed import Cut, RecordKeys, count_steps, read_head
+from lockstep.data.streamed import Cut, RecordKeys, count_steps, read_head, read_part_head
 from lockstep.shards import derive_seed, split_evenly
+
+_NUM_PARTS = 16
+"""Of so many parts, evenly spaced, the first records are compared between workers."""
+_NUM_RECORDS = 2
+"""So many records of each."""
 
 
 def can_be_divided(stream: Stream, cut: Cut) -> bool:
@@ -44,7 +53,7 @@ class DividedSamples(Samples):
     def __init__(self, stream: Stream, cut: Cut) -> None:
         self._stream = stream
         self._cut = cut
-        self._content = read_head(stream, cut.seed)
+        self._content = _content_number(stream, cut.seed)
 
     @property
     def num_samples(self) -> int | None:
@@ -222,6 +231,16 @@ class _ShareReader:
         records = line.read(self._reader, numbers.start, len(numbers))
         seed = derive_seed("share block", line.seed, line.epoch, self._shard, block)
         return [records[index] for index in line.order.shuffled(len(records), seed)]
+
+
+def _content_number(stream: Stream, seed: int) -> int:
+    """Return a number for the first records of the stream and of some parts, the same wherever they are read."""
+    assert stream.lengths is not None
+    head = read_head(stream, seed)
+    filled = [part for part, length in enumerate(stream.lengths) if length]
+    chosen = sorted({filled[number * (len(filled) - 1) // (_NUM_PARTS - 1)] for number in range(_NUM_PARTS)})
+    heads = [read_part_head(stream, seed, part, _NUM_RECORDS) for part in chosen]
+    return zlib.crc32(repr((head, heads)).encode()) or 1
 
 
 def _sizes(total: int, num_shards: int) -> list[int]:

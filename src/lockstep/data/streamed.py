@@ -296,9 +296,11 @@ def read_head(stream: Stream, seed: int) -> int:
 
 
 def _read_head(stream: Stream, seed: int) -> list[int]:
-    for part in range(len(stream.parts)):  # the first ones may be empty
-        with RandomState(derive_seed("stream", seed, 0, 0), (stream.parts, stream.read)).entered():
-            found = list(islice(stream.open(part, 0), _HEAD))
-        if found:
-            return list(map(slice_number, found))
-    return []
+    found = (read_part_head(stream, seed, part, _HEAD) for part in range(len(stream.parts)))
+    return next(filter(None, found), [])  # the first ones may be empty
+
+
+def read_part_head(stream: Stream, seed: int, part: int, count: int) -> list[int]:
+    """Return a number for each of the first records of a part."""
+    with RandomState(derive_seed("stream", seed, 0, 0), (stream.parts, stream.read)).entered():
+        return list(map(slice_number, islice(stream.open(part, 0), count)))

@@ -390,6 +390,14 @@ def test_workers_whose_records_are_swapped_within_a_block_have_other_numbers() -
     assert numbers(range(20, 60)) != numbers(range(59, 19, -1))
 
 
+def test_workers_of_which_one_has_another_part_have_other_numbers() -> None:
+    def content(files: list[str]) -> int:
+        stream = Stream(FILES, read=lambda name: [f"{files[FILES.index(name)]} {n}" for n in range(5)], lengths=[5] * 5)
+        return next(loader(stream, num_shards=4).epoch(0)).content
+
+    assert content(FILES) == content(list(FILES)) != content([*FILES[:4], "another"])
+
+
 def test_a_stream_without_an_end_goes_on_after_an_error_of_its_source() -> None:
     class Failing(Numbers):
         fails = True
