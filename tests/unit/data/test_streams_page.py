@@ -48,7 +48,7 @@ def test_the_blocks_of_the_page_run_one_after_the_other(
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
     for text in blocks:
-        exec(compile(text, page, "exec"), names)  # noqa: S102 - what the page shows
+        exec(compile(text, page, "exec"), names)
     digest = names["trainer"].digest()
     names["trainer"].close()
 
