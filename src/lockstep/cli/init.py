@@ -1,6 +1,7 @@
 """`lockstep init KIND`: write a config and a module that train at once, to be changed step by step."""
 
 import csv
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -27,12 +28,19 @@ class DataKind(StrEnum):
     text = "text"
 
 
+_KINDS = [str(kind) for kind in DataKind]
 _SAMPLES = {DataKind.images: "images", DataKind.table: "table.csv", DataKind.text: "texts.csv"}
 """Where the sample data are, which are replaced by the user's own."""
 
 
+def _complete_kind(incomplete: str) -> list[str]:
+    return [name for name in _KINDS if name.startswith(incomplete)]
+
+
 def init(
-    kind: Annotated[DataKind, typer.Argument(help="What the data are.")] = DataKind.blank,
+    kind: Annotated[
+        str, typer.Argument(metavar=f"[{'|'.join(_KINDS)}]", help="What the data are.", autocompletion=_complete_kind)
+    ] = DataKind.blank,
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write.")] = Path(),
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
 ) -> None:
@@ -41,7 +49,8 @@ def init(
     KIND is blank, images (a folder per class), table (a .csv) or text (texts and their classes).
     """
     with failures_shown(debug=debug):
-        names = ["mine.py", "mine.yaml", *([_SAMPLES[kind]] if kind in _SAMPLES else [])]
+        wanted = _read_kind(kind)
+        names = ["mine.py", "mine.yaml", *([_SAMPLES[wanted]] if wanted in _SAMPLES else [])]
         there = [name for name in names if (folder / name).exists()]
         if {"mine.py", "mine.yaml"} & set(there):
             raise UsageError(
@@ -51,16 +60,24 @@ def init(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not there:  # else they are the user's own data
-                _write_samples(kind, folder)
+                _write_samples(wanted, folder)
             for suffix in ("py", "yaml"):
-                text = starter.joinpath(f"{kind}.{suffix}").read_text("utf-8")
-                (folder / f"mine.{suffix}").write_text(_with_own_classes(text, kind, folder), encoding="utf-8")
+                text = starter.joinpath(f"{wanted}.{suffix}").read_text("utf-8")
+                (folder / f"mine.{suffix}").write_text(_with_own_classes(text, wanted, folder), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{error.filename or folder} cannot be written: {error}. (LS815)") from error
         typer.echo(f"wrote {', '.join(str(folder / name) for name in names if name not in there)}")
         typer.echo(f"train:    lockstep train {folder / 'mine.yaml'}")
         typer.echo("evaluate: lockstep evaluate runs/mine")
         typer.echo("predict:  lockstep predict runs/mine --data mine:new -o predictions.csv")
+
+
+def _read_kind(name: str) -> DataKind:
+    if name in _KINDS:
+        return DataKind(name)
+    similar = get_close_matches(name, _KINDS, n=1)
+    suggestion = f"Did you mean {similar[0]}? " if similar else ""
+    raise UsageError(f"{name!r} is no kind of data. {suggestion}The kinds are {', '.join(_KINDS)}. (LS815)")
 
 
 def _with_own_classes(text: str, kind: DataKind, folder: Path) -> str:

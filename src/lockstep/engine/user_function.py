@@ -1,6 +1,6 @@
 """Calling the loss function, or a metric, for one slice."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -34,6 +34,35 @@ _REMEDIES = {
     ),
 }
 """What to do, by a part of torch's message, where that does not help in a trainer."""
+_HINTS = {
+    "is out of bounds.": (
+        "A class number is negative, or not below the number of scores that the model returns. Let the model return a "
+        "score for each class, and count classes from 0."
+    ),
+    "expected target dtype to be Long": (
+        "Class numbers are whole numbers of 64 bits: target.long(). Targets that are no classes need another loss, "
+        "such as mse_loss."
+    ),
+    "multi-target not supported": (
+        "cross_entropy takes class numbers of shape [N], without a last dimension of one: target.squeeze(1)."
+    ),
+    "Expected floating point type for target with class probabilities": (
+        "The target has the shape of the scores, so that it is taken for probabilities, which are floating-point "
+        "numbers. Of one-hot targets give target.argmax(1), of others target.float()."
+    ),
+    "can't be cast to the desired output type Long": (
+        "This loss takes floating-point targets: target.float(), also where they are only 0 and 1."
+    ),
+    "mat1 and mat2 must have the same dtype": (
+        "The input has another dtype than the weights. Let the data set return float32: torch.as_tensor(values, "
+        "dtype=torch.float32). NumPy's numbers are float64 unless they are told not to be."
+    ),
+    "type (float) should be the same": (
+        "The input has another dtype than the weights. Let the data set return float32; of pictures in bytes "
+        "image.float() / 255."
+    ),
+}
+"""What is wrong with the data or the model, by a part of torch's message."""
 _CANNOT_COMPILE = (
     "torch.compile cannot make one graph of the model's forward. Leave compile out to see whether the forward works "
     "without it. If it does, change what the error below names, or leave compile out and compile the parts that can be "
@@ -76,16 +105,19 @@ class UserFunction:
 
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Add what to do to errors of torch whose message does not help in a trainer.
+    """Add what to do to errors of torch, as a note, or in another error where torch's message does not help here.
 
     Raises:
-        LossError: Such an error.
+        LossError: In place of an error that needs another remedy in a trainer.
     """
     try:
         yield
     except Exception as error:
         remedy = _find_remedy(error)
         if remedy is None:
+            hint = _find_part(_HINTS, error)
+            if hint is not None and isinstance(error, RuntimeError | IndexError):
+                error.add_note(f"{hint} (LS530)")
             raise
         first_line = str(error).replace("raised:\n", "raised: ").splitlines()[0]
         raise LossError(f"{remedy} The error of torch: {first_line} (LS530)") from error
@@ -95,5 +127,9 @@ def _find_remedy(error: Exception) -> str | None:
     is_compilers = is_compiler_error(error)
     if not (is_compilers or isinstance(error, RuntimeError | ValueError)):
         return None
-    found = next((text for part, text in _REMEDIES.items() if part in str(error)), None)
+    found = _find_part(_REMEDIES, error)
     return _CANNOT_COMPILE if found is None and is_compilers else found
+
+
+def _find_part(texts: Mapping[str, str], error: Exception) -> str | None:
+    return next((text for part, text in texts.items() if part in str(error)), None)

@@ -84,6 +84,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.pictures)
 
+    @property
+    def files(self) -> list[str]:
+        """The file of each picture; `lockstep predict` writes them beside the predictions."""
+        return [picture.file for picture in self.pictures]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         picture = self.pictures[index]
         image = _read(picture.file)

@@ -1,7 +1,7 @@
 """Progress of a training on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from rich.console import Console
@@ -24,6 +24,9 @@ _WIDTH_WITH_BAR = 130
 """On narrower terminals there is only room for the numbers."""
 _NUM_SEEN = 50
 """Over how many steps the speed is measured."""
+_NO_TEST_SET = (
+    "there is no test set, so no accuracy is measured: `data` returned one data set; return (train, test) for two"
+)
 
 
 @final
@@ -40,8 +43,12 @@ class PlainLines:
             case RunStarted():
                 self._num_epochs = event.num_epochs
                 self._console.print(_describe_run(event), highlight=False, soft_wrap=True)
+                if event.num_test_samples == 0 and event.first_epoch < event.num_epochs:
+                    self._console.print(_NO_TEST_SET, highlight=False, soft_wrap=True)
             case EpochFinished():
-                self._console.print(_describe_epoch(event, self._num_epochs), highlight=False, soft_wrap=True)
+                width = self._console.width if self._console.is_terminal else None
+                for line in fold(_describe_epoch(event, self._num_epochs), width):
+                    self._console.print(line, highlight=False, soft_wrap=True)
             case WorkersChanged():
                 self._console.print(event.text, highlight=False, markup=False, soft_wrap=True)
             case RecordingTakenOver():
@@ -166,11 +173,29 @@ def _describe_start(event: RunStarted) -> str:
     return f", continuing with epoch {event.first_epoch + 1}" if event.first_epoch else ""
 
 
-def _describe_epoch(event: EpochFinished, num_epochs: int) -> str:
+def fold(parts: Sequence[str], width: int | None) -> list[str]:
+    """Join parts to lines that are no wider than `width`, as far as may be; all after the first one are indented.
+
+    Args:
+        parts: At least one.
+        width: In characters; None for one line, as for a file that others search.
+    """
+    indent = " " * (len(parts[0]) + 2)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}  {part}"
+        if width is None or len(longer) <= width or lines[-1] == parts[0]:
+            lines[-1] = longer
+        else:
+            lines.append(indent + part)
+    return lines
+
+
+def _describe_epoch(event: EpochFinished, num_epochs: int) -> list[str]:
     parts = [f"epoch {event.epoch + 1:>{len(str(num_epochs))}}/{num_epochs}", f"loss {event.train_loss:.4f}"]
     parts += [f"test {name} {_format_metric(name, value)}" for name, value in event.test.items()]
     parts += [f"{_spaced(name)} {_format_metric(name, value)}" for name, value in event.others.items()]
-    return "  ".join([*parts, f"{event.samples_per_second:,.0f} samples/s"])
+    return [*parts, f"{event.samples_per_second:,.0f} samples/s"]
 
 
 def _format_metric(name: str, value: float) -> str:

@@ -1,6 +1,5 @@
 """Constructing what a config names: model, data, loss, optimizer, scheduler, metric."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from lockstep.data import ShardedLoader, Stream, as_stream
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine import Loss, Metric, Trainer
-from lockstep.engine.arguments import can_be_called, check_scheduler
+from lockstep.engine.arguments import check_scheduler
 from lockstep.engine.averaging import AveragedWeights
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.restoring import Stateful
@@ -22,7 +21,8 @@ from lockstep.engine.stopping import MaxSteps
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build_callbacks import build_callbacks
-from lockstep.runs.build_metrics import Criterion, build_metrics, input_and_target
+from lockstep.runs.build_loss import as_loss, build_criterion
+from lockstep.runs.build_metrics import build_metrics
 from lockstep.runs.build_optimizer import build_optimizer, build_scheduler
 from lockstep.runs.build_sampling import build_collate, build_lengths, build_weights
 from lockstep.runs.config import Config
@@ -76,12 +76,12 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     model = _build_model(config, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer, train_set)
-    criterion = _build_criterion(config, device)
+    criterion = build_criterion(config, device)
     metrics = build_metrics(config, criterion, device)
     callbacks = build_callbacks(config, optimizer)
     if config.dry_run:
         callbacks.append(MaxSteps(_DRY_STEPS))
-    trainer = _build_trainer(config, model, optimizer, scheduler, _as_loss(criterion), callbacks)
+    trainer = _build_trainer(config, model, optimizer, scheduler, as_loss(criterion), callbacks)
     train = _build_loader(
         config,
         train_set,
@@ -203,21 +203,6 @@ def _build_data(config: Config) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
     return train, {} if test is None else {"test": test}
 
 
-def _build_criterion(config: Config, device: torch.device) -> Criterion:
-    loss = import_object("loss", config.loss)
-    if inspect.isclass(loss):
-        made: Criterion = call_object("loss", loss, **config.loss_args)
-        return made.to(device) if isinstance(made, nn.Module) else made
-    if not callable(loss):
-        raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class. (LS806)")
-    if not can_be_called(loss, None, None, **config.loss_args):
-        raise ConfigError(
-            f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {config.loss_args}: "
-            f"its parameters are {inspect.signature(loss)}. (LS806)"
-        )
-    return lambda output, target: loss(output, target, **config.loss_args)
-
-
 def _build_loader(
     config: Config,
     dataset: Dataset[Any],
@@ -248,11 +233,3 @@ def _build_loader(
             f"data is {config.data!r}, whose {name} set cannot be used: {error} "
             "The function returns (train, test), or (train, None). (LS806)"
         ) from error
-
-
-def _as_loss(criterion: Criterion) -> Loss:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, target = input_and_target(batch)
-        return criterion(model(inputs), target)
-
-    return loss

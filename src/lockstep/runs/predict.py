@@ -17,6 +17,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
@@ -84,12 +85,14 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
     config, world = request.config, current_world()
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
-    loader = _make_loader(config, request.data)
+    dataset = make_dataset(config, request.data)
+    loader = _make_loader(config, request.data, dataset)
     seed_generators(derive_seed("model", config.seed))
     model = call_object("model", import_object("model", config.model), **config.model_args).to(device)
     load_weights_of(request.checkpoint, model, request.weights)
     output_of = _Outputs(request, model, device)
-    writer = _PartWriter(request, loader.num_samples, tell)
+    names = file_names(dataset) if world.rank == 0 else None
+    writer = _PartWriter(request, loader.num_samples, None if names is None else np.array(names), tell)
     first_step = -(-request.start // config.batch_size)  # the last batch may be smaller
     batches = loader.epoch(0, first_step)
 
@@ -147,8 +150,22 @@ def _choose(found: Any, name: str) -> Any:
     return found
 
 
-def _make_loader(config: Config, data: str) -> ShardedLoader:
-    dataset = make_dataset(config, data)
+def file_names(dataset: Any) -> list[str] | None:
+    """Return the name of the file of each sample; None for data that do not say which they are.
+
+    A folder of pictures does, ours and torchvision's, and a data set with `files`, or a part of one of these.
+    """
+    if isinstance(dataset, Subset):
+        whole = file_names(dataset.dataset)
+        return None if whole is None else [whole[index] for index in dataset.indices]
+    found = getattr(dataset, "files", None)
+    if found is None and isinstance(samples := getattr(dataset, "samples", None), list):  # of torchvision's folders
+        found = [each[0] if isinstance(each, tuple) and each else None for each in samples]
+    is_list = isinstance(found, list | tuple) and all(isinstance(each, str | Path) for each in found)
+    return list(map(str, found)) if is_list and found and len(found) == len(dataset) else None
+
+
+def _make_loader(config: Config, data: str, dataset: Any) -> ShardedLoader:
     try:
         return ShardedLoader(
             dataset,
@@ -239,11 +256,16 @@ class _PartWriter:
     """Collects the predictions of batches on rank 0, and writes them as parts."""
 
     def __init__(
-        self, request: PredictRequest, num_samples: int | None, tell: Callable[[int, int | None], None]
+        self,
+        request: PredictRequest,
+        num_samples: int | None,
+        files: np.ndarray[Any, Any] | None,
+        tell: Callable[[int, int | None], None],
     ) -> None:
         self._folder = request.parts
         self._written = request.start
         self._num_samples = num_samples
+        self._files = files
         self._tell = tell
         self._batches: list[dict[str, np.ndarray[Any, Any]]] = []
         self._num_bytes = 0
@@ -267,6 +289,8 @@ class _PartWriter:
             return
         columns = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         stop = self._written + len(next(iter(columns.values())))
+        if self._files is not None:
+            columns = {"path": self._files[self._written : stop], **columns}
         try:
             with (
                 atomic_write(self._folder / part_name(self._written, stop)) as descriptor,

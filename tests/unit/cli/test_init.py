@@ -45,6 +45,13 @@ def test_what_is_commented_out_can_be_used(kind: str, tmp_path: Path, monkeypatc
     sys.modules.pop("mine")
 
 
+def test_a_kind_that_is_misspelt_is_told(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["init", "image", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "Did you mean images? The kinds are blank, images, table, text." in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_overwritten_and_own_pictures_are_kept(tmp_path: Path) -> None:
     for name in ("cats", "dogs"):
         (tmp_path / "images" / name).mkdir(parents=True)

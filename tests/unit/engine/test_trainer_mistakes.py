@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -478,3 +479,26 @@ def test_a_state_that_does_not_fit_leaves_scheduler_and_scaler_as_they_were() ->
     after = training.state_dict()
     assert after["scaler"] == before["scaler"]
     assert (schedule.last_epoch, schedule.gamma) == (1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda classes: classes + 2, "count classes from 0"),
+        (lambda classes: classes.float(), r"target\.long\(\)"),
+        (lambda classes: classes[:, None], r"target\.squeeze\(1\)"),
+        (lambda classes: nn.functional.one_hot(classes, 3), r"target\.argmax\(1\)"),
+    ],
+)
+def test_a_mistake_in_classes_gets_a_hint_and_keeps_torchs_error(change: Callable[[Tensor], Tensor], hint: str) -> None:
+    def classify(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), change(batch[1]))
+
+    classes = TensorDataset(torch.randn(24, 3), torch.arange(24) % 3)
+    trainer = make(nn.Linear(3, 3), loss=classify)
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        trainer.step(next(ShardedLoader(classes, batch_size=8, num_shards=2).epoch(0)))
+    notes = " ".join(raised.value.__notes__)
+    assert re.search(hint, notes)
+    assert "epoch 0, step 0" in notes
+    trainer.close()

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import resource
 from pathlib import Path
@@ -11,7 +12,7 @@ from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, S
 from lockstep.report import MetricsFile, PlainLines, ProgressBar
 from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import read_metrics
-from lockstep.report.progress import Speed
+from lockstep.report.progress import Speed, fold
 
 STARTED = RunStarted(
     world_size=2,
@@ -123,6 +124,24 @@ def test_plain_lines_say_one_line_per_epoch() -> None:
     assert "1,234 parameters" in told[0]
     assert "2 workers on the CPU" in told[0]
     assert told[2] == "epoch 2/2  loss 0.5000  test loss 0.6000  test accuracy 75.00%  1,000 samples/s"
+
+
+def test_long_lines_are_folded_on_a_terminal_alone() -> None:
+    parts = ["epoch 1/2", "loss 0.5", "test loss 0.6", "100 samples/s"]
+    assert fold(parts, None) == ["epoch 1/2  loss 0.5  test loss 0.6  100 samples/s"]
+    assert fold(parts, 40) == ["epoch 1/2  loss 0.5  test loss 0.6", "           100 samples/s"]
+    assert fold(parts, 5) == ["epoch 1/2  loss 0.5", "           test loss 0.6", "           100 samples/s"]
+
+
+def test_a_run_without_a_test_set_says_so() -> None:
+    def told(num_test_samples: int) -> str:
+        stream = io.StringIO()
+        lines = PlainLines(Console(file=stream, force_terminal=False))
+        lines.record(dataclasses.replace(STARTED, num_test_samples=num_test_samples))
+        return stream.getvalue()
+
+    assert "no accuracy is measured" in told(0)
+    assert "no accuracy is measured" not in told(1)
 
 
 def test_progress_bar_shows_steps_on_a_terminal() -> None:

@@ -42,6 +42,15 @@ def data():
 def new():
     return TensorDataset(inputs(2, 21))
 
+class Named(TensorDataset):
+    files = [f"folder/{number}.png" for number in range(21)]
+
+def named():
+    return Named(inputs(2, 21))
+
+def part():
+    return torch.utils.data.Subset(named(), [20, 3])
+
 def scalar_each(output):
     return {"largest": output.amax(1), "all": output.double()}
 
@@ -202,3 +211,14 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) 
     open_parts(tmp_path / "parts", {"data": "mine:a"})
     with pytest.raises(UsageError, match="another prediction, with another data"):
         open_parts(tmp_path / "parts", {"data": "mine:b"})
+
+
+def test_predictions_name_the_files_of_samples(run_dir: Any, tmp_path: Path) -> None:
+    predict_all(request_of(run_dir[0], tmp_path / "whole", data="saved_model:named"), workers=2)
+    predict_all(request_of(run_dir[0], tmp_path / "part", data="saved_model:part"))
+    for name in ("whole", "part"):
+        write_table(tmp_path / f"{name}.csv", [path for path, _ in find_parts(tmp_path / name)])
+    whole, part = ((tmp_path / f"{name}.csv").read_text().splitlines() for name in ("whole", "part"))
+    assert whole[0].startswith("index,path,class,output_0")
+    assert [line.split(",")[1] for line in whole[1:]] == [f"folder/{number}.png" for number in range(21)]
+    assert [line.split(",")[1] for line in part[1:]] == ["folder/20.png", "folder/3.png"]

@@ -60,6 +60,10 @@ def spoilt():
     inputs[3] = float("nan")
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).nan_to_num()), None
 
+def flat():
+    inputs = torch.zeros(16, 6)
+    return TensorDataset(inputs, inputs.sum(1)), None
+
 def triples():
     return TensorDataset(*(torch.zeros(8, 6) for _ in range(3))), None
 
@@ -112,6 +116,15 @@ def _own_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(**changes: Any) -> RunParts:
     return build_parts(parse_config(VALUES | changes, "config"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("loss", ["torch.nn:MSELoss", "torch.nn.functional:mse_loss"])
+def test_outputs_and_targets_that_would_be_compared_crosswise_are_refused(loss: str) -> None:
+    assert build(loss=loss, batch_size=8, num_shards=2).trainer is not None
+    parts = build(loss=loss, batch_size=8, num_shards=2, data="own_things:flat")
+    with pytest.raises(ConfigError, match=r"outputs of shape \[4, 1\] and data yields targets of shape \[4\]"):
+        parts.trainer.step(next(parts.train.epoch(0)))
+    parts.trainer.close()
 
 
 @pytest.mark.parametrize(

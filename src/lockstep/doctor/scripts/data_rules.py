@@ -197,9 +197,14 @@ def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
                         level=Level.NOTE,
                         line=value.lineno,
                         text="Where the samples do not divide by the ranks, some are counted twice in this evaluation.",
-                        mended=f"{with_keyword(value, drop_last='True')}  # and evaluate the rest on one rank, or "
-                        "use lockstep's Trainer.evaluate",
+                        mended=f"{_with_own_name(with_keyword(value, pad='False'))}  # each sample on one rank; "
+                        "add up sums and counts, not means",
                     )
+
+
+def _with_own_name(call: str) -> str:
+    """Return a call with our sampler in the place of torch's, which always pads or leaves samples out."""
+    return f"lockstep.DistributedSampler({call.partition('(')[2]}"
 
 
 def _evaluated_names(source: ScriptSource) -> set[str]:
