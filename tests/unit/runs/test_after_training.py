@@ -49,7 +49,7 @@ def named():
     return Named(inputs(2, 21))
 
 def part():
-    return torch.utils.data.Subset(named(), [20, 3])
+    return torch.utils.data.Subset(named(), list(range(20, -1, -1)))
 
 def scalar_each(output):
     return {"largest": output.amax(1), "all": output.double()}
@@ -221,4 +221,4 @@ def test_predictions_name_the_files_of_samples(run_dir: Any, tmp_path: Path) -> 
     whole, part = ((tmp_path / f"{name}.csv").read_text().splitlines() for name in ("whole", "part"))
     assert whole[0].startswith("index,path,class,output_0")
     assert [line.split(",")[1] for line in whole[1:]] == [f"folder/{number}.png" for number in range(21)]
-    assert [line.split(",")[1] for line in part[1:]] == ["folder/20.png", "folder/3.png"]
+    assert [line.split(",")[1] for line in part[1:]] == [f"folder/{number}.png" for number in range(20, -1, -1)]
