@@ -73,7 +73,7 @@ LEAVE_SECONDS = 20.0
 
 
 @final
-class Crew:
+class WorkerPool:
     """The controller's connection to one set of ranks.
 
     Args:
@@ -87,7 +87,7 @@ class Crew:
         self._streams = [connection.makefile("rw") for connection in connections]
         self.version = max(hello["version"] for hello in self._answers("starting"))
 
-    def turn(self, **order: Any) -> list[dict[str, Any]]:
+    def ask(self, **order: Any) -> list[dict[str, Any]]:
         """Give all ranks one order; return their answers."""
         with contextlib.suppress(BrokenPipeError):  # the next read raises the error
             for stream in self._streams:
@@ -97,10 +97,10 @@ class Crew:
 
     def seconds(self, column: str, calls: int) -> float:
         """Return the slowest rank's seconds per call."""
-        answers = self.turn(do="time", column=column, calls=calls)
+        answers = self.ask(do="time", column=column, calls=calls)
         return max(float(answer["seconds"]) for answer in answers)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Let the ranks go."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it has ended already
@@ -121,7 +121,7 @@ class Crew:
 
 
 @contextlib.contextmanager
-def torch_crew(world: int, columns: Sequence[str]) -> Iterator[Crew]:
+def torch_pool(world: int, columns: Sequence[str]) -> Iterator[WorkerPool]:
     """Start torch's ranks; `ls.launch` waits for them in a thread."""
     outcome: Future[list[None]] = Future()
 
@@ -136,17 +136,17 @@ def torch_crew(world: int, columns: Sequence[str]) -> Iterator[Crew]:
 
     with listening() as (listener, address):
         threading.Thread(target=launch, args=(address,), daemon=True).start()
-        crew = Crew(accept(listener, world, outcome.done, explain), explain)
+        pool = WorkerPool(accept(listener, world, outcome.done, explain), explain)
         try:
-            yield crew
+            yield pool
         finally:
-            crew.hang_up()
+            pool.close()
             with contextlib.suppress(Exception):  # reported already, or a consequence of the error that is being raised
                 outcome.result(LEAVE_SECONDS)
 
 
 @contextlib.contextmanager
-def openmpi_crew(world: int) -> Iterator[Crew]:
+def openmpi_pool(world: int) -> Iterator[WorkerPool]:
     """Start OpenMPI's ranks."""
     command = [
         *(str(find_mpirun()), "--allow-run-as-root"),
@@ -162,9 +162,9 @@ def openmpi_crew(world: int) -> Iterator[Crew]:
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([*command, address], env=variables, stdin=subprocess.DEVNULL)
         try:
-            crew = Crew(accept(listener, world, lambda: process.poll() is not None, explain), explain)
-            yield crew
-            crew.hang_up()
+            pool = WorkerPool(accept(listener, world, lambda: process.poll() is not None, explain), explain)
+            yield pool
+            pool.close()
             process.wait(LEAVE_SECONDS)
         finally:
             process.terminate()
@@ -223,40 +223,40 @@ class Row:
         return (high - low) / self.median(column)
 
 
-def measure(crews: dict[str, Crew], world: int, num_bytes: int, repetitions: int) -> Row:
+def measure(pools: dict[str, WorkerPool], world: int, num_bytes: int, repetitions: int) -> Row:
     """Check and time all columns at one size."""
-    for crew in dict.fromkeys(crews.values()):
-        crew.turn(do="bind", numel=num_bytes // 4)
-    for column, crew in crews.items():
+    for pool in dict.fromkeys(pools.values()):
+        pool.ask(do="bind", numel=num_bytes // 4)
+    for column, pool in pools.items():
         if column == "copy":  # no sum
             continue
-        for answer in crew.turn(do="check", column=column):
+        for answer in pool.ask(do="check", column=column):
             if answer["wrong"]:
                 sys.exit(
                     f"{column}: {answer['wrong']} of {num_bytes // 4} sums are wrong on {world} ranks, so its times "
                     "would mean nothing."
                 )
-    calls = {column: choose_calls(crew, column) for column, crew in crews.items()}
-    samples: dict[str, list[float]] = {column: [] for column in crews}
+    calls = {column: choose_calls(pool, column) for column, pool in pools.items()}
+    samples: dict[str, list[float]] = {column: [] for column in pools}
     began = time.monotonic()
     for number in range(repetitions):
         if number >= 5 and time.monotonic() - began > SIZE_SECONDS:  # noqa: PLR2004 - see SIZE_SECONDS
             break
         # Each repetition starts with another column, so that no column always runs after the same other column.
-        first = number % len(crews)
-        for column in [*crews, *crews][first : first + len(crews)]:
-            samples[column].append(crews[column].seconds(column, calls[column]))
+        first = number % len(pools)
+        for column in [*pools, *pools][first : first + len(pools)]:
+            samples[column].append(pools[column].seconds(column, calls[column]))
     return Row(world=world, num_bytes=num_bytes, samples=samples)
 
 
-def choose_calls(crew: Crew, column: str) -> int:
+def choose_calls(pool: WorkerPool, column: str) -> int:
     """Return how many calls make a batch; warms up on the way."""
     calls = 1
     while True:
-        seconds = crew.seconds(column, calls)
+        seconds = pool.seconds(column, calls)
         if calls * seconds < 10 * BATCH_SECONDS:
             # The shortest of three, because one disturbed call would make all batches too short.
-            seconds = min(seconds, *(crew.seconds(column, calls) for _ in range(2)))
+            seconds = min(seconds, *(pool.seconds(column, calls) for _ in range(2)))
         if calls >= MAX_CALLS or calls * seconds >= BATCH_SECONDS / 4:
             break
         calls *= 4
@@ -379,15 +379,15 @@ def main() -> None:
     rows, versions = [], [f"torch {torch.__version__}"]
     for world in options.worlds:
         with contextlib.ExitStack() as stack:
-            crews: dict[str, Crew] = {}
+            pools: dict[str, WorkerPool] = {}
             if torchs := [column for column in columns if column != "openmpi"]:
-                crews |= dict.fromkeys(torchs, stack.enter_context(torch_crew(world, torchs)))
+                pools |= dict.fromkeys(torchs, stack.enter_context(torch_pool(world, torchs)))
             if "openmpi" in columns:
-                crews["openmpi"] = stack.enter_context(openmpi_crew(world))
-                versions[1:] = [crews["openmpi"].version]
+                pools["openmpi"] = stack.enter_context(openmpi_pool(world))
+                versions[1:] = [pools["openmpi"].version]
             for num_bytes in options.sizes:
                 print(f"{world} ranks, {format_size(num_bytes)} ...", file=sys.stderr, flush=True)
-                rows.append(measure(crews, world, num_bytes, options.repetitions))
+                rows.append(measure(pools, world, num_bytes, options.repetitions))
     console.print(
         f"{', '.join(versions)}, Python {platform.python_version()}; {os.cpu_count()} cores, {describe_cpu()}; "
         f"load average before {load_before}, after {load_average()}"
