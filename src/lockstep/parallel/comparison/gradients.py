@@ -12,6 +12,7 @@ from typing import final
 from torch import nn
 
 from lockstep.reduce import Reducer
+from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits
 from lockstep.torch_private import version_of
 
@@ -42,10 +43,11 @@ class StepGradients:
         reducer = self._reducer()
         if reducer is None:
             return
-        parameters = [slot.parameter for bucket in reducer.buckets for slot in bucket.slots]
+        buckets = reducer.buckets
+        number = sum(len(bucket.slots) for bucket in buckets)
         self._turn += 1
-        chosen = {0, len(parameters) - 1, *(self._turn * _NUM_SEEN + index for index in range(_NUM_SEEN))}
-        self._seen = [_look(parameters[index % len(parameters)]) for index in chosen] if parameters else []
+        chosen = {0, number - 1, *(self._turn * _NUM_SEEN + index for index in range(_NUM_SEEN))}
+        self._seen = [_look(_parameter_at(buckets, index % number)) for index in chosen] if number else []
         self._first = self._seen[0] if self._seen else None
 
     def forget(self) -> None:
@@ -77,6 +79,15 @@ class StepGradients:
     def are_kept(self) -> bool:
         """Return whether `.grad` holds what the last reduction or step has left (local)."""
         return self._first is not None and self._first[1] != 0 and _look(self._first[0]) == self._first
+
+
+def _parameter_at(buckets: Sequence[Bucket], index: int) -> nn.Parameter:
+    """Return the parameter with this number among those of all buckets."""
+    for bucket in buckets:
+        if index < len(bucket.slots):
+            return bucket.slots[index].parameter
+        index -= len(bucket.slots)
+    raise IndexError(index)
 
 
 def _look(parameter: nn.Parameter) -> tuple[nn.Parameter, int, int]:

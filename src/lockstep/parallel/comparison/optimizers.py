@@ -98,10 +98,12 @@ class OptimizerSteps:
     Attributes:
         num_steps: How many there were; an optimizer's within another one's step are not counted.
         line: Where in the user's code the last one was.
+        owned: Ids of the parameters of the wrapped model that an optimizer has had in a step.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.owned: set[int] = set()
         self.line: CodeLine = NO_LINE
         self._running: list[int] = []
         self._stepped: list[weakref.ref[Optimizer]] = []
@@ -125,6 +127,7 @@ class OptimizerSteps:
                 others=[each for each in held if id(each) not in known and type(each.detach()) is Tensor],
             )
             before = self._held[optimizer] = (size, parts)
+            self.owned.update(map(id, parts.known))
         return before[1]
 
     def forget_parameters(self) -> None:

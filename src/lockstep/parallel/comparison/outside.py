@@ -16,7 +16,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -145,19 +145,15 @@ class IdleOptimizers:
     """Looks for optimizers that hold a copy of the model: their parameters never have gradients."""
 
     def __init__(self) -> None:
-        self._owned: set[int] = set()
         self._num_reductions = 0
         self._num_idle = 0
-
-    def note_owned(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that an optimizer steps these, which are the model's (local)."""
-        self._owned.update(map(id, parameters))
 
     def look_at(
         self,
         optimizer: Optimizer,
         others: Sequence[nn.Parameter],
         trained: Mapping[str, nn.Parameter],
+        owned: Collection[int],
         num_reductions: int,
     ) -> None:
         """Look at a step with parameters that are not the model's (local).
@@ -166,6 +162,7 @@ class IdleOptimizers:
             optimizer: Whose step.
             others: Its parameters that are not the model's.
             trained: Those of the model, by name.
+            owned: Ids of those of the model that an optimizer steps.
             num_reductions: How many reductions there were.
 
         Raises:
@@ -175,9 +172,7 @@ class IdleOptimizers:
         if not idle or num_reductions == self._num_reductions:
             return
         self._num_reductions = num_reductions
-        unowned = {
-            name: each for name, each in trained.items() if each.grad is not None and id(each) not in self._owned
-        }
+        unowned = {name: each for name, each in trained.items() if each.grad is not None and id(each) not in owned}
         common = Counter(each.shape for each in idle) & Counter(each.shape for each in unowned.values())
         self._num_idle = self._num_idle + 1 if common else 0
         if self._num_idle < _NUM_IDLE:

@@ -101,8 +101,9 @@ class WatchedSteps:
         if reducer is None or not self._world.has_group:
             return
         compares = self.compares_replicas and not self.is_joining
-        if compares and reducer.num_reductions > 0:
-            self._look_at_others(optimizer, held.known, held.others, reducer)
+        if compares and held.others and reducer.num_reductions > 0:
+            others, owned = self._not_ignored(held.others), self.optimizers.owned
+            self._idle.look_at(optimizer, others, self._trained, owned, reducer.num_reductions)
         if not held.known:
             return
         if compares:
@@ -141,13 +142,6 @@ class WatchedSteps:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(_LOCAL_GRADIENTS, stacklevel=stacklevel_of_user())
-
-    def _look_at_others(
-        self, optimizer: Optimizer, known: Sequence[nn.Parameter], others: Sequence[nn.Parameter], reducer: Reducer
-    ) -> None:
-        self._idle.note_owned(known)
-        if others:
-            self._idle.look_at(optimizer, self._not_ignored(others), self._trained, reducer.num_reductions)
 
     def _not_ignored(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [each for each in parameters if id(each) not in self._ignored]

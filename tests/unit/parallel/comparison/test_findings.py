@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,12 +85,18 @@ def test_a_rank_that_accumulates_more_now_and_then_is_warned_of(recwarn: pytest.
     assert "rank 0 trained on 8 samples in 2 backwards and rank 1 on 4 in 1 backward" in str(said.message)
 
 
-def step_idly(idle: IdleOptimizers, model: nn.Module, optimizer: torch.optim.Optimizer, num_reductions: int) -> None:
+def step_idly(
+    idle: IdleOptimizers,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_reductions: int,
+    owned: Collection[int] = (),
+) -> None:
     trained = dict(model.named_parameters())
     for each in trained.values():
         each.grad = torch.zeros_like(each)
     others = [each for group in optimizer.param_groups for each in group["params"]]
-    idle.look_at(optimizer, others, trained, num_reductions)
+    idle.look_at(optimizer, others, trained, owned, num_reductions)
 
 
 def test_an_optimizer_of_a_copy_is_refused_in_its_third_step() -> None:
@@ -102,9 +109,9 @@ def test_an_optimizer_of_a_copy_is_refused_in_its_third_step() -> None:
 
 def test_an_optimizer_of_other_parameters_is_not_refused() -> None:
     idle, model = IdleOptimizers(), nn.Linear(2, 2)
-    idle.note_owned(model.parameters())  # another optimizer steps them
+    owned = set(map(id, model.parameters()))  # another optimizer steps them
     for num_reductions in range(1, 6):
-        step_idly(idle, model, torch.optim.SGD(nn.Linear(2, 2).parameters()), num_reductions)
+        step_idly(idle, model, torch.optim.SGD(nn.Linear(2, 2).parameters()), num_reductions, owned)
         step_idly(IdleOptimizers(), model, torch.optim.SGD(nn.Linear(2, 5).parameters()), num_reductions)
 
 
