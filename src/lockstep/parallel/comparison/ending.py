@@ -20,7 +20,6 @@ import functools
 import logging
 import sys
 import time
-import weakref
 from typing import Final, final
 
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from torch.distributed import Store
 from lockstep.comm import World, group_store
 from lockstep.parallel.comparison.forwards import TrainingForwards
 from lockstep.parallel.comparison.optimizers import OptimizerSteps
-from lockstep.reduce import Reducer
 
 _LOGGER = logging.getLogger("lockstep")
 _LONGEST_WAIT_SECONDS: Final = 10.0
@@ -48,7 +46,6 @@ class EndOfScript:
         number: Which of the models that were wrapped over the group it is.
         forwards: The training forwards of this rank.
         optimizers: The steps of its optimizers.
-        reducer: Reduces its gradients.
     """
 
     def __init__(
@@ -58,7 +55,6 @@ class EndOfScript:
         number: int,
         forwards: TrainingForwards,
         optimizers: OptimizerSteps,
-        reducer: "weakref.ref[Reducer]",
     ) -> None:
         store = None if world.group is None else group_store(world.group)
         self._store: Store | None = None if store is None else dist.PrefixStore(f"lockstep/end/{number}", store)
@@ -66,7 +62,6 @@ class EndOfScript:
         self._name = name
         self._forwards = forwards
         self._optimizers = optimizers
-        self._reducer = reducer
         self._num_begun = 0
         self._posted = ""
         self._last_begun = self._longest_pause = 0.0
@@ -81,12 +76,9 @@ class EndOfScript:
         self._last_begun = now
         self._num_begun += 1
 
-    def post_wait(self) -> None:
-        """Let the others know that this rank waits, and in which backward; another thread calls this (local)."""
-        reducer = self._reducer()
-        if reducer is not None:
-            # Where it waits in a forward, or for a bucket before the last one, this backward was not counted yet.
-            self._post(max(self._num_begun, reducer.num_reductions + 1), "waits")
+    def post_wait(self, number: int) -> None:
+        """Let the others know that this rank waits in the reduction of this number; another thread calls it."""
+        self._post(number, "waits")
 
     def close(self) -> None:
         """Compare nothing (local)."""

@@ -94,9 +94,7 @@ class RankComparison:
         self._keeps_gradients = False
         self._num_forwards = 0
         self._know_parameters()
-        self._ending = EndOfScript(
-            world, self._name, options.model_number, self.forwards, self._steps.optimizers, self._reducer
-        )
+        self._ending = EndOfScript(world, self._name, options.model_number, self.forwards, self._steps.optimizers)
         self._posts = WaitPosts(self._reducer, self._ending.post_wait)
         self._stop_listening = listen_to_steps(self._steps)
 

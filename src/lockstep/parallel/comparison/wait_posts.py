@@ -1,4 +1,9 @@
-"""A thread that lets the other ranks know while this one waits long in a backward."""
+"""A thread that lets the other ranks know while this one waits long in a backward.
+
+[Note: a wait and its number] The thread may run between any two lines of the backward. A wait ends before its reduction
+is counted, and the thread reads the number first. So a wait that it finds is of that number, and never of the one
+after: a rank whose script has ended by then would be taken for one that has skipped a batch.
+"""
 
 import atexit
 import threading
@@ -20,10 +25,10 @@ class WaitPosts:
 
     Args:
         reducer: The reducer; the thread ends with it.
-        post: Writes to the group's store.
+        post: Writes to the group's store in which reduction, from 1 on, this rank waits.
     """
 
-    def __init__(self, reducer: "weakref.ref[Reducer]", post: Callable[[], object]) -> None:
+    def __init__(self, reducer: "weakref.ref[Reducer]", post: Callable[[int], object]) -> None:
         self._reducer = reducer
         self._post = post
         self._ended = threading.Event()
@@ -41,10 +46,11 @@ class WaitPosts:
     def _run(self) -> None:
         try:
             while not self._ended.wait(_LONG_SECONDS) and (reducer := self._reducer()) is not None:
-                seconds = reducer.times.seconds_waiting
+                number = reducer.num_reductions + 1
+                seconds = reducer.times.seconds_waiting  # after the number: [Note: a wait and its number]
                 del reducer
                 if seconds > _LONG_SECONDS:
-                    self._post()
+                    self._post(number)
         except dist.DistError:
             return  # the store has ended, and with it the group
         finally:

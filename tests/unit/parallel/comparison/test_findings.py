@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,19 +114,12 @@ def test_an_optimizer_of_other_parameters_is_not_refused() -> None:
         step_idly(IdleOptimizers(), model, torch.optim.SGD(nn.Linear(2, 5).parameters()), num_reductions)
 
 
-class NoReducer:
-    """Stands for a reducer that has completed some reductions."""
-
-    num_reductions = 7
-
-
 def end_of(rank: int, store: dist.Store, num_backwards: int, monkeypatch: pytest.MonkeyPatch) -> EndOfScript:
     monkeypatch.setattr(ending, "group_store", lambda _group: store)
     ending._end_of_script.cache_clear()
     group: Any = object()
     world = World(rank=rank, world_size=2, group=group)
-    reducer: Any = weakref.ref(NoReducer)
-    end = EndOfScript(world, "a model", 1, TrainingForwards(), OptimizerSteps(), reducer)
+    end = EndOfScript(world, "a model", 1, TrainingForwards(), OptimizerSteps())
     end.close()  # not at the end of this process
     for _ in range(num_backwards):
         end.note_begun()
@@ -142,7 +134,7 @@ def test_a_rank_that_ends_reads_that_another_one_waits_for_it(
     with caplog.at_level(logging.WARNING, "lockstep"):
         thread = threading.Thread(target=behind._tell)
         thread.start()
-        ahead.post_wait()  # in backward 8
+        ahead.post_wait(8)
         thread.join(20)
     (said,) = caplog.messages
     assert "The script of rank 1 has ended after 7 backwards of a model, and rank 0 has begun backward 8" in said
@@ -168,7 +160,7 @@ def test_a_rank_that_has_failed_is_no_rank_that_has_skipped_a_batch(
     # The others said that it had skipped a batch, below its own traceback.
     store = dist.HashStore()
     failing, other = end_of(0, store, 3, monkeypatch), end_of(1, store, 4, monkeypatch)
-    other.post_wait()
+    other.post_wait(8)
     with caplog.at_level(logging.WARNING, "lockstep"):
         monkeypatch.setattr(sys, "last_value", KeyError("mine"), raising=False)
         failing._tell()
