@@ -39,7 +39,7 @@ from lockstep.parallel.module_hook import connect
 from lockstep.parallel.module_inputs import call_in_precision, prepare_precisions
 from lockstep.parallel.module_sync import ModuleSync
 from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
-from lockstep.parallel.statistics import Statistics, describe_wrapper, list_options
+from lockstep.parallel.statistics import Statistics, describe_shared_arguments, describe_wrapper, list_options
 from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
 from lockstep.parallel.warned import warn_of_ignored
 from lockstep.parallel.wrapper_state import state_for_copy
@@ -184,7 +184,12 @@ class DistributedDataParallel(TorchNames):
 
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
-            check_same_model(model, self._workers, with_buffers=sync_at_start or self.forward_sync_buffers)
+            check_same_model(
+                model,
+                self._workers,
+                with_buffers=sync_at_start or self.forward_sync_buffers,
+                arguments=describe_shared_arguments(self, sends_at_start=sync_at_start, given=self._options),
+            )
             if compare:
                 compare_at_start(model, self._workers, self._options.model_number)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import SyncBatchNorm
 
 from lockstep.comm import World
+from lockstep.parallel.averaging import AveragingOptions
 from lockstep.reduce import Reducer
 from lockstep.settings import read_launch_facts
 from lockstep.torch_private import gloo_num_threads
@@ -92,6 +93,24 @@ def list_options(wrapper: Any) -> dict[str, Any]:
         **{name: getattr(wrapper, name) for name in names},
         **({"static_graph": True} if wrapper.static_graph else {}),
     }
+
+
+def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: AveragingOptions) -> list[str]:
+    """Return the arguments of a wrapper that must be the same on all ranks, each with its value."""
+    names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
+    precision = wrapper.mixed_precision
+    arguments = {
+        **{name: getattr(wrapper, name) for name in names},
+        "broadcast_buffers": sends_at_start,
+        "forward_sync_buffers": wrapper.forward_sync_buffers,
+        "bucket_cap_mb": [round(size / (1 << 20), 3) for size in wrapper.bucket_bytes_cap_list]
+        or round(wrapper.bucket_bytes_cap / (1 << 20), 3),
+        **{name: getattr(precision, name, None) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")},
+        "nonfinite": given.nonfinite,
+        "on_skip": given.on_skip,
+        "compare": given.compares_replicas,
+    }
+    return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
 def describe_wrapper(

@@ -12,10 +12,19 @@ from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 
 _BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
+_ARGUMENT = "argument of the wrapper"
+_ALIKE = "Give DistributedDataParallel the same arguments on every rank. (LS304)"
 _AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step. (LS305)"
 
 
-def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = False, with_buffers: bool = True) -> None:
+def check_same_model(
+    model: TrainedModel,
+    world: World,
+    *,
+    is_wrapped: bool = False,
+    with_buffers: bool = True,
+    arguments: Sequence[str] = (),
+) -> None:
     """Compare the parameters and buffers of `model` across ranks (collective).
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
@@ -26,11 +35,12 @@ def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = Fa
         world: The workers; each must call.
         is_wrapped: Whether this is a model that was trained already and has changed since.
         with_buffers: Whether buffers are compared: not if they are never broadcast.
+        arguments: Of the wrapper: those that must be the same on all ranks, as messages show them.
 
     Raises:
         ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
-    described = _describe(model, with_buffers=with_buffers)
+    described = {_ARGUMENT: [*arguments], **_describe(model, with_buffers=with_buffers)}
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
     if len(set(world.gather_objects(fingerprint))) == 1:
         return
@@ -40,7 +50,8 @@ def check_same_model(model: TrainedModel, world: World, *, is_wrapped: bool = Fa
         for kind in expected:
             if found[kind] != expected[kind]:
                 difference = _explain(rank, kind, found[kind], expected[kind])
-                raise ParameterMismatchError(f"{difference} {_AFTER_WRAPPING if is_wrapped else _BEFORE_WRAPPING}")
+                remedy = _ALIKE if kind == _ARGUMENT else _AFTER_WRAPPING if is_wrapped else _BEFORE_WRAPPING
+                raise ParameterMismatchError(f"{difference} {remedy}")
 
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
