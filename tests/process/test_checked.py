@@ -189,10 +189,13 @@ def test_the_variable_asks_for_checks() -> None:
 
 
 def make_groups(run: ls.Run, base: dist.Store, name: str) -> None:
-    """Make the default group anew, of Gloo and without a word about checks."""
+    """Make the default group anew, of Gloo as a rule, and without a word about checks."""
     store = dist.PrefixStore(name, base)
     ls.destroy_process_group()
-    ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=300))
+    backend = "shm" if "beside shm" in name else "gloo"
+    ls.init_process_group(
+        backend, store=store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=300)
+    )
 
 
 def reduce_later(length: int) -> None:
@@ -212,8 +215,20 @@ def mistakes_of_two(rank: int) -> dict[str, Callable[[], object]]:
         "two groups": lambda: dist.new_group([rank]),
         "in a group": lambda: dist.all_reduce(torch.ones(3 + rank), group=dist.new_group([0, 1])),
         "in a group of gloo": lambda: dist.all_reduce(torch.ones(3 + rank), group=dist.new_group(backend="gloo")),
+        "in a group of gloo beside shm": lambda: dist.all_reduce(
+            torch.ones(3 + rank), group=dist.new_group(backend="gloo")
+        ),
         "one of several": lambda: [dist.all_reduce(torch.ones(3 + (number == 20 and is_odd))) for number in range(30)],
     }
+
+
+def sum_of_local_group(rank: int) -> float:
+    """Return the sum over a group of both ranks that only its members make, and that is gone then."""
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    total = torch.tensor(1.0 + rank)
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group(group)
+    return total.item()
 
 
 def make_calls_by_default(run: ls.Run) -> Answers:
@@ -231,6 +246,8 @@ def make_calls_by_default(run: ls.Run) -> Answers:
             time.sleep(0.001)
         dist.broadcast(torch.ones(2), 0)
     answers["right"] = [name for name, is_right in right_answers(run.rank, run.world_size).items() if not is_right]
+    # What the first one had left in the store was taken for the second one's.
+    answers["made again"] = [sum_of_local_group(run.rank) for _ in range(2)]
     groups = (None, dist.new_group([0, 1]), dist.new_group(backend="gloo"))
     answers["backends"] = [dist.get_backend(group) for group in groups]
     dist.monitored_barrier()
@@ -262,6 +279,10 @@ def test_gloo_compares_calls_by_default(default_answers: list[Answers], mistake:
 
 def test_calls_that_are_right_are_made(default_answers: list[Answers]) -> None:
     assert [answer["right"] for answer in default_answers] == [[], []]
+
+
+def test_a_group_of_its_members_alone_can_be_made_again(default_answers: list[Answers]) -> None:
+    assert [answer["made again"] for answer in default_answers] == [[3.0, 3.0]] * 2
 
 
 def test_groups_go_by_the_backend_that_was_asked_for(default_answers: list[Answers]) -> None:

@@ -50,28 +50,42 @@ def _make_group(request: GroupRequest) -> Any:
     """Make the group that torch requests; every rank of the default group must request the same (collective)."""
     default: Any = dist.GroupMember.WORLD
     names = dist.BackendConfig(dist.Backend(request.backend)).get_device_backend_map()
-    if not request.ranks:
-        set_up = current_set_up()
-        is_checked = set_up is not None and (set_up.compares_calls or set_up.explains_losses)
-        waits = set_up is None or set_up.waits
-        compares = set_up is None or set_up.compares_calls
-    else:
-        if request.name.isdecimal() and capabilities_of(default).compares_calls:
-            # Ranks that make different groups, or another call, would wait for each other until the timeout.
-            detail = f"ranks {list(request.ranks)}, {request.backend}, group number {request.name}"
-            default.compare_calls(describe_call("new_group", (), detail))
-        is_checked = isinstance(default, CheckedProcessGroup) and (
-            set(names.values()) <= {"gloo", *default.backend_names.values()}
-        )
-        is_checked |= isinstance(default, ShmProcessGroup) and default.accelerators.compares_calls
-        waits = not isinstance(default, CheckedProcessGroup) or default.waits
-        compares = not isinstance(default, CheckedProcessGroup) or capabilities_of(default).compares_calls
+    set_up = None if request.ranks else current_set_up()
+    if request.ranks and request.name.isdecimal() and capabilities_of(default).compares_calls:
+        # Ranks that make different groups, or another call, would wait for each other until the timeout.
+        detail = f"ranks {list(request.ranks)}, {request.backend}, group number {request.name}"
+        default.compare_calls(describe_call("new_group", (), detail))
+    checks = _checks_of_subgroup(default, names) if request.ranks else _checks_of_default(set_up, names)
     if names.get("cpu") == "shm":
-        others = {device: name for device, name in names.items() if name != "shm"}
-        return request.make("shm", AcceleratorBackends(names=others, compares_calls=is_checked))
-    if not is_checked:
-        return request.make()
-    return request.make("checked", CheckedBackends(names=names, waits=waits and compares, compares=compares))
+        others = AcceleratorBackends(
+            names={device: name for device, name in names.items() if name != "shm"},
+            compares_calls=checks is not None,
+            subgroups_compare=set_up is not None and set_up.subgroups_compare,
+            subgroups_wait=set_up is None or set_up.waits,
+        )
+        return request.make("shm", others)
+    return request.make() if checks is None else request.make("checked", checks)
+
+
+def _checks_of_default(set_up: GroupSetUp | None, names: Mapping[str, str]) -> CheckedBackends | None:
+    """Return what the default group is made of if it is to be a checked one."""
+    if set_up is None or not (set_up.compares_calls or set_up.explains_losses):
+        return None
+    compares = set_up.compares_calls
+    return CheckedBackends(names=names, waits=set_up.waits and compares, compares=compares)
+
+
+def _checks_of_subgroup(default: Any, names: Mapping[str, str]) -> CheckedBackends | None:
+    """Return the same for a group of some ranks of the default group, which does as that one does."""
+    kinds = set(names.values())
+    if isinstance(default, CheckedProcessGroup) and kinds <= {"gloo", *default.backend_names.values()}:
+        compares = capabilities_of(default).compares_calls
+        return CheckedBackends(names=names, waits=default.waits and compares, compares=compares)
+    if isinstance(default, ShmProcessGroup):
+        beside = default.accelerators
+        if beside.compares_calls or (beside.subgroups_compare and kinds == {"gloo"}):
+            return CheckedBackends(names=names, waits=beside.subgroups_wait)
+    return None
 
 
 def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:

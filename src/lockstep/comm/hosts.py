@@ -213,6 +213,8 @@ class GroupSetUp:
     """Whether the group is to compare calls, where its backend does not."""
     waits: bool = True
     """Whether each of those calls waits for all ranks to make it."""
+    subgroups_compare: bool = False
+    """Whether groups of Gloo that `new_group` makes beside shared memory are to compare calls."""
     explains_losses: bool = False
     """Whether a group that compares no calls is to name lost ranks all the same, where its backend does not."""
 

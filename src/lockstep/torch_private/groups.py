@@ -2,13 +2,22 @@
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Backend, BackendConfig, GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.distributed import (
+    Backend,
+    BackendConfig,
+    GroupMember,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    distributed_c10d,
+)
 
 AnyFuture: type = torch._C.Future
 """The class of every future, `torch.futures.Future` and what `then` of a future from C++ returns alike."""
@@ -60,18 +69,30 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
     """Call `intercept` wherever torch makes a group; it returns what `make` of the request returns.
 
     For: comparing that all ranks make the same group, and groups that compare calls, which go by their backend's name.
+
+    A group that only its members make is named by its ranks, and one that is made again, after the first was destroyed,
+    has the same name. So it gets a part of the store of its own: what the first has left there is not its.
     """
     original = distributed_c10d._new_process_group_helper
     signature = inspect.signature(original)
+    times_made: Counter[str] = Counter()
 
     @functools.wraps(original)
     def make_group(*arguments: Any, **keywords: Any) -> Any:
         bound = signature.bind(*arguments, **keywords)
         asked = bound.arguments["backend"]
+        name = str(bound.arguments["group_name"])
+        if not bound.arguments["global_ranks_in_group"]:
+            times_made.clear()  # the default group, whose store is another one each time
+        elif not name.isdecimal():
+            if times_made[name]:
+                place = f"made again/{times_made[name]}"
+                bound.arguments["store"] = PrefixStore(place, bound.arguments["store"])
+            times_made[name] += 1
 
         def make(backend: str | None = None, options: Any = None) -> Any:
             if backend is None:
-                return original(*arguments, **keywords)
+                return original(*bound.args, **bound.kwargs)
             bound.arguments.update(backend=Backend(backend), backend_options=options)
             made, store = original(*bound.args, **bound.kwargs)
             if isinstance(made, ProcessGroup):
@@ -83,7 +104,7 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
             GroupRequest(
                 ranks=tuple(bound.arguments["global_ranks_in_group"]),
                 backend=str(asked),
-                name=str(bound.arguments["group_name"]),
+                name=name,
                 make=make,
             )
         )

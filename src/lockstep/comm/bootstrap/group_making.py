@@ -97,6 +97,7 @@ def find_set_up(
         deadline=deadline.with_at_least(_LEAST_SECONDS),
         compares_calls=_decide_check(choice.check, backend, rank, hosts),
         waits=choice.check is not None,
+        subgroups_compare=choice.check is not False,
         explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
     )
 

@@ -28,6 +28,10 @@ class AcceleratorBackends:
     """The backend for each type of accelerator that the group was made for."""
     compares_calls: bool = False
     """Whether their calls are compared too, over shared memory."""
+    subgroups_compare: bool = False
+    """Whether groups of Gloo that `new_group` makes of ranks of this group compare calls."""
+    subgroups_wait: bool = True
+    """Whether each of those calls waits for all ranks to make it."""
 
 
 NO_ACCELERATORS: Final = AcceleratorBackends(names=MappingProxyType({}))
