@@ -3,13 +3,37 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tests.mistakes import collectives, correct, habits, mean, models, out_of_step, replicas, starts, unusual
+from tests.mistakes import (
+    changes,
+    collectives,
+    correct,
+    habits,
+    mean,
+    models,
+    out_of_step,
+    replicas,
+    settings,
+    starts,
+    unusual,
+)
 from tests.mistakes.script import Script
 
 SCRIPTS: Mapping[str, Script] = MappingProxyType(
     {
         script.name: script
-        for module in (replicas, out_of_step, mean, collectives, models, starts, habits, correct, unusual)
+        for module in (
+            replicas,
+            out_of_step,
+            mean,
+            collectives,
+            models,
+            starts,
+            habits,
+            settings,
+            correct,
+            unusual,
+            changes,
+        )
         for script in vars(module).values()
         if isinstance(script, Script)
     }
