@@ -83,11 +83,11 @@ class StepGradients:
 
 def _parameter_at(buckets: Sequence[Bucket], index: int) -> nn.Parameter:
     """Return the parameter with this number among those of all buckets."""
-    for bucket in buckets:
-        if index < len(bucket.slots):
-            return bucket.slots[index].parameter
-        index -= len(bucket.slots)
-    raise IndexError(index)
+    number = 0
+    while index >= len(buckets[number].slots):
+        index -= len(buckets[number].slots)
+        number += 1
+    return buckets[number].slots[index].parameter
 
 
 def _look(parameter: nn.Parameter) -> tuple[nn.Parameter, int, int]:
