@@ -154,6 +154,10 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._device.is_paused:
             return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # or `Transfers` would see how this looks at tensors: half of the time
+            return self._follow(func, args, kwargs)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads, writes = _read_and_written(func, args, kwargs)
         before = {id(tensor) for tensor in (*reads, *writes)}
         on_device = any(is_on_device(tensor) for tensor in (*reads, *writes))
