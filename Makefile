@@ -8,15 +8,19 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-trainer docs browser matrix clean
+.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-trainer docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
 
+# The types are checked beside the tests, while these wait for something.
+test: style
+	@$(MAKE) --no-print-directory --jobs=2 LATER='nice -n 10' types suite
+
 # One process more than the two cores that we count on, because many tests wait. Files start in the order of their names,
 # so the slow ones do not come last.
-test: lint
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+suite: $(STAMP)
+	@env -u MAKEFLAGS -u MFLAGS $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # What to run before a commit: everything but the tests that start processes. The two slow parts run side by side, and
 # each shows its output when it is done.
@@ -33,7 +37,7 @@ style: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 
 types: $(STAMP)
-	$(VENV)/bin/mypy
+	$(LATER) $(VENV)/bin/mypy
 
 bench-ddp: $(STAMP)
 	$(VENV)/bin/python benchmarks/ddp.py
