@@ -141,6 +141,31 @@ def _few_processes(where: Surroundings) -> str:
     return "" if "Traceback" not in ended.stderr else f"a traceback: {ended.stderr[-400:]}"
 
 
+def _full_disk(where: Surroundings) -> str:
+    (where.folder / "small").mkdir()
+    script = 'mount -t tmpfs -o size=400k tmpfs small && exec "$@"'
+    ended = where.train("run_dir=small/run", "save_every=5", before=("unshare", "-m", "sh", "-c", script, "sh"))
+    said = ended.stderr + ended.stdout
+    if ended.returncode == 0 or "Traceback" in said or "No space left" not in said:
+        return f"exit code {ended.returncode}: {said[-600:]}"
+    return ""
+
+
+def _read_only_home(where: Surroundings) -> str:
+    (where.folder / "home").mkdir()
+    script = 'mount -t tmpfs -o ro tmpfs home && exec "$@"'
+    return where.explain(
+        where.train(before=("unshare", "-m", "sh", "-c", script, "sh"), HOME=str(where.folder / "home"))
+    )
+
+
+def _time_namespace(where: Surroundings) -> str:
+    """The monotonic clock is days ahead of that of the host, as in a container that was moved."""
+    return where.explain(
+        where.train(before=("unshare", "-T", "--fork", "--monotonic", "500000", "--boottime", "500000"))
+    )
+
+
 def _two_users(where: Surroundings) -> str:
     ended = where.train("run_dir=run")
     if problem := where.explain(ended):
@@ -192,5 +217,9 @@ _ALL: tuple[Callable[[Surroundings], str], ...] = (
     _directory_deleted,
     _hangup_before_the_first_step,
     _disk_becomes_read_only,
-    *((_only_ipv6, _few_processes, _two_users) if os.geteuid() == 0 else ()),
+    *(
+        (_only_ipv6, _few_processes, _two_users, _full_disk, _read_only_home, _time_namespace)
+        if os.geteuid() == 0
+        else ()
+    ),
 )

@@ -74,7 +74,7 @@ def try_slowdown(slowdown: Slowdown) -> tuple[bool, str]:
     folder = Path(tempfile.mkdtemp(prefix="lockstep-slow-"))
     shutil.copy(_SOURCE, folder / "faulty.py")
     with _job(slowdown, folder) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(pids := sorted(folder.glob("pid-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         if len(pids) < 2:
