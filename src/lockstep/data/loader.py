@@ -1,18 +1,13 @@
 """`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
 
 import copy
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, final
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.assignment import ShardAssignment
@@ -25,14 +20,12 @@ from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
 from lockstep.data.listed import ListedSamples, check_listed
 from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
 from lockstep.data.sampling import Sampling, read_lengths, read_weights
-from lockstep.data.slice_keys import EpochRanges, Keys, SlicePlan, keys_after, keys_of_slices, own_slices
+from lockstep.data.slice_keys import EpochRanges, keys_after, keys_of_slices, own_slices
+from lockstep.data.slice_loading import SliceLoading
 from lockstep.data.stream import Stream, as_stream
 from lockstep.data.streamed import Cut, StreamedSamples, Transformed, count_steps
-from lockstep.processes.lifetime import die_with_parent, terminate_only_for
 from lockstep.recording import EventKind, own_recorder
 
-_PREFETCH_FACTOR = 2
-"""How many slices each loading process is ahead; torch's default."""
 _NUM_COMPARED = 12
 """Samples by which the data of the workers are compared."""
 
@@ -137,19 +130,18 @@ class ShardedLoader:
         self._drop_last = drop_last
         self._world = self._current_world()
         self._assignment = ShardAssignment(self._world.world_size, num_shards)
-        self._num_workers = num_workers
-        self._keeps_processes = persistent_workers and num_workers > 0
-        self._pin_memory = pin_memory
         self._content = self._known_content = self._samples.content()
         self._has_own_collate = collate_fn is not None
-        self._dataset = KeyedDataset(
-            dataset,
-            default_collate if collate_fn is None else collate_fn,
-            makes_samples=stream is None or stream.transform is not None,
+        self._loading = SliceLoading(
+            KeyedDataset(
+                dataset,
+                default_collate if collate_fn is None else collate_fn,
+                makes_samples=stream is None or stream.transform is not None,
+            ),
+            num_workers=num_workers,
+            keeps_processes=persistent_workers,
+            pin_memory=pin_memory,
         )
-        self._plan = SlicePlan(lambda: iter(()))
-        self._processes: DataLoader[Any] | None = None
-        self._is_iterating = False
         self._bookmark: Mapping[str, Any] = {}
         self._present: tuple[EpochSamples, int] | None = None
 
@@ -235,11 +227,7 @@ class ShardedLoader:
             _current_world=partial(_same_world, alone),
             _world=alone,
             _assignment=ShardAssignment(1, self.num_shards),
-            _plan=SlicePlan(lambda: iter(())),
-            _processes=None,
-            _keeps_processes=False,
-            _num_workers=0,
-            _is_iterating=False,
+            _loading=self._loading.in_this_process(),
             _samples=self._samples.alone(),
             _present=None,
         )
@@ -264,7 +252,7 @@ class ShardedLoader:
             EpochBegin(epoch=epoch, first_step=step, keeps_last=is_fixed, each_once=each_once, bookmark=bookmark)
         )
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
-        moves_shards = not is_fixed and not self._is_iterating
+        moves_shards = not is_fixed and not self._loading.is_under_way
         recorder = own_recorder()
         source = self._describe()  # once: it reads all weights and lengths
         self._follow_world()
@@ -274,7 +262,7 @@ class ShardedLoader:
             epoch_ranges = EpochRanges(assignment, epoch)
             keys = partial(keys_of_slices, step, samples, epoch_ranges, world.rank)
             compared = [] if self._content else self._keys_to_compare()
-            with self._loaded(partial(keys_after, compared, keys)) as loaded, loading_processes_explained():
+            with self._loading.loaded(partial(keys_after, compared, keys)) as loaded, loading_processes_explained():
                 if compared:
                     self._content = slice_number([_check_slice(next(loaded)) for _ in compared])
                 while self._world == world and any(slices := samples.cut(step)):
@@ -333,7 +321,7 @@ class ShardedLoader:
 
     def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
         """Load one slice in this process."""
-        data = _check_slice(self._dataset.__getitems__(samples.keys(draws)))
+        data = _check_slice(self._loading.load(samples.keys(draws)))
         return Slice(shard=shard, num_samples=len(draws), data=data, indices=samples.indices(draws))
 
     def _follow_world(self) -> World:
@@ -344,43 +332,6 @@ class ShardedLoader:
             self._content = self._known_content  # else loaded anew, as new workers load what it is now
         self._world = world
         return world
-
-    @contextmanager
-    def _loaded(self, keys: Keys) -> Iterator[Iterator[Any]]:
-        """Load the slices with these keys, in loading processes if there are any.
-
-        An epoch that begins while another is under way gets processes of its own.
-        """
-        is_inner, self._is_iterating = self._is_iterating, True
-        try:
-            if not self._num_workers and not self._pin_memory:
-                yield map(self._dataset.__getitems__, keys())
-            elif is_inner or not self._keeps_processes:
-                yield iter(self._make_loader(SlicePlan(keys), persistent=False))
-            else:
-                if self._processes is None:
-                    self._processes = self._make_loader(self._plan, persistent=True)
-                self._plan.keys = keys
-                yield iter(self._processes)
-        finally:
-            self._is_iterating = is_inner
-
-    def _make_loader(self, plan: SlicePlan, *, persistent: bool) -> DataLoader[Any]:
-        # The parent-death signal is bound to the *thread* that starts a process, so only the main thread sets it:
-        # another thread may end before the epoch does.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        return DataLoader(
-            self._dataset,
-            batch_sampler=plan,  # type: ignore[arg-type] # what it yields is handed on as it is
-            num_workers=self._num_workers,
-            prefetch_factor=_PREFETCH_FACTOR if self._num_workers else None,
-            collate_fn=_as_it_is,
-            pin_memory=self._pin_memory,
-            persistent_workers=persistent,
-            worker_init_fn=partial(_start_loading_process, os.getpid(), _starter_pid()) if in_main_thread else None,
-            # Its own generator: the default would draw from the global one, once per epoch.
-            generator=torch.Generator(),
-        )
 
     def _describe(self) -> str:
         count = "samples" if self.num_samples is None else f"{self.num_samples} samples"
@@ -400,10 +351,6 @@ def _same_world(world: World) -> World:
     return world
 
 
-def _as_it_is(collated: Any) -> Any:
-    return collated
-
-
 def _take_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, indices: Sequence[int]) -> Slice:
     with error_place_noted(cursor, shard, indices):
         data = _check_slice(next(loaded))
@@ -414,16 +361,6 @@ def _check_slice(data: Any) -> Any:
     if isinstance(data, FailedSlice):
         raise data.error
     return data
-
-
-def _starter_pid() -> int | None:
-    """Return which process starts loading processes; None for a fork server, which ends when this process does."""
-    return None if multiprocessing.get_start_method() == "forkserver" else os.getpid()
-
-
-def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: int) -> None:
-    die_with_parent(os.getppid() if starter_pid is None else starter_pid)
-    terminate_only_for(worker_pid)
 
 
 def _stream_samples(stream: Stream, cut: Cut, weights: object, lengths: object) -> Samples:
