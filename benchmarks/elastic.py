@@ -130,6 +130,10 @@ def measure(backend: str, options: argparse.Namespace) -> list[tuple[str, str]]:
             in_milliseconds(large.losses),
         ),
         ("pause of the others when a worker joins, with 100 MB of state", in_milliseconds(large.joins)),
+        (
+            "from a loss to the end of the step before which a new worker joined, with 100 MB of state: soonest",
+            f"{large.replacements[0] * 1e3:.0f} ms ({len(large.replacements)})" if large.replacements else "none",
+        ),
         ("digest after these", "that of the undisturbed run" if large.is_equal else "DIFFERS"),
     ]
     medians = ls.launch(take_turns, 400, workers=2)[0]

@@ -38,6 +38,9 @@ class Cycles:
     """From each kill to the end of the repeated step, less a step, in seconds."""
     joins: list[float]
     """How much longer than others the step took after which workers joined, in seconds."""
+    replacements: list[float]
+    """From the end of the step that a loss repeated until a new worker has joined, in seconds. The first ones have
+    waited as spares; later ones import torch first."""
     growth: dict[str, tuple[float, float]]
     """The first worker's memory (MB), descriptors and threads, after the first losses and after the last ones."""
     is_equal: bool
@@ -95,7 +98,12 @@ def train(run: ls.Run, folder: str, num_steps: int, pause_seconds: float, width:
 
 
 def _note(log: Any, started: float, before: int, after: int) -> None:
-    values: dict[str, Any] = {"at": time.monotonic(), "seconds": time.monotonic() - started, "arrived": after > before}
+    values: dict[str, Any] = {
+        "at": time.monotonic(),
+        "seconds": time.monotonic() - started,
+        "arrived": after > before,
+        "lost": after < before,
+    }
     if after != before:
         process = psutil.Process()
         values["held"] = [process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()]
@@ -115,4 +123,15 @@ def _evaluate(events: list[dict[str, Any]], killed: list[float], *, is_equal: bo
             first, last = held[_FEW : 2 * _FEW + 1], held[-_FEW - 1 :]
             growth[name] = statistics.mean(row[index] for row in first), statistics.mean(row[index] for row in last)
     joins = [event["seconds"] - usual for event in events if event["arrived"]]
-    return Cycles(losses=sorted(losses), joins=sorted(joins), growth=growth, is_equal=is_equal)
+    replacements, lost_at = [], None
+    for event in events:
+        if event["arrived"] and lost_at is not None:
+            replacements.append(event["at"] - lost_at)
+        lost_at = event["at"] if event["lost"] else None if event["arrived"] else lost_at
+    return Cycles(
+        losses=sorted(losses),
+        joins=sorted(joins),
+        replacements=sorted(replacements),
+        growth=growth,
+        is_equal=is_equal,
+    )
