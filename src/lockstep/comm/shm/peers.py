@@ -386,7 +386,8 @@ class Peers:
         if state is PeerState.LEFT:
             return (
                 f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self.name} still "
-                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks. (LS203)"
+                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or a "
+                "batch that one has skipped. (LS203)"
             )
         return (
             f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
