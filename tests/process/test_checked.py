@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.process.ranks import Rank, Ranks, call_on_ranks
 
 import lockstep as ls
-from lockstep.comm import checked, hosts
+from lockstep.comm import checked_set_up, hosts
 from lockstep.comm.gloo_comparer import GlooComparer
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -41,7 +41,7 @@ def join(way: str, run: ls.Run) -> None:
     if way == "apart":
         PATCHES.setattr(hosts, "host_identity", lambda: f"boot {run.rank // 2}")
     elif way == "gloo":
-        PATCHES.setattr(checked, "make_shared_memory_comparer", lambda *_, **_options: None)
+        PATCHES.setattr(checked_set_up, "make_shared_memory_comparer", lambda *_, **_options: None)
     backend = "shm" if way == "apart" else "gloo"
     ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
 

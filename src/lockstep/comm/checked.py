@@ -13,96 +13,34 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import ProcessGroup, Work
 
 from lockstep.comm.call_events import CallEvents
 from lockstep.comm.calls_under_way import CallsUnderWay
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
+from lockstep.comm.comparer import CallComparer
 from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
 from lockstep.comm.explained_work import ExplainedWork
-from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
-from lockstep.comm.gloo_comparer import GlooComparer
 from lockstep.comm.gloo_sockets import GlooSockets
-from lockstep.comm.hosts import GroupMembers, GroupSetUp, known_hosts
+from lockstep.comm.hosts import known_hosts
 from lockstep.comm.interruptible_waits import InterruptibleWaits
 from lockstep.comm.open_groups import OPEN_GROUPS, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
-from lockstep.comm.shm.set_up import make_shared_memory_comparer
 from lockstep.comm.user_line import find_user_line
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.settings import read_stall_seconds
-from lockstep.torch_private import backend_of, make_backend, register_backend, set_default_backend
+from lockstep.torch_private import backend_of, register_backend, set_default_backend
 
 Result = TypeVar("Result")
-
-
-class CallComparer(Protocol):
-    """How the ranks of a group compare their calls."""
-
-    waits: bool
-    """Whether a call waits for all ranks to make it; then the group stays usable after a mismatch."""
-
-    def publish_call(self, call: bytes) -> None:
-        """Compare a call with those that the other ranks have made by now, without waiting for them.
-
-        Raises:
-            CollectiveMismatchError: They differ. Ranks that have made theirs raise it in `check`.
-            PeerLostError: A rank is lost.
-        """
-
-    def check(self) -> None:
-        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
-
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call (collective).
-
-        Raises:
-            CollectiveMismatchError: They differ; on every rank alike.
-            PeerLostError: A rank is lost.
-        """
-
-    def raise_if_broken(self) -> None:
-        """Raise the error of a group of which a rank is known to be lost (local)."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a comparison may take (local)."""
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits because of `error` (local)."""
-
-    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
-
-    def explain_error(self, error: RuntimeError) -> GroupError | None:
-        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
-
-    def find_any_lost(self) -> PeerLostError | None:
-        """Return the error for a rank that was lost, failed or left, if that is known (local)."""
-
-    def find_any_failed(self) -> PeerLostError | None:
-        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
-
-    def mark_broken(self, error: PeerLostError) -> None:
-        """Let later comparisons raise `error`, and publish it (local)."""
-
-    def end_calls(self, error: GroupError) -> None:
-        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
-
-    def send_exit_notice(self) -> None:
-        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
-
-    def close(self) -> None:
-        """Free what it holds (local)."""
 
 
 @final
@@ -149,8 +87,8 @@ class CheckedProcessGroup(ProcessGroup):
         for device, name in backends.items():
             place = torch.device(device)
             backend = backend_of(inner, place)
-            register_backend(self, place, _type_of(name), backend)
-        set_default_backend(self, _type_of(next(iter(backends.values()))))
+            register_backend(self, place, type_of_backend(name), backend)
+        set_default_backend(self, type_of_backend(next(iter(backends.values()))))
         self._has_device = not {"gloo"}.issuperset(backends.values())
         self._device_watch = DeviceWatch(
             WatchedGroup(
@@ -340,62 +278,8 @@ class CheckedProcessGroup(ProcessGroup):
         return self._inner
 
 
-def check_group(
-    store: Store,
-    rank: int,
-    timeout: timedelta,
-    backends: Mapping[str, str],
-    members: GroupMembers,
-    set_up: GroupSetUp,
-    *,
-    waits: bool = True,
-    compares: bool = True,
-) -> CheckedProcessGroup:
-    """Make a checked group (collective over its ranks).
-
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        timeout: How long a call may take.
-        backends: Name of torch's backend for each device type.
-        members: Who the ranks are.
-        set_up: When the group must be made, and what is known of its hosts.
-        waits: Whether every call waits for all ranks to make it. Otherwise, on one host, a call costs little more, and
-            the group cannot be used after a mismatch.
-        compares: Whether calls are compared. If not, lost ranks are named all the same, where ranks share memory.
-
-    Raises:
-        GroupError: Some rank did not connect in time.
-        RuntimeError: This torch lacks a backend.
-    """
-    size = len(members.names)
-    inner = ProcessGroup(store, rank, size)
-    made: dict[str, Any] = {}
-    sockets: GlooSockets | None = None
-    with ExitStack() as until_made:
-        if "gloo" in backends.values():
-            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
-        for device, name in backends.items():
-            if name not in made:
-                place = PrefixStore(f"inner/{name}", store)
-                if name == "gloo":
-                    make = partial(_make_gloo, place, rank, size, timeout)
-                    made[name], sockets = connect_gloo(place, size, make)
-                else:
-                    made[name] = make_backend(name, place, rank, size, timeout)
-            register_backend(inner, torch.device(device), _type_of(name), made[name])
-    set_default_backend(inner, _type_of(next(iter(backends.values()))))
-    place = PrefixStore("compare/shm", store)
-    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
-    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
-    return CheckedProcessGroup(inner, comparer, backends, members.names, sockets, compares=compares)
-
-
-def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _type_of(name: str) -> ProcessGroup.BackendType:
+def type_of_backend(name: str) -> ProcessGroup.BackendType:
+    """Return torch's type of a backend with this name."""
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 

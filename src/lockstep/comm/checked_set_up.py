@@ -1,0 +1,75 @@
+"""Making a checked group: torch's backends, and what compares the calls of the ranks."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from lockstep.comm.checked import CheckedProcessGroup, type_of_backend
+from lockstep.comm.comparer import CallComparer
+from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
+from lockstep.comm.gloo_comparer import GlooComparer
+from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.hosts import GroupMembers, GroupSetUp
+from lockstep.comm.shm.set_up import make_shared_memory_comparer
+from lockstep.torch_private import make_backend, register_backend, set_default_backend
+
+
+def check_group(
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    backends: Mapping[str, str],
+    members: GroupMembers,
+    set_up: GroupSetUp,
+    *,
+    waits: bool = True,
+    compares: bool = True,
+) -> CheckedProcessGroup:
+    """Make a checked group (collective over its ranks).
+
+    Args:
+        store: A store of this group alone.
+        rank: Number of this process in the group.
+        timeout: How long a call may take.
+        backends: Name of torch's backend for each device type.
+        members: Who the ranks are.
+        set_up: When the group must be made, and what is known of its hosts.
+        waits: Whether every call waits for all ranks to make it. Otherwise, on one host, a call costs little more, and
+            the group cannot be used after a mismatch.
+        compares: Whether calls are compared. If not, lost ranks are named all the same, where ranks share memory.
+
+    Raises:
+        GroupError: Some rank did not connect in time.
+        RuntimeError: This torch lacks a backend.
+    """
+    size = len(members.names)
+    inner = ProcessGroup(store, rank, size)
+    made: dict[str, Any] = {}
+    sockets: GlooSockets | None = None
+    with ExitStack() as until_made:
+        if "gloo" in backends.values():
+            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
+        for device, name in backends.items():
+            if name not in made:
+                place = PrefixStore(f"inner/{name}", store)
+                if name == "gloo":
+                    make = partial(_make_gloo, place, rank, size, timeout)
+                    made[name], sockets = connect_gloo(place, size, make)
+                else:
+                    made[name] = make_backend(name, place, rank, size, timeout)
+            register_backend(inner, torch.device(device), type_of_backend(name), made[name])
+    set_default_backend(inner, type_of_backend(next(iter(backends.values()))))
+    place = PrefixStore("compare/shm", store)
+    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
+    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
+    return CheckedProcessGroup(inner, comparer, backends, members.names, sockets, compares=compares)
+
+
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
