@@ -59,10 +59,10 @@ if [ -n "${WHEELS:-}" ]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$WORK/site" \
         "$WHEELS"/*.whl || echo "The wheels in $WHEELS could not be installed." >&2
 fi
-VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' "$ROOT/pyproject.toml")
-mkdir "$WORK/site/lockstep-$VERSION.dist-info"
-printf 'Metadata-Version: 2.1\nName: lockstep\nVersion: %s\n' "$VERSION" \
-    > "$WORK/site/lockstep-$VERSION.dist-info/METADATA"
+VERSION=$(sed -n 's/^VERSION: Final = "\(.*\)"/\1/p' "$ROOT/src/lockstep/version.py")
+mkdir "$WORK/site/lockstep_ddp-$VERSION.dist-info"
+printf 'Metadata-Version: 2.1\nName: lockstep-ddp\nVersion: %s\n' "$VERSION" \
+    > "$WORK/site/lockstep_ddp-$VERSION.dist-info/METADATA"
 printf '#!/bin/sh\nexec "%s" -c "from lockstep_command import main; main()" "$@"\n' "$PYTHON" > "$WORK/bin/lockstep"
 chmod +x "$WORK/bin/lockstep"
 export PATH="$WORK/bin:$PATH"
