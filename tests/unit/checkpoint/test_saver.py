@@ -222,7 +222,7 @@ def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(tmp_path: Path, i
     state = Checkpoint(model=model, optimizer={}, manifest=checkpoint(torch.ones(1)).manifest)
 
     def save() -> None:
-        with Saver(is_async=is_async) as saver:
+        with Saver(is_async=is_async, warn_after_seconds=100.0) as saver:
             for _ in range(2):
                 saver.save(tmp_path / "a.ckpt", state)
 
