@@ -1,6 +1,7 @@
 """A real job that stands still says by itself who is the cause."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,9 @@ for step in range(3):
     if step == 1 and dist.get_rank() == 1:
         users_function()
 """
+
+LOOP = r"script\.py:[789] in users_function"
+"""Where the loop is; on a busy machine the line before it may take longer than the stall time."""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_an_infinite_loop_on_one_rank_is_named_with_its_line(
     assert job.stderr is not None
     said = read_until(job.stderr.readline, "in users_function")
     assert "The job stands still. Rank 1 (process " in said
-    assert "script.py:8 in users_function" in said or "script.py:9 in users_function" in said
+    assert re.search(LOOP, said)
     assert "Rank 0: " in said
     job.stderr.close()
 
@@ -89,7 +93,7 @@ def test_each_of_two_hosts_says_who_is_waited_for(tmp_path: Path) -> None:
         assert "wait for rank 1, which is on another host" in said
         said = read_until(outputs[1].readline, "The job stands still")
         assert "Rank 1 (process " in said
-        assert "script.py:8 in users_function" in said or "script.py:9 in users_function" in said
+        assert re.search(LOOP, said)
         # Not only after five times the stall time, as where nobody waits.
         assert f"For {2 * 5}" not in said
 
