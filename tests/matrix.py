@@ -25,12 +25,19 @@ PINNED = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(encod
 NEWEST = "newest"
 PAIRS = ("3.11:2.11.0", f"3.11:{PINNED}", "3.12:2.11.0", f"3.12:{NEWEST}", f"3.13:{NEWEST}", f"3.14:{NEWEST}")
 CORE = (
-    "tests/unit",
+    "tests/unit/torch_private",
+    "tests/unit/reduce",
+    "tests/unit/parallel/replicas/test_data_parallel_replicas.py",
+    "tests/unit/parallel/test_conversion.py",
+    "tests/unit/parallel/test_sync_batchnorm_local.py",
+    "tests/unit/data/test_loader.py",
+    "tests/unit/engine/test_trainer.py",
+    "tests/unit/engine/test_compiled.py",
+    "tests/unit/engine/test_schedules.py",
     "tests/process/test_ddp_parity.py",
-    "tests/process/test_launch.py",
-    "tests/process/test_recovery.py",
     "tests/process/test_trainer_workers.py",
 )
+"""What depends on torch's and Python's version most: private names, hooks of a backward, the trainer, real workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,9 +115,10 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
 def intercept_timeouts(set_timeout: Callable[[ProcessGroup, timedelta], bool]) -> None:
     """Call `set_timeout` where the timeout of a group is changed; torch changes it if that returns False.
 
-    For: groups written in Python, whose timeouts torch's function does not change.
+    For: groups written in Python, whose timeouts torch's function does not change. From torch 2.14 on `set_timeout` is
+    public, and the private function is a deprecated name of it.
     """
-    original = distributed_c10d._set_pg_timeout
+    original = getattr(distributed_c10d, "set_timeout", distributed_c10d._set_pg_timeout)
 
     @functools.wraps(original)
     def set_pg_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -126,6 +127,9 @@ def intercept_timeouts(set_timeout: Callable[[ProcessGroup, timedelta], bool]) -
             original(timeout, group)
 
     distributed_c10d._set_pg_timeout = set_pg_timeout
+    for module in (distributed_c10d, torch.distributed):
+        if hasattr(module, "set_timeout"):
+            vars(module)["set_timeout"] = set_pg_timeout
 
 
 def default_timeout(backend: str) -> timedelta:

@@ -151,6 +151,9 @@ def test_gloo_has_threads() -> None:
 def test_the_making_of_groups_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_new_process_group_helper", "_set_pg_timeout"):
         monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))  # given back at the end
+    for module in (dist, dist.distributed_c10d):
+        if hasattr(module, "set_timeout"):  # from torch 2.14 on
+            monkeypatch.setattr(module, "set_timeout", module.set_timeout)
     requests: list[GroupRequest] = []
 
     def intercept(request: GroupRequest) -> Any:
@@ -167,7 +170,7 @@ def test_the_making_of_groups_is_intercepted(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[Any] = []
     intercept_timeouts(lambda group, timeout: seen.append((group, timeout)) or group is groups[0])  # type: ignore[func-returns-value]
     for group in groups[:2]:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=7), group)
     assert seen == [(group, timedelta(seconds=7)) for group in groups[:2]], "timeouts of shm and of comparisons"
     found = [backend_of(group, CPU).options._timeout.total_seconds() for group in groups[:2]]
     assert found[0] != found[1] == 7

@@ -222,6 +222,7 @@ def test_the_largest_magnitude_shows_one_number_that_is_not_finite(dtype: torch.
 def test_a_factor_is_not_rounded_to_the_tensors_type(device: str) -> None:
     torch.manual_seed(0)
     gradients = torch.randn(10_000, dtype=torch.bfloat16, device=device)
+    gradients[gradients == 0] = 1.0  # some versions of torch draw a zero, which has no relative error
     expected = gradients.double() / 3
     foreach_mul_([gradients], 1 / 3)
     error = (gradients.double() / expected - 1).mean().abs().item()

@@ -332,6 +332,8 @@ FUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 def test_a_step_of_a_fused_optimizer_is_left_out_by_a_truth_value(name: str) -> None:
     parameter = nn.Parameter(torch.arange(4.0))
     optimizer = FUSED[name]([parameter])
+    if name == "Adagrad" and not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip("torch 2.11's Adagrad does not offer this: its steps wait for the device")
     assert has_step_on_device(optimizer), "Trainer: every step would wait for the device"
     parameter.grad = torch.ones(4)
     step_unless(optimizer, torch.tensor(False))
