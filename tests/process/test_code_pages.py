@@ -15,19 +15,6 @@ from tests.unit.page_names import make_names
 import lockstep as ls
 from lockstep.explanations import codes_in, page_of
 
-WRAP = """
-model = ls.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loss = model(inputs).sum()
-"""
-TRAIN = """
-def train(*given):
-    inputs, labels = given[-1]
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-"""
-WRAPPED = "model = ls.DistributedDataParallel(model)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + TRAIN
 STEP = "\ntrainer.step(batch)\n"
 
 AROUND: dict[str, tuple[str, str]] = {
@@ -46,15 +33,6 @@ AROUND: dict[str, tuple[str, str]] = {
     "LS210": ("mine = torch.ones(2)", ""),
     "LS301": ("", ""),
     "LS303": ("", ""),
-    "LS320": (
-        WRAPPED + "rank = run.rank\nevaluate = lambda model: None\nsampler = ls.DistributedSampler(dataset)\n"
-        "loader = DataLoader(dataset, batch_size=16, sampler=sampler)",
-        "",
-    ),
-    "LS321": (
-        WRAP + "loss = (20.0 * run.rank + model(inputs).square().mean())\nloss.backward()",
-        "\nfor inputs in torch.randn(3, 16, 8):\n    optimizer.zero_grad()\n    model(inputs).sum().backward()\n",
-    ),
     "LS325": ("", ""),
     "LS408": ("test_set = dataset", ""),
     "LS502": ("", ""),
@@ -97,7 +75,7 @@ def codes_of(run: ls.Run, before: str, lines: str, after: str, folder: str) -> t
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, join_default_group, call_seconds=25) as pool:
+    with RankPool(2, join_default_group) as pool:
         yield pool
 
 
