@@ -38,6 +38,7 @@ class Channel:
         self._sending = threading.Lock()
         self._answers: dict[int, tuple[object, queue.SimpleQueue[Message]]] = {}
         self._is_open = True
+        self._end = "The launcher has ended."
         self._kept: list[object] = []
         self._abandoned: weakref.WeakSet[object] = weakref.WeakSet()
         threading.Thread(target=self._read, name="channel", daemon=True).start()
@@ -73,7 +74,7 @@ class Channel:
         if answer is _ABANDONED:
             raise ChannelClosedError("The group was given up while it was being made.")
         if answer is _CLOSED:
-            raise ChannelClosedError("The launcher has ended.")
+            raise ChannelClosedError(self._end)
         return answer["value"]
 
     def report(self, what: str, **fields: Any) -> None:
@@ -98,11 +99,11 @@ class Channel:
     def _send(self, message: Message) -> None:
         with self._sending:
             if not self._is_open:
-                raise ChannelClosedError("The channel to the launcher is closed.")
+                raise ChannelClosedError(f"The channel to the launcher is closed. {self._end}")
             try:
                 self._socket.sendall(encode(message))
             except OSError as error:
-                raise ChannelClosedError("The launcher has ended.") from error
+                raise ChannelClosedError(self._end) from error
 
     def _read(self) -> None:
         reader = LineReader()
@@ -121,6 +122,13 @@ class Channel:
     def _deliver(self, message: Message) -> None:
         if "event" in message:
             self._on_event(message)
+            return
+        if "refused" in message:
+            self._end = (
+                "The launcher has closed this worker's channel, because it was sent what it cannot read "
+                f"({str(message['refused'])[:200]}). Does something in this process write to descriptors that it has "
+                "not opened, or was Lockstep's code replaced while it ran?"
+            )
             return
         waiting = self._answers.get(message["id"])
         if waiting is not None:  # else the request was withdrawn

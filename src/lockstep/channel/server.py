@@ -161,7 +161,8 @@ class ChannelServer:
                 self._on_request()
                 for reply in self._table.answer(connection.worker, message):
                     self._send(selector, reply.worker, reply.message)
-        except (ValueError, KeyError, TypeError):  # not from our client: code of the user wrote to the descriptor
+        except (ValueError, KeyError, TypeError) as error:  # code of the user wrote to the descriptor
+            self._send(selector, connection.worker, {"refused": f"{type(error).__name__}: {error}"})
             self._drop(selector, connection)
 
     def _send(self, selector: selectors.BaseSelector, worker: int, message: Message) -> None:

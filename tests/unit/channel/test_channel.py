@@ -214,8 +214,8 @@ def test_a_worker_that_sends_nonsense_loses_its_channel_alone(server: ChannelSer
         with server.worker_end(worker) as descriptor:
             broken = os.dup(descriptor)
         os.write(broken, line)
-        assert os.read(broken, 1) == b""
-        os.close(broken)
+        with os.fdopen(broken, "rb") as answers:
+            assert json.loads(answers.read()).keys() == {"refused"}  # and the end
     assert other.add("n", 1) == 1
 
 
@@ -281,3 +281,11 @@ def test_after_an_error_of_the_reading_thread_requests_fail_and_do_not_wait(serv
     for thread in threading.enumerate():
         if thread.name == "channel":
             thread.join(20)
+
+
+def test_a_worker_whose_request_cannot_be_read_learns_that(server: ChannelServer) -> None:
+    channel = connect(server, 0)
+    with pytest.raises(ChannelClosedError, match=r"cannot read .*'dance', which is not an operation"):
+        channel.request(None, "dance", key="a")
+    with pytest.raises(ChannelClosedError, match=r"is closed\. The launcher has closed this worker's channel"):
+        channel.request(None, "get", key="a")
