@@ -27,6 +27,7 @@ AROUND: dict[str, tuple[str, str]] = {
         ),
         "ls.destroy_process_group()",
     ),
+    "LS204": ("", ""),
     "LS207": ("", ""),
     "LS208": ("", ""),
     "LS209": ("mine = torch.ones(2)", ""),
