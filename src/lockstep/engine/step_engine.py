@@ -19,6 +19,7 @@ one may have failed here alone, and the worker then has all to finish the step b
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -125,7 +126,8 @@ class StepEngine:
         self._networks = ReachedNetworks(find_networks(losses, model), model)
         self._buffers = ShardZeroBuffers(self._networks.with_model(model), world, state.device)
         self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
-        self.stopwatch: Stopwatch = RecordedShards(self._recorder, lambda: self._gradients.last_gradient_ns)
+        gradients = weakref.proxy(self._gradients)  # it holds the stopwatch
+        self.stopwatch: Stopwatch = RecordedShards(self._recorder, lambda: gradients.last_gradient_ns)
         if self._balancer is not None and is_asynchronous(state.device):
             self.stopwatch = DeviceShards(state.device)
         self._gradients.on_last_gradient(self.stopwatch.last_gradient)
