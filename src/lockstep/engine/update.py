@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.run_state import RunState
-from lockstep.parallel.comparison.optimizers import StepHook
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private import (
     forget_scaling,
@@ -61,7 +60,7 @@ class Update:
 
         Not the first of a parameter: an optimizer that is left out has made its state, but not filled it.
         """
-        if self._state.scaler is not None or not self._has_step_on_device():
+        if self._state.scaler is not None or not has_step_on_device(self._state.optimizer):
             return False
         if len(optimizer_step_pre_hooks(self._state.optimizer)) > 1:  # one is our guard
             return False
@@ -95,7 +94,7 @@ class Update:
                 before.put_back_options()
                 self._forget_scaling()
             raise
-        if is_bad is None and self._has_step_on_device():
+        if is_bad is None and has_step_on_device(self._state.optimizer):
             self._updated, self._updated_state = self._with_gradient(), self._state.optimizer.state
         if counts_are_enough is None and before.has_changed():
             self._counts_are_enough[chosen] = before.counts_show_all()
@@ -129,9 +128,6 @@ class Update:
         if self._state.scaler is not None:
             for optimizer in self._state.chosen():
                 forget_scaling(self._state.scaler, optimizer)
-
-    def _has_step_on_device(self) -> bool:
-        return has_step_on_device(self._state.optimizer, ignored_hooks=(StepHook,))  # of wrappers elsewhere
 
     def _with_gradient(self) -> set[nn.Parameter]:
         return {parameter for parameter in self._state.trained_parameters() if parameter.grad is not None}

@@ -162,15 +162,11 @@ def localize_tensor_parallel(module: nn.Module) -> None:
     _pre_dp_module_transform(module)
 
 
-def has_step_on_device(optimizer: Optimizer, *, ignored_hooks: tuple[type, ...] = ()) -> bool:
+def has_step_on_device(optimizer: Optimizer) -> bool:
     """Return whether `step_unless` works: one of torch's own classes with `fused=True`, without hooks after its step.
 
     `_step_supports_amp_scaling` is how `GradScaler` finds it out. A class that is derived from torch's may write
-    something else in its step, and a hook may: these are not left out.
-
-    Args:
-        optimizer: The optimizer.
-        ignored_hooks: Classes of hooks that write nothing.
+    something else in its step, and a hook may, unless its attribute `only_looks` is true: these are not left out.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False  # it need not have torch's attributes: several optimizers that are seen as one have none
@@ -178,7 +174,7 @@ def has_step_on_device(optimizer: Optimizer, *, ignored_hooks: tuple[type, ...] 
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
-        and all(isinstance(hook, ignored_hooks) for hook in hooks)
+        and all(getattr(hook, "only_looks", False) for hook in hooks)
     )
 
 

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import parallel
 from torch.nn.utils import parametrizations
+from torch.optim import Optimizer
 
+from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.torch_private import (
     AnyBatchNorm,
     buffer_registry,
@@ -348,6 +350,14 @@ def test_a_step_of_a_fused_optimizer_is_left_out_by_a_truth_value(name: str) -> 
     assert not torch.equal(parameter.data, before[1]), "Trainer: later steps of the user's would be left out too"
 
 
+class Onlooker:
+    def before_step(self, optimizer: Optimizer) -> None:
+        pass
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        pass
+
+
 def test_an_optimizer_that_does_more_than_torchs_is_not_left_out_on_a_device() -> None:
     class Derived(torch.optim.SGD):
         pass
@@ -360,6 +370,9 @@ def test_an_optimizer_that_does_more_than_torchs_is_not_left_out_on_a_device() -
     assert not has_step_on_device(optimizer)
     handle.remove()
     assert has_step_on_device(optimizer)
+    end = listen_to_steps(Onlooker())  # a wrapper that is gone leaves such hooks until the next one is made
+    assert has_step_on_device(optimizer)
+    end()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fused": False})
     assert not has_step_on_device(optimizer)
 

@@ -55,12 +55,10 @@ class FiniteGradientsOnDevice:
 
     Args:
         nonfinite: "stop" to raise after a step with one, "skip" to have it change nothing.
-        ignored_hooks: Classes of hooks around all steps that write nothing.
     """
 
-    def __init__(self, nonfinite: Literal["stop", "skip"], ignored_hooks: tuple[type, ...]) -> None:
+    def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
-        self._ignored_hooks = ignored_hooks
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._looked: list[tuple[Sequence[str], Tensor]] = []
@@ -152,7 +150,7 @@ class FiniteGradientsOnDevice:
 
     def _can_be_left_out(self, optimizer: Optimizer, held: Sequence[nn.Parameter]) -> bool:
         return (
-            has_step_on_device(optimizer, ignored_hooks=self._ignored_hooks)
+            has_step_on_device(optimizer)
             and not optimizer_step_pre_hooks(optimizer)
             and self._updated_parameters(optimizer).issuperset(held)
             and len({each.device for each in held}) == 1

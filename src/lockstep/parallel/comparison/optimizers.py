@@ -50,6 +50,9 @@ def listen_to_steps(listener: StepListener) -> Callable[[], None]:
 class StepHook:
     """Calls a listener, as long as it is there."""
 
+    only_looks = True
+    """For `has_step_on_device`: it writes nothing, also where its wrapper is not that of the optimizer."""
+
     def __init__(self, method: "weakref.WeakMethod[Callable[[Optimizer], None]]") -> None:
         self._method = method
 

@@ -14,7 +14,7 @@ from lockstep.parallel.comparison.by_hand import HandAveraging
 from lockstep.parallel.comparison.finite import FiniteCheck, FiniteGradients
 from lockstep.parallel.comparison.finite_on_device import FiniteGradientsOnDevice
 from lockstep.parallel.comparison.gradients import StepGradients, has_unsynchronized
-from lockstep.parallel.comparison.optimizers import OptimizerSteps, StepHook
+from lockstep.parallel.comparison.optimizers import OptimizerSteps
 from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideParameters
 from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.user_code import stacklevel_of_user, user_line
@@ -64,9 +64,7 @@ class WatchedSteps:
     ) -> None:
         self.optimizers = OptimizerSteps()
         self.gradients = StepGradients(reducer, may_read=may_read)
-        self.finite: FiniteCheck = (
-            FiniteGradients(nonfinite) if may_read else FiniteGradientsOnDevice(nonfinite, ignored_hooks=(StepHook,))
-        )
+        self.finite: FiniteCheck = FiniteGradients(nonfinite) if may_read else FiniteGradientsOnDevice(nonfinite)
         self.outside = OutsideParameters(may_read=may_read)
         self.compares_replicas = True
         self.is_joining = False
