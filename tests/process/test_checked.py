@@ -383,7 +383,17 @@ def die_in_an_unchecked_group(rank: Rank) -> tuple[int, str]:
     return lost.value.rank, str(lost.value)
 
 
-@pytest.mark.parametrize("die", [die_within_a_call, die_in_an_unchecked_group])
+def die_while_connecting(rank: Rank) -> tuple[int, str]:
+    """Rank 1 is killed when it is to connect Gloo, for which rank 0 would wait half an hour."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if rank.number == 1:
+        PATCHES.setattr(checked_set_up, "connect_gloo", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ls.PeerLostError) as lost:
+        ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2)
+    return lost.value.rank, str(lost.value)
+
+
+@pytest.mark.parametrize("die", [die_within_a_call, die_in_an_unchecked_group, die_while_connecting])
 def test_a_rank_that_dies_within_a_call_of_gloo_is_named(die: Any, tmp_path: Path) -> None:
     # It was "Connection reset by peer" or "Connection closed by peer", which names no rank.
     with Ranks(tmp_path, 2, die) as ranks:

@@ -8,6 +8,8 @@ from typing import Any, Final, final
 
 from torch.distributed import Work
 
+from lockstep.processes.threads_left import start_thread_left_alone
+
 _END_SECONDS: Final = 5.0
 """How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
 _POLL_SECONDS: Final = 0.001
@@ -51,7 +53,7 @@ class CallsUnderWay:
             else:
                 time.sleep(_POLL_SECONDS)
         if works:
-            threading.Thread(target=_hold, args=[works, group], name="lockstep-ending", daemon=True).start()
+            start_thread_left_alone(_hold, [works, group], name="lockstep-ending")
 
     def _forget_completed(self) -> None:
         while self._works and _has_ended(self._works[0]):

@@ -10,7 +10,6 @@ names that rank.
 """
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -37,6 +36,7 @@ from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.user_line import find_user_line
 from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
+from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.settings import read_stall_seconds
 from lockstep.torch_private import backend_of, register_backend, set_default_backend
 
@@ -196,7 +196,7 @@ class CheckedProcessGroup(ProcessGroup):
             self._sockets.shut_down()
         inner = self._inner
         if self._has_device and inner is not None:
-            threading.Thread(target=inner.abort, name="lockstep-abort", daemon=True).start()  # may take a while
+            start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
 
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local).

@@ -5,8 +5,9 @@ time out early ever after. It may take the whole limit once more. Where much of 
 therefore connected twice, first with what is left: the second connection is between ranks that have just answered.
 """
 
+import math
 import queue
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -14,18 +15,23 @@ from typing import Any, Final, final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo_sockets import GlooSockets
-from lockstep.comm.hosts import GroupMembers, read_all, store_loss_explained, wait_for_members
+from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
 from lockstep.comm.open_groups import OPEN_GROUPS
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, PeerLostError
+from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.torch_private import gloo_announcements
 
 _NEGLIGIBLE_SECONDS: Final = 1.0
 _NEGLIGIBLE_SHARE: Final = 0.05
 """How much of the limit the steps before may use without the ranks being connected twice."""
 _LEAST_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.1
+"""How often a rank that is being connected looks whether another one was lost."""
+_END_SECONDS: Final = 2.0
+"""How long connecting may go on after a rank was lost, and how long after its end a loss is looked for: the kernel
+closes the connections of a process before it reports its end, and a rank that is connected already may have left."""
 
 
 @contextmanager
@@ -45,7 +51,9 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
         # Held until the group is made: a rank that is done early would cut the connections of the others.
         place = PrefixStore("gloo/in_time", store)
         limit = deadline.left(_LEAST_SECONDS)
-        connection = _connect(store, world_size, lambda: dist.ProcessGroupGloo(place, rank, world_size, limit))
+        connection = _connect(
+            world_size, lambda: dist.ProcessGroupGloo(place, rank, world_size, limit), members.find_lost
+        )
     except GroupError:
         raise
     except RuntimeError as error:
@@ -61,26 +69,29 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
         del connection
 
 
-def connect_gloo(store: Store, size: int, make: Callable[[], Any]) -> tuple[Any, GlooSockets]:
+def connect_gloo(
+    store: Store, size: int, make: Callable[[], Any], find_lost: FindLost = find_none_lost
+) -> tuple[Any, GlooSockets]:
     """Make a Gloo backend (collective over its ranks); return its connections too.
 
     Args:
         store: The store that `make` gives Gloo, for this alone.
         size: How many ranks there are.
         make: Makes it, with this store.
+        find_lost: Returns the error for a rank that is known to be lost.
 
     Raises:
-        GroupError: The launcher has announced that a rank was lost meanwhile.
+        GroupError: A rank was lost meanwhile.
         RuntimeError: They cannot be connected.
     """
-    backend = _connect(store, size, make)
+    backend = _connect(size, make, find_lost)
     return backend, GlooSockets(backend, gloo_announcements(store, size))
 
 
-def _connect(store: Store, size: int, make: Callable[[], Any]) -> Any:
-    """Return what `make` makes, unless the launcher announces that a rank was lost meanwhile."""
+def _connect(size: int, make: Callable[[], Any], find_lost: FindLost) -> Any:
+    """Return what `make` makes, unless a rank is lost meanwhile, or the launcher announces that one was."""
     # Gloo waits for the connection of a lost rank until its timeout, and nothing ends that wait.
-    return _ConnectionAttempt(make).result() if size > 1 and launch_store(store) is not None else make()
+    return _ConnectionAttempt(make).result(find_lost) if size > 1 else make()
 
 
 @final
@@ -91,19 +102,35 @@ class _ConnectionAttempt:
         self._outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._make = make
 
-    def result(self) -> Any:
+    def result(self, find_lost: FindLost) -> Any:
         """Return what was made.
+
+        Args:
+            find_lost: Returns the error for a rank that is known to be lost.
 
         Raises:
             BaseException: What making it has raised.
-            GroupError: The group was given up.
+            GroupError: The group was given up, or a rank is lost.
         """
-        threading.Thread(target=self._run, name="lockstep-gloo", daemon=True).start()
+        start_thread_left_alone(self._run, name="lockstep-gloo")
         OPEN_GROUPS.add(self)
-        made, error = self._outcome.get()
-        if error is not None:
-            raise error
-        return made
+        failure: RuntimeError | None = None
+        lost: PeerLostError | None = None
+        until = math.inf
+        while time.monotonic() < until and not (lost is not None and failure is not None):
+            try:
+                made, error = self._outcome.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                lost = lost or find_lost()
+                if lost is not None:
+                    until = min(until, time.monotonic() + _END_SECONDS)
+                continue
+            if error is None:
+                return made
+            if isinstance(error, GroupError) or not isinstance(error, RuntimeError):
+                raise error
+            failure, until = error, time.monotonic() + _END_SECONDS
+        raise (lost or failure or GroupError("The ranks could not be connected. (LS113)")) from failure
 
     def end_calls(self, error: GroupError) -> None:
         """Give the group up (local, any thread)."""

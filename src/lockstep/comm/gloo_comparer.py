@@ -44,7 +44,7 @@ class GlooComparer:
         place = PrefixStore("compare/gloo", store)
         self._gloo: Any
         self._gloo, self._sockets = connect_gloo(
-            place, len(names), lambda: dist.ProcessGroupGloo(place, rank, len(names), timeout)
+            place, len(names), lambda: dist.ProcessGroupGloo(place, rank, len(names), timeout), self.find_any_lost
         )
 
     def compare_calls(self, call: bytes) -> None:

@@ -32,7 +32,11 @@ _WARNING_SECONDS = 10.0
 """After how long a rank that waits logs for which others."""
 
 
-def _find_none_lost() -> None:
+FindLost = Callable[[], PeerLostError | None]
+"""Returns the error for a rank that is known to be lost, or None."""
+
+
+def find_none_lost() -> None:
     """Return None: no rank is known to be lost."""
 
 
@@ -42,7 +46,7 @@ class GroupMembers:
 
     names: Sequence[int]
     """Their numbers in messages: their ranks in the default group."""
-    find_lost: Callable[[], PeerLostError | None] = _find_none_lost
+    find_lost: FindLost = find_none_lost
     """Return the error for a member that is known to be lost, or None."""
 
 

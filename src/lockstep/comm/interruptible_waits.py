@@ -13,6 +13,7 @@ from typing import Any, final
 from torch.distributed import Work
 
 from lockstep.errors import GroupError
+from lockstep.processes.threads_left import start_thread_left_alone
 
 _Outcome = queue.SimpleQueue[bool | BaseException]
 
@@ -64,7 +65,7 @@ class InterruptibleWaits:
 
     def _start(self) -> "queue.SimpleQueue[tuple[Any, _Outcome] | None]":
         calls: queue.SimpleQueue[tuple[Any, _Outcome] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=[calls], name="lockstep-waits", daemon=True).start()
+        start_thread_left_alone(self._serve, [calls], name="lockstep-waits")
         return calls
 
     def _serve(self, calls: "queue.SimpleQueue[tuple[Any, _Outcome] | None]") -> None:

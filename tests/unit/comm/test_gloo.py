@@ -1,6 +1,7 @@
 """Connecting Gloo in time."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ from lockstep.channel.client import Channel
 from lockstep.channel.server import ChannelServer
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.deadline import Deadline
-from lockstep.comm.gloo import gloo_connected_in_time
+from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
 from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.errors import GroupError, PeerLostError
@@ -43,3 +44,26 @@ def test_connecting_ends_when_the_launcher_announces_a_loss() -> None:
     finally:
         OPEN_GROUPS.renew()
         server.close()
+
+
+def test_connecting_ends_when_a_rank_is_found_to_be_lost() -> None:
+    # Gloo waits for the connection of a rank that was killed until its timeout, half an hour.
+    lost = PeerLostError("Rank 1 is lost.", rank=1)
+    over = threading.Event()
+    try:
+        with pytest.raises(PeerLostError):
+            connect_gloo(HashStore(), 2, over.wait, lambda: lost)
+    finally:
+        over.set()
+
+
+def test_an_error_of_connecting_names_the_rank_that_is_found_to_be_lost_after_it() -> None:
+    # It was "Connection reset by peer", or said that a firewall was in between.
+    lost = iter([None, PeerLostError("Rank 1 is lost.", rank=1)])
+
+    def fail() -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(PeerLostError, match="Rank 1") as caught:
+        connect_gloo(HashStore(), 2, fail, lambda: next(lost))
+    assert "Connection reset" in str(caught.value.__cause__)

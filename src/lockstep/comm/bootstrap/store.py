@@ -8,7 +8,6 @@ to connect until a process listens at the address, and only then lets torch open
 import math
 import queue
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from lockstep.comm.bootstrap.listener import listen_for_store
 from lockstep.comm.bootstrap.store_probe import Probe, probe_store
 from lockstep.errors import GroupError
 from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
+from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.variables import WorldVariables
 
 ANSWER_SECONDS = 60.0
@@ -376,7 +376,7 @@ class _Attempt:
 
     def __init__(self, call: Callable[[], Store]) -> None:
         self._outcome: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._make, args=(call,), daemon=True).start()
+        start_thread_left_alone(self._make, [call], name="lockstep-store")
 
     def result(self, seconds: float) -> Store | None:
         """Return what the call returned; None if it has not within `seconds`.

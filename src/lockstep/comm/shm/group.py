@@ -99,7 +99,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._work_queue = WorkQueue("lockstep-collectives")
         self._point_to_point = PointToPoint(self._memory, self._peers)
         self._torch_backends = TorchBackends(
-            PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names
+            PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names, self._peers.find_any_lost
         )
         self._events = CallEvents(names)
         self._device_watch = DeviceWatch(

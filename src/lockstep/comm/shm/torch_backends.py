@@ -1,6 +1,5 @@
 """Backends of torch within a shared-memory group, for what has no form in shared memory."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.hosts import FindLost
 from lockstep.errors import GroupError
+from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.torch_private import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
@@ -48,14 +49,24 @@ class TorchBackends:
         size: Number of ranks.
         timeout: How long a call may take.
         accelerators: The backend for each type of accelerator; torch's default for those that are not in it.
+        find_lost: Returns the error for a rank that is known to be lost.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, accelerators: Mapping[str, str]) -> None:
+    def __init__(  # one for each of what a backend is made of
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        accelerators: Mapping[str, str],
+        find_lost: FindLost,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._accelerators = accelerators
+        self._find_lost = find_lost
         self._made: dict[str, Any] = {}
         self._sockets: GlooSockets | None = None
 
@@ -89,7 +100,7 @@ class TorchBackends:
         if self._sockets is not None:
             self._sockets.shut_down()
         if self._accelerators:
-            threading.Thread(target=self.abort, name="lockstep-abort", daemon=True).start()  # NCCL's takes a while
+            start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
 
     def close(self) -> None:
         """Shut them down."""
@@ -119,7 +130,9 @@ class TorchBackends:
         devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
         options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
         place = PrefixStore("gloo", self._store)
-        made, self._sockets = connect_gloo(place, self._size, lambda: gloo(place, self._rank, self._size, options))
+        made, self._sockets = connect_gloo(
+            place, self._size, lambda: gloo(place, self._rank, self._size, options), self._find_lost
+        )
         return made
 
     def _make(self, device_type: str) -> Any:
