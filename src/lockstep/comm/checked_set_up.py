@@ -18,7 +18,6 @@ from lockstep.comm.gloo_comparer import GlooComparer
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import GroupMembers, GroupSetUp
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
-from lockstep.errors import PeerLostError
 from lockstep.torch_private import make_backend, register_backend, set_default_backend
 
 
@@ -103,8 +102,7 @@ def _failure_reported(comparer: CallComparer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, PeerLostError):  # the others see that loss themselves
-            comparer.report_failure(error)
+        comparer.report_failure(error)
         comparer.close()
         raise
 

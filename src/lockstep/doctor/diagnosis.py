@@ -190,9 +190,12 @@ def diagnose(
 
 def _in_one_call(living: Sequence[WorkerState]) -> Verdict:
     first = living[0]
+    all_in = "All ranks are in the same call, which does not end"
+    if all(_is_being_connected(worker.activity) for worker in living):  # the user may have made no call
+        all_in = "All ranks wait for each other, and nothing arrives"
     return Verdict(
         kind="stalled",
-        text=f"All ranks are in the same call, which does not end: {_others(living)}",
+        text=f"{all_in}: {_others(living)}",
         advice=(
             "Their messages do not arrive: look at the network between the hosts, or the link between the devices "
             "(`lockstep devices --test`)."
@@ -200,6 +203,10 @@ def _in_one_call(living: Sequence[WorkerState]) -> Verdict:
         ranks=(),
         is_certain=first.seconds > 0,
     )
+
+
+def _is_being_connected(activity: Activity) -> bool:
+    return -1 in activity.awaited and activity.call_number is None and activity.reducing is None
 
 
 def _waits_elsewhere(living: Sequence[WorkerState], elsewhere: Sequence[int]) -> Verdict:

@@ -80,9 +80,13 @@ def test_the_awaited_worker_is_named_with_what_it_does(facts: ProcessFacts, cpu_
 
 
 def test_a_rank_that_waits_for_any_waits_for_those_that_do_not() -> None:
-    anybody = replace(COMPUTING, doing="waits for any rank in init_process_group", awaited=frozenset({-1}))
+    anybody = replace(
+        COMPUTING, doing="waits for any rank in the startup of the process group", awaited=frozenset({-1})
+    )
     found = diagnose([worker(0, anybody), worker(1), worker(2, anybody)])
     assert (found.ranks, found.is_certain) == ((1,), True)
+    # It said that all were in the same call, when no script had made one.
+    assert diagnose([worker(0, anybody), worker(1, anybody)]).text.startswith("All ranks wait for each other, and")
 
 
 def test_with_a_group_of_torchs_the_rank_that_has_reduced_less_is_awaited() -> None:

@@ -219,7 +219,7 @@ def test_a_worker_that_has_not_come_to_lockstep_is_named(tmp_path: Path) -> None
         open_recorder(launcher, tmp_path, worker=LAUNCHER, rank=LAUNCHER, world_size=2, capacity=64)
         launcher.mark(EventKind.WORKER_STARTED, 1, late.pid, 0)
         early = recorded(tmp_path, 0)
-        early.begin(EventKind.WAITING, -1, 0, early.text("init_process_group"))
+        early.begin(EventKind.WAITING, -1, 0, early.text("the startup of the process group"))
         time.sleep(0.01)
         found = examine(tmp_path, stall_seconds=0.001).verdict
         late.kill()

@@ -118,13 +118,17 @@ def making_group(
     Raises:
         GroupError: The workers could not be connected.
     """
-    with waiting_for_others(), _network_explained(rank), _in_time(set_up, store, rank, world_size, uses_gloo=uses_gloo):
+    with (
+        waiting_for_others("connecting the process group"),
+        _network_explained(rank),
+        _in_time(set_up, store, rank, world_size, uses_gloo=uses_gloo),
+    ):
         yield
 
 
-def waiting_for_others() -> AbstractContextManager[None]:
-    """Record that this worker waits for the others, under a launcher of ours; without one nothing is recorded yet."""
-    return own_recorder().during(EventKind.WAITING, -1, text="init_process_group")
+def waiting_for_others(what: str) -> AbstractContextManager[None]:
+    """Record in what this worker waits for others, under a launcher of ours; without one nothing is recorded yet."""
+    return own_recorder().during(EventKind.WAITING, -1, text=what)
 
 
 def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
@@ -188,7 +192,8 @@ def _network_explained(rank: int) -> Iterator[None]:
             raise
         given = read_gloo_interface()
         raise GroupError(
-            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers: something, a "
-            f"firewall say, is between their addresses. Host {socket.gethostname()!r} has {describe_interfaces()}"
+            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers. Either one was "
+            "lost since: look at the logs of the others. Or something, a firewall say, is between their addresses: "
+            f"host {socket.gethostname()!r} has {describe_interfaces()}"
             f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]} (LS113)"
         ) from error

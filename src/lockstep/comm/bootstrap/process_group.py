@@ -145,7 +145,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
         limit = timeout if timeout is not None else default_timeout(backend)
         limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)
-        with waiting_for_others():
+        with waiting_for_others("the startup of the process group"):
             opened = _open_and_handshake(settings, location, deadline)
         choice = BackendChoice(backend=backend, is_ours=is_ours, check=check)
         backend, set_up = find_set_up(choice, opened, location, deadline)

@@ -81,7 +81,7 @@ class SharedMemoryComparer:
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this one exits because of `error` (local)."""
-        self._peers.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        self._peers.publish_failure(error)
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None (local)."""

@@ -278,7 +278,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this one exits because of `error` (local)."""
-        self._peers.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        self._peers.publish_failure(error)
 
     def send_exit_notice(self) -> None:
         """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""

@@ -209,6 +209,13 @@ class Peers:
             semaphores.post(self.semaphore(PHASE, self.rank, self.rank))  # orders the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
+    def publish_failure(self, error: BaseException) -> None:
+        """Publish that this rank exits because of `error`; if that is the loss of a rank, publish that one."""
+        if isinstance(error, PeerLostError) and error.rank in self.names:
+            self.publish_state(PeerState.BROKEN, str(error), [*self.names].index(error.rank))
+        else:
+            self.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
+
     def publish_exit(self) -> None:
         """Publish that this rank leaves, with the exception that it is handling, if there is one."""
         error = sys.exc_info()[1]
