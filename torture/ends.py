@@ -1,7 +1,9 @@
 """A worker is killed, raises, exits, or its launcher gets a signal: how long until all has ended, what is left."""
 
+import math
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from torture.row import Row
@@ -66,15 +69,29 @@ def run(row: Row, seed: int) -> None:
             how = _HOW[row.num_tried // 2 % len(_HOW)]
             launcher = ("launch", "run")[row.num_tried % 2]
             state = Path(folder) / f"state{row.num_tried}"
-            seconds, problem = _try(script, state, launcher, how, draw)
-            row.note(f"{launcher}, {how}: {problem}" if problem else "")
-            times.setdefault(f"{launcher} {how}", []).append(seconds)
+            ended = _try(script, state, launcher, how, draw)
+            row.note(f"{launcher}, {how}: {ended.problem}" if ended.problem else "")
+            times.setdefault(f"{launcher} {how}", []).append(ended.seconds)
+            if how in {"kill", "raise"}:
+                times.setdefault(f"{launcher} {how}, first message", []).append(ended.said_after)
     for name, found in times.items():
         row.figures[name] = f"{statistics.median(found):.2f} s median, {max(found):.2f} at most, of {len(found)}"
 
 
-def _try(script: Path, state: Path, launcher: str, how: str, draw: random.Random) -> tuple[float, str]:
-    """Return how long it took until all had ended, and what was wrong."""
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How one try has ended."""
+
+    seconds: float
+    """How long it took until all had ended."""
+    said_after: float
+    """How long it took until the expected message was printed."""
+    problem: str
+    """What was wrong; empty for nothing."""
+
+
+def _try(script: Path, state: Path, launcher: str, how: str, draw: random.Random) -> _Ended:
+    """Let it end once."""
     command = [sys.executable, str(script), "launch", str(_WORKERS)]
     if launcher == "run":
         lockstep = Path(sysconfig.get_path("scripts")) / "lockstep"
@@ -86,16 +103,32 @@ def _try(script: Path, state: Path, launcher: str, how: str, draw: random.Random
             time.sleep(draw.uniform(0.0, 0.5))
             began = time.monotonic()
             _end(how, process, pids, state)
-            said = process.communicate(timeout=_PATIENCE_SECONDS)[0].decode()
+            expected = {"kill": "Worker 1 failed first: killed by SIGKILL", "raise": "KeyError: 'mine'"}.get(how, "")
+            said, said_after = _read(process, expected, began)
             seconds = time.monotonic() - began
-        except (subprocess.TimeoutExpired, RuntimeError) as error:
+        except (TimeoutError, RuntimeError) as error:
             process.kill()
-            return float("inf"), f"{type(error).__name__}: {error}"
+            return _Ended(math.inf, math.inf, f"{type(error).__name__}: {error}")
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    expected = {"kill": "Worker 1 failed first: killed by SIGKILL", "raise": "KeyError: 'mine'"}.get(how, "")
     if left:
-        return seconds, f"processes {left} are left"
-    return seconds, "" if expected in said else f"{expected!r} is not in the output: {said[-300:]}"
+        return _Ended(seconds, said_after, f"processes {left} are left")
+    problem = "" if expected in said else f"{expected!r} is not in the output: {said[-300:]}"
+    return _Ended(seconds, said_after, problem)
+
+
+def _read(process: "subprocess.Popen[bytes]", expected: str, began: float) -> tuple[str, float]:
+    """Return all that is printed until everybody has ended, and how long after the fault the expected text came."""
+    assert process.stdout is not None
+    said, said_after = b"", math.inf
+    while select.select([process.stdout], [], [], began + _PATIENCE_SECONDS - time.monotonic())[0]:
+        chunk = os.read(process.stdout.fileno(), 1 << 16)
+        said += chunk
+        if expected.encode() in said:
+            said_after = min(said_after, time.monotonic() - began)
+        if not chunk:
+            process.wait(_PATIENCE_SECONDS)
+            return said.decode(errors="replace"), said_after
+    raise TimeoutError(f"not all had ended after {_PATIENCE_SECONDS:g} s")
 
 
 def _wait_for_workers(process: "subprocess.Popen[bytes]", state: Path) -> list[int]:

@@ -170,7 +170,9 @@ def test_launches_at_the_same_moment_do_not_clash() -> None:
     assert results == [[(0, 1), (1, 1)]] * 2
 
 
-def test_the_first_failure_is_reported_with_its_traceback_and_the_rest_are_stopped() -> None:
+def test_the_first_failure_is_reported_with_its_traceback_and_the_rest_are_stopped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail_on_one(run: ls.Run) -> None:
         if run.rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -189,6 +191,10 @@ def test_the_first_failure_is_reported_with_its_traceback_and_the_rest_are_stopp
     assert isinstance(caught.value.__cause__, KeyError)
     assert "in fail_on_one" in str(caught.value)
     assert 'raise KeyError("the culprit")' in str(caught.value)
+    # Before it was raised, which is when the last one has ended, nobody knew what the caller was waiting for.
+    assert [record.getMessage() for record in caplog.records] == [
+        "Worker 1 failed first: KeyError: 'the culprit'. The other workers are being stopped. (LS601)"
+    ]
     assert workers_of(os.getpid()) == before
 
 

@@ -374,8 +374,11 @@ def test_a_worker_that_is_killed_is_reported_with_the_signal_and_its_last_lines(
         "echo last line >&2\nyes | head -1\nkill -SEGV $$\n"
     )
     (tmp_path / "worker").chmod(0o755)
-    found = run(tmp_path, "--workers", "2", "--no-python", "--grace", "0.2", "./worker")
+    found = run(tmp_path, "--workers", "2", "--no-python", "--grace", "0.5", "./worker")
     assert found.returncode == 128 + signal.SIGSEGV
+    assert (
+        "error: Worker 1 failed first: killed by SIGSEGV. The other workers are being stopped. (LS601)" in found.stderr
+    )
     assert found.stdout == "[rank 1] y\n"
     assert "[rank 1] last line" in found.stderr
     # `yes` died of a closed pipe without a word: SIGPIPE is as it was.

@@ -9,6 +9,8 @@ from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, Work
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
+_MOST_CHARACTERS = 500
+"""Of what a user's exception says, in a line that says more."""
 CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
 """Errors that are probably a consequence of another worker's failure, if another worker has any other error."""
 _HEADER = "Traceback (most recent call last):"
@@ -73,6 +75,14 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
     if after:
         message += f"\n\nFailed after it, probably because of it: {', '.join(after)}."
     return message
+
+
+def describe_waiting(message: str) -> str:
+    """Return the line that is printed while the other workers end, from the message that follows when they have."""
+    first = message.splitlines()[0].removesuffix(" (LS601)").rstrip(".")
+    if len(first) > _MOST_CHARACTERS:
+        first = f"{first[:_MOST_CHARACTERS]} ..."
+    return f"{first}. The other workers are being stopped. (LS601)"
 
 
 def _error_of(failure: WorkerFailure) -> str:

@@ -29,12 +29,19 @@ from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.drop_in import NOTICE, with_drop_in, with_folder
 from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
-from lockstep.launch.exits import describe_exit, describe_failures, exit_status, find_traceback, says_another_failed
+from lockstep.launch.exits import (
+    describe_exit,
+    describe_failures,
+    describe_waiting,
+    exit_status,
+    find_traceback,
+    says_another_failed,
+)
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.lines import Tail
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
-from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory
+from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
@@ -155,7 +162,7 @@ def run_script(job: ScriptJob) -> Ending:
         pool.start(rendezvous)
         stop = pool.wait(signals, rendezvous)
         killer = name_killer(kills, read_oom_kills())
-        pool.end(signals, stop)
+        pool.end(signals, stop, killer)
         if pool.is_nested:
             return Ending(1, describe_nesting(job.world_size, job.program[-1]))
         return pool.describe_end(killer) if stop is None else pool.describe_stop(stop)
@@ -294,13 +301,19 @@ class _ScriptWorkerPool:
                 how = self._recorder.text(describe_exit(code, place=worker.place))
                 self._recorder.mark(EventKind.WORKER_ENDED, worker.rank, worker.process.pid, how)
 
-    def end(self, signals: SignalPipe, stop: Signals | None) -> None:
+    def end(self, signals: SignalPipe, stop: Signals | None, killer: str) -> None:
         """Stop the workers that still run and all that workers have started; print the end of their output."""
         is_interrupted = stop is Signals.SIGINT
+
+        def tell() -> None:
+            if stop is None and (message := self.describe_end(killer).message):
+                print_message(describe_waiting(message))
+
         self._sessions.end(
             Signals.SIGINT if is_interrupted else Signals.SIGTERM,
             self._job.grace_seconds,
             is_hurried=lambda seconds: signals.wait(seconds) is not None,
+            tell=tell,
         )
         if self._relays is None:
             return

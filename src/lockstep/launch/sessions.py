@@ -30,6 +30,8 @@ from lockstep.launch import guardian, script_entry
 
 _POLL_SECONDS = 0.02
 """How often to check, while sessions end, whether they still have processes."""
+_MOMENT_SECONDS = 0.25
+"""After how long somebody who waits for the end is told why."""
 _KILLED_SECONDS = 5.0
 """How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
 _LONGEST_PARENT = 107 - len("/ls-12345678/listener-12345678")
@@ -100,7 +102,9 @@ class Sessions:
             os.write(self._pipe, b"+%d\n" % leader.pid)
         self._leaders[leader.pid] = leader
 
-    def end(self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool]) -> None:
+    def end(
+        self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool], tell: Callable[[], None]
+    ) -> None:
         """End all processes of the sessions before this returns.
 
         Args:
@@ -109,8 +113,10 @@ class Sessions:
                 rest get SIGTERM.
             patience: How many seconds they have before SIGKILL.
             is_hurried: Waits the given number of seconds, and returns whether to kill at once.
+            tell: Called once if that takes longer than a moment.
         """
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
+        has_told = False
         for session, leader in self._leaders.items():
             if exit_code(leader) is None:
                 _send(os.killpg if first is signal.SIGINT else os.kill, session, first)
@@ -121,7 +127,10 @@ class Sessions:
             for orphan in orphans - asked:
                 _send(os.kill, orphan, signal.SIGTERM)
             asked |= orphans
-            if is_hurried(_POLL_SECONDS) or time.monotonic() >= deadline:
+            if not has_told and time.monotonic() - began >= _MOMENT_SECONDS:
+                has_told = True
+                tell()
+            if is_hurried(_POLL_SECONDS) or time.monotonic() - began >= patience:
                 break
         self._kill()
 

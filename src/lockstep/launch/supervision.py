@@ -79,7 +79,8 @@ class Supervision:
             self._fencing.advance()
             self._take_ends()
             if time.monotonic() >= self._deadline or (self._failed() and not self._running()):
-                raise self._error()
+                self._pool.failure = self._error()
+                raise self._pool.failure
             if self._deadline == math.inf:
                 self._scaling.advance()
             self._control.tell()

@@ -1,6 +1,7 @@
 """The processes of a launched function: starting them, waiting for their reports, ending them."""
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -14,6 +15,7 @@ from typing import final
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
 from lockstep.doctor.crashes import crash_place
+from lockstep.launch.exits import describe_waiting
 from lockstep.launch.messages import WorkerTask, send_task
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
 from lockstep.launch.sessions import Sessions, exit_code, wake
@@ -24,6 +26,7 @@ from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind
 from lockstep.settings import LAUNCHED, worker_environment
 
+_LOGGER = logging.getLogger("lockstep")
 NUM_DESCRIPTORS_PER_WORKER = 5
 """How many the launcher needs for each worker, at most: two pipes, its process, both ends of a channel."""
 _TERMINATE_SECONDS = 1.0
@@ -67,6 +70,7 @@ class WorkerPool:
         recorder: Receives when workers start, and how they end.
         is_stopping: Whether the workers were sent a signal that stops them.
         is_terminating: Whether that signal was SIGTERM, which ends workers that do not handle it.
+        failure: Why the launch has failed; None as long as it has not.
     """
 
     def __init__(self, server: ChannelServer, *, can_stop: bool) -> None:
@@ -82,6 +86,7 @@ class WorkerPool:
         self.devices: dict[int, Device] = {}
         self.recorder = NULL_WORKER_RECORDER
         self.is_stopping = self.is_terminating = False
+        self.failure: Exception | None = None
         self.watch(server.report_descriptor, lambda: True)
 
     @property
@@ -206,7 +211,7 @@ class WorkerPool:
             # Workers that handle SIGTERM as a request would not end by it.
             self._refuse_to_leave()
             first = signal.SIGKILL if self._can_stop else signal.SIGTERM
-            self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep)
+            self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep, tell=self._tell_of_failure)
         finally:  # also when a second Ctrl-C comes while this waits
             self._sessions.close()
             self._selector.close()
@@ -215,6 +220,11 @@ class WorkerPool:
             for descriptor in (*self._exits.values(), self._launcher_pipe, self._launcher_end):
                 if descriptor >= 0:
                     os.close(descriptor)
+
+    def _tell_of_failure(self) -> None:
+        """Log what the launch will raise when all workers have ended: that takes a while."""
+        if self.failure is not None:
+            _LOGGER.warning("%s", describe_waiting(str(self.failure)))
 
     def _refuse_to_leave(self) -> None:
         """Let SIGTERM end workers that otherwise take it for a request to leave the others."""

@@ -9,6 +9,7 @@ from lockstep.errors import WorkerFailure
 from lockstep.launch.exits import (
     describe_exit,
     describe_failures,
+    describe_waiting,
     exit_status,
     find_traceback,
     says_another_failed,
@@ -132,3 +133,9 @@ def test_of_a_traceback_that_was_printed_only_place_and_error_are_repeated() -> 
         'Worker 1 failed first: ended with exit code 1 (LS601)\n  File "a.py", line 3, in <module>\nKeyError: 1\n'
         "Its traceback is above."
     )
+
+
+def test_what_is_printed_while_others_end_is_one_line_that_is_not_too_long() -> None:
+    found = describe_waiting(f"Worker 1 failed first: ValueError: {'x' * 10_000_000}\nmore (LS601)\n\nTraceback ...")
+    assert found.endswith("xxx .... The other workers are being stopped. (LS601)")
+    assert len(found) < 1000
