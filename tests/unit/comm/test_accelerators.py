@@ -13,6 +13,7 @@ from lockstep.comm.bootstrap import group_making
 from lockstep.comm.bootstrap.backends import backend_on_hosts, choose_backend
 from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts
+from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.group import ShmProcessGroup
 
 CALLS: list[tuple[str, Any]] = []
@@ -71,7 +72,7 @@ def test_a_changed_timeout_reaches_the_backend_of_an_accelerator() -> None:
 def test_calls_of_an_accelerator_are_compared_on_demand(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     group = join("cpu:shm,meta:recording", check=check)
     compared: list[bytes] = []
-    monkeypatch.setattr(ShmProcessGroup, "compare_calls", lambda _self, call: compared.append(call))
+    monkeypatch.setattr(CallRunner, "compare", lambda _self, call: compared.append(call))
     group.allreduce([torch.ones(3, device="meta")])
     assert compared == [b"all_reduce(sum, float32 [3])"] * check
 

@@ -13,24 +13,21 @@ the group must call, `send` and `recv` excepted. All raise, beside what a bad ar
 """
 
 import os
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ReduceOp, Store, Work
+from torch.distributed import PrefixStore, Store, Work
 
 from lockstep.comm.call_events import CallEvents
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
-from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
-from lockstep.comm.explained_work import ExplainedWork
 from lockstep.comm.open_groups import describe_destroyed
 from lockstep.comm.shm import collectives, pipeline
 from lockstep.comm.shm.arguments import (
@@ -44,6 +41,7 @@ from lockstep.comm.shm.arguments import (
     write_back,
 )
 from lockstep.comm.shm.arithmetic import reduction
+from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers, PeerState
@@ -52,10 +50,10 @@ from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
+from lockstep.comm.shm.torch_calls import TorchCalls
 from lockstep.comm.shm.work_queue import WorkQueue
-from lockstep.comm.user_line import find_user_line
 from lockstep.compiler import keep_compiler_out_of_methods
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, PeerLostError
+from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.settings import read_stall_seconds
 from lockstep.shards.tree import Node
 
@@ -96,13 +94,12 @@ class ShmProcessGroup(PythonProcessGroup):
         self._memory = Memory(handles.descriptor, layout, rank)
         self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), names)
         self._exchange = PhaseExchange(self._memory, self._peers)
-        self._work_queue = WorkQueue("lockstep-collectives")
+        work_queue = WorkQueue("lockstep-collectives")
         self._point_to_point = PointToPoint(self._memory, self._peers)
         self._torch_backends = TorchBackends(
             PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names, self._peers.find_any_lost
         )
-        self._events = CallEvents(names)
-        self._device_watch = DeviceWatch(
+        device_watch = DeviceWatch(
             WatchedGroup(
                 find_lost=self._peers.find_any_lost,
                 find_failed=self._peers.find_any_failed,
@@ -117,10 +114,20 @@ class ShmProcessGroup(PythonProcessGroup):
             os.getpid(),
             self._peers,
             self._memory,
-            self._work_queue,
+            work_queue,
             self._point_to_point,
             self._torch_backends,
-            self._device_watch,
+            device_watch,
+        )
+        self._runner = CallRunner(self._exchange, self._peers, work_queue, CallEvents(names), self._close)
+        self._torch_calls = TorchCalls(
+            self._torch_backends,
+            self._runner,
+            self._exchange,
+            self._peers,
+            device_watch,
+            names,
+            compares=accelerators.compares_calls,
         )
 
     # -- Collectives ---------------------------------------------------------------------------------------------
@@ -135,12 +142,12 @@ class ShmProcessGroup(PythonProcessGroup):
         tensors = collective.compared_tensors(call)
         for tensor in tensors:
             if not is_plain(tensor):
-                return self._call_elsewhere(collective, call, tensor)
+                return self._torch_calls.collective(collective, call, tensor)
         if collective.reduces:
             op = call.op
             call.reductions = [reduction(op, tensor.dtype) for tensor in tensors]
         call.description = collective.describe(call, self._names)
-        return self._start(
+        return self._runner.start(
             call.description, partial(collective.run, self._exchange, call), call.outputs, is_async=call.is_async
         )
 
@@ -167,11 +174,11 @@ class ShmProcessGroup(PythonProcessGroup):
         """
         described = pipeline.several_per_rank(parts, out, layout, num_shards)
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
-        return self._start(call, action, [out], is_async=is_async)
+        return self._runner.start(call, action, [out], is_async=is_async)
 
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has made the same call, which is not one of this group's own (collective)."""
-        self._start(call, lambda: self._compare_calls(call), [], is_async=False).wait()
+        self._runner.compare(call)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Return when every rank has reached it; the error of a rank that waits too long names those that have not.
@@ -191,7 +198,7 @@ class ShmProcessGroup(PythonProcessGroup):
                     f"Rank {self._peers.name} timed out in monitoredBarrier. {error} (LS202)"
                 ) from error
 
-        self._start(call, action, [], is_async=False).wait()
+        self._runner.start(call, action, [], is_async=False).wait()
 
     # -- Messages ------------------------------------------------------------------------------------------------
 
@@ -200,9 +207,8 @@ class ShmProcessGroup(PythonProcessGroup):
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
-            check_dense("send", tensor)
-            return self._watch(self._torch_backends.send(tensors, dst, tag), "send")
-        self._check_usable()
+            return self._torch_calls.send(tensors, dst, tag)
+        self._runner.check_usable()
         return self._point_to_point.send(
             collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors
         )
@@ -212,8 +218,7 @@ class ShmProcessGroup(PythonProcessGroup):
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
-            check_dense("recv", tensor)
-            return self._watch(self._torch_backends.recv(tensors, src, tag), "recv")
+            return self._torch_calls.recv(tensors, src, tag)
         return self._receive(tensor, [src], tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -254,7 +259,7 @@ class ShmProcessGroup(PythonProcessGroup):
             ValueError: A negative size, or another device.
             GroupError: The group was destroyed or is broken, or this process is a forked child of a rank.
         """
-        self._check_usable()
+        self._runner.check_usable()
         shape = read_allocation(size, dtype, device)
         return self._memory.allocate(shape.numel(), dtype).view(shape)
 
@@ -303,51 +308,13 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def raise_if_broken(self) -> None:
         """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
-        self._check_usable()
+        self._runner.check_usable()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None (local)."""
         return self._peers.find_lost(peers) if self._close.alive else None
 
     # -- Within --------------------------------------------------------------------------------------------------
-
-    def _start(self, call: bytes, action: Callable[[], None], tensors: Sequence[Tensor], *, is_async: bool) -> Work:
-        self._check_usable()
-        check_writable(tensors)
-        # A rank that does not wait at once is elsewhere when its call is found to differ.
-        caller = find_user_line() if is_async else threading.get_ident()
-
-        number = self._events.take_number()
-
-        def guarded() -> None:
-            self._check_usable()
-            event = self._events.begin(number, call, tensors)
-            self._exchange.caller = caller
-            self._peers.spins_longer = not self._work_queue.is_in_background
-            try:
-                action()
-            except CollectiveMismatchError:
-                raise  # on every rank alike, between two phases: the group is as good as before
-            except GroupError:
-                raise  # published by the rank that found it
-            except BaseException as error:
-                self._peers.fail(error, call)  # without this the others would wait for phases that never come
-                raise
-            finally:
-                self._events.end(event)
-
-        run = guarded
-        if any(tensor.is_inference() for tensor in tensors):
-            run = torch.inference_mode()(guarded)
-        if is_async:
-            return self._work_queue.put(run, tensors)
-        return self._work_queue.run(run, tensors)
-
-    def _check_usable(self) -> None:
-        if self._peers.broken is not None:
-            raise self._peers.broken.with_traceback(None)
-        if not self._close.alive:
-            raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -357,11 +324,8 @@ class ShmProcessGroup(PythonProcessGroup):
         """Return the group itself for the CPU: torch reads a backend's properties from it."""
         return self if device.type == "cpu" else self._torch_backends.on(device)
 
-    def _compare_calls(self, call: bytes) -> None:
-        self._exchange.compare_calls(call)
-
     def _receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> Work:
-        self._check_usable()
+        self._runner.check_usable()
         check_writable([tensor])
         flat = flatten(tensor)
         return self._point_to_point.receive(
@@ -372,43 +336,6 @@ class ShmProcessGroup(PythonProcessGroup):
             [tensor],
             lambda: write_back(tensor, flat),
         )
-
-    def _call_elsewhere(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
-        """Have a backend of torch make a call that shared memory cannot carry.
-
-        Args:
-            collective: What to do.
-            call: The call.
-            tensor: The one that shared memory cannot carry.
-        """
-        if collective.is_coalesced:
-            raise ValueError(
-                f"{call.name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "
-                "a call for each tensor. (LS207)"
-            )
-        method = collective.methods[0]
-        if tensor.device.type != "cpu":
-            self._check_usable()
-            if self.accelerators.compares_calls:
-                self.compare_calls(collective.describe(call, self._names))
-            return self._watch(self._torch_backends.call(tensor.device, method, call.arguments), call.name)
-        if method != "allreduce" or tensor.layout is not torch.sparse_coo:
-            check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait
-        elif call.op != ReduceOp.SUM:
-            raise ValueError(f"{call.name}: sparse tensors can be summed over ranks, and {call.op} is not SUM. (LS207)")
-        call.description = describe_call(call.name, ((tensor.dtype, tensor.shape),), "sparse, sum")
-
-        def action() -> None:
-            self._exchange.compare_calls(call.description)
-            self._torch_backends.call(tensor.device, method, call.arguments).wait()
-
-        return self._start(call.description, action, call.outputs, is_async=call.is_async)
-
-    def _watch(self, work: Work, name: str) -> Work:
-        """Return a call of a device's backend, watched, and with errors that name a lost rank."""
-        line = find_user_line()
-        self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
-        return ExplainedWork(work, self._peers.explain_error, is_on_cpu=False)
 
     def _check_rank(self, who: str, rank: int) -> int:
         if not 0 <= rank < self.size():

@@ -1,0 +1,96 @@
+"""Running a group's calls, one after another: what is checked before, recorded meanwhile, told after a failure."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from lockstep.comm.call_events import CallEvents
+from lockstep.comm.shm.arguments import check_writable
+from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.comm.shm.work_queue import WorkQueue
+from lockstep.comm.user_line import find_user_line
+from lockstep.errors import CollectiveMismatchError, GroupError
+
+
+@final
+class CallRunner:
+    """Runs the calls of a group in their order, in the caller's thread or behind it.
+
+    Args:
+        exchange: What the calls go through.
+        peers: The other ranks, who are told when a call fails.
+        work_queue: The calls that are not waited for at once.
+        events: Where calls are recorded.
+        close: What closes the group; dead once it is closed.
+    """
+
+    def __init__(
+        self,
+        exchange: PhaseExchange,
+        peers: Peers,
+        work_queue: WorkQueue,
+        events: CallEvents,
+        close: "weakref.finalize[Any, Any]",
+    ) -> None:
+        self._exchange = exchange
+        self._peers = peers
+        self._work_queue = work_queue
+        self._events = events
+        self._close = close
+
+    def start(self, call: bytes, action: Callable[[], object], tensors: Sequence[Tensor], *, is_async: bool) -> Work:
+        """Begin a call, or run it if it is not asynchronous.
+
+        Args:
+            call: Its description.
+            action: Does it.
+            tensors: What it writes to.
+            is_async: Whether the caller does not wait at once.
+        """
+        self.check_usable()
+        check_writable(tensors)
+        # A rank that does not wait at once is elsewhere when its call is found to differ.
+        caller = find_user_line() if is_async else threading.get_ident()
+
+        number = self._events.take_number()
+
+        def guarded() -> None:
+            self.check_usable()
+            event = self._events.begin(number, call, tensors)
+            self._exchange.caller = caller
+            self._peers.spins_longer = not self._work_queue.is_in_background
+            try:
+                action()
+            except CollectiveMismatchError:
+                raise  # on every rank alike, between two phases: the group is as good as before
+            except GroupError:
+                raise  # published by the rank that found it
+            except BaseException as error:
+                self._peers.fail(error, call)  # without this the others would wait for phases that never come
+                raise
+            finally:
+                self._events.end(event)
+
+        run = guarded
+        if any(tensor.is_inference() for tensor in tensors):
+            run = torch.inference_mode()(guarded)
+        if is_async:
+            return self._work_queue.put(run, tensors)
+        return self._work_queue.run(run, tensors)
+
+    def compare(self, call: bytes) -> None:
+        """Return when every rank has made this call, which carries nothing."""
+        self.start(call, lambda: self._exchange.compare_calls(call), [], is_async=False).wait()
+
+    def check_usable(self) -> None:
+        """Raise the error of a group that is broken or closed."""
+        if self._peers.broken is not None:
+            raise self._peers.broken.with_traceback(None)
+        if not self._close.alive:
+            raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
