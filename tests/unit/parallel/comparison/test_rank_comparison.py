@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, ParameterMismatchError
 from lockstep.parallel.comparison import by_hand
 
 NUM_STEPS = 5
@@ -223,3 +224,31 @@ def test_ranks_may_be_let_differ() -> None:
 def test_a_model_may_be_wrapped_after_one_that_was_not_compared() -> None:
     # The second wrapper once waited for what the first, which compares no values, had never written to the store.
     assert not any(run(trains_two_models_with_one_optimizer, init_sync=False))
+
+
+@pytest.mark.parametrize(
+    ("on_rank_1", "value", "default"),
+    [
+        ({"nonfinite": "skip"}, "nonfinite='skip'", "nonfinite='stop'"),
+        ({"on_skip": "zeros"}, "on_skip='zeros'", "on_skip='error'"),
+        ({"compare": False}, "compare=False", "compare=True"),
+        ({"broadcast_buffers": False}, "broadcast_buffers=False", "broadcast_buffers=True"),
+        ({"bucket_cap_mb": 1}, "bucket_cap_mb=1.0", "bucket_cap_mb=25.0"),
+        ({"static_graph": True}, "static_graph=True", "static_graph=False"),
+        ({"find_unused_parameters": True}, "find_unused_parameters=True", "find_unused_parameters=False"),
+        (
+            {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+            "param_dtype=torch.bfloat16",
+            "param_dtype=None",
+        ),
+    ],
+)
+def test_every_rank_is_told_of_an_argument_that_differs(on_rank_1: dict[str, Any], value: str, default: str) -> None:
+    def wrap(world: World) -> str:
+        with pytest.raises(ParameterMismatchError) as caught:
+            ls.DistributedDataParallel(net(), **(on_rank_1 if world.rank else {}))
+        return str(caught.value)
+
+    with warnings.catch_warnings(action="ignore"):
+        texts = run_ranks(2, wrap, has_default_group=True)
+    assert all(f"rank 1 has {value}, rank 0 has {default}." in text for text in texts)
