@@ -39,7 +39,7 @@ from lockstep.parallel.module_hook import connect
 from lockstep.parallel.module_inputs import call_in_precision, prepare_precisions
 from lockstep.parallel.module_sync import ModuleSync
 from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
-from lockstep.parallel.statistics import Statistics, describe_shared_arguments, describe_wrapper, list_options
+from lockstep.parallel.statistics import Statistics, describe_shared_arguments
 from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
 from lockstep.parallel.warned import warn_of_ignored
 from lockstep.parallel.wrapper_state import state_for_copy
@@ -179,7 +179,6 @@ class DistributedDataParallel(TorchNames):
             on_skip=on_skip,
         )
         self._limits = limits
-        self._hook: RegisteredHook | None = None
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
         model = TrainedModel(module, self.parameters_to_ignore)
@@ -357,12 +356,6 @@ class DistributedDataParallel(TorchNames):
         return self._sync.buffers.source if source is None else source
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        options = list_options(self)
-        if self._hook is not None:
-            options["comm_hook"] = self._hook.name
-        return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group

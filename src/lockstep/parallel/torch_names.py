@@ -14,6 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.nn import parallel as torch_parallel
 
+from lockstep.comm import World
+from lockstep.parallel.registered_hook import RegisteredHook
+from lockstep.parallel.statistics import describe_wrapper, list_options
 from lockstep.parallel.warned import warn_of_ignored
 
 
@@ -30,6 +33,8 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     process_group: ProcessGroup
     forward_sync_buffers: bool
     static_graph: bool
+    _workers: World
+    _hook: RegisteredHook | None = None
     # What torch sets in each object; nothing here depends on the last three.
     require_forward_param_sync = True
     _divide_by_initial_world_size = True
@@ -100,6 +105,12 @@ class TorchNames(torch_parallel.DistributedDataParallel):
             )
         warn_of_ignored(is_static_again=self.static_graph, finds_unused=self.find_unused_parameters)
         self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        options = list_options(self)
+        if self._hook is not None:
+            options["comm_hook"] = self._hook.name
+        return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
