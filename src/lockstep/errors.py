@@ -39,6 +39,15 @@ def clause(message: object) -> str:
     return re.sub(r"\.?((?: \(LS\d{3}\))*)$", r"\1", str(message))
 
 
+def describe_exception(error: BaseException) -> str:
+    """Return its class and its text, for a message; also where the text cannot be made, or is not to be encoded."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        text = "<its text cannot be made>"
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+
+
 class LockstepError(RuntimeError):
     """Root of the tree."""
 

@@ -550,6 +550,48 @@ def test_an_exception_that_is_known_in_the_worker_only_is_reported_as_text(tmp_p
         ls.launch(return_alien, str(tmp_path), devices="cpu")
 
 
+def test_what_outlives_the_function_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The launch took half a minute and killed the worker without a word; of the exception nothing was seen but an
+    # OSError of our own: the forked process had the worker's pipes no more.
+    monkeypatch.setattr(worker_pool, "_SLOW_TEARDOWN_SECONDS", 0.1)
+    monkeypatch.setattr(worker_pool, "_TEARDOWN_SECONDS", 1.0)
+    said = tmp_path / "said"
+
+    def leave_something(run: ls.Run) -> int:
+        if run.rank == 0:
+            threading.Thread(target=time.sleep, args=[1000]).start()
+        elif (child := os.fork()) == 0:
+            os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+            raise ValueError("in the child")
+        else:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        return run.rank
+
+    assert ls.launch(leave_something, devices=CPU2) == [0, 1]
+    assert "A process that the function has forked" in said.read_text()
+    assert said.read_text().endswith("ValueError: in the child\n")
+    assert "but worker 0 still runs, 0.1 s later" in caplog.text or "workers 0, 1 still run" in caplog.text
+
+
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [WithoutTextError(), ValueError("bad \udc80 text")])
+def test_an_exception_whose_text_cannot_be_made_or_encoded_is_reported(error: Exception) -> None:
+    # Telling the other rank failed first, so the worker "ended with exit code 1 without reporting an error".
+    def fail(run: ls.Run) -> None:
+        if run.rank == 1:
+            raise error
+        dist.barrier()
+
+    with pytest.raises(WorkerFailedError, match=rf"Worker 1 failed first: .*{type(error).__name__}"):
+        ls.launch(fail, devices=CPU2)
+
+
 def test_a_worker_sees_the_device_of_its_placement_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(_run: ls.Run) -> tuple[str | None, str | None]:
         return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")

@@ -14,7 +14,7 @@ from lockstep.comm.calls import explain_mismatch, pack_text, unpack_text
 from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.process_ends import exchange_processes
 from lockstep.comm.user_line import find_user_line
-from lockstep.errors import GroupError, PeerLostError
+from lockstep.errors import GroupError, PeerLostError, describe_exception
 
 _CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe")
 """What errors of Gloo contain that come from the end of a connection."""
@@ -73,7 +73,7 @@ class GlooComparer:
     def report_failure(self, error: BaseException) -> None:
         """Store the exception; the store outlives this rank unless this rank holds it (local)."""
         try:
-            self._store.set("failure_reason", f"{self._name} {type(error).__name__}: {error}")
+            self._store.set("failure_reason", f"{self._name} {describe_exception(error)}")
         except RuntimeError:  # the store is lost, and no rank can read it
             return
 

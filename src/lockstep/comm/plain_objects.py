@@ -20,7 +20,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from lockstep.errors import PeerFailedError
+from lockstep.errors import PeerFailedError, describe_exception
 
 _BUILTINS = frozenset({"bytearray", "complex", "frozenset", "range", "set", "slice"})
 _CLASSES = {
@@ -72,7 +72,7 @@ def to_plain_error(error: Exception, rank: int) -> Exception:
     try:
         pack_plain(error)
     except RefusedObjectError:
-        return PeerFailedError(f"Rank {rank} has failed: {type(error).__name__}: {error} (LS213)")
+        return PeerFailedError(f"Rank {rank} has failed: {describe_exception(error)} (LS213)")
     return error
 
 

@@ -8,7 +8,7 @@ from lockstep.comm import World, calls_for
 from lockstep.data import OTHER_DATA, ShardedBatch
 from lockstep.engine.batches import name_step
 from lockstep.engine.step_table import Failure, StepSums
-from lockstep.errors import LossError, ReductionError, UnusableStateError
+from lockstep.errors import LossError, ReductionError, UnusableStateError, describe_exception
 
 
 def check_progress(sums: StepSums, world: World, failed_step: str) -> None:
@@ -59,7 +59,7 @@ def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None
     if all(status.failure is Failure.NONE for status in sums.statuses):
         return
     with calls_for("sending an error to the other ranks"):
-        found = world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        found = world.gather_objects(None if error is None else describe_exception(error))
     cause = next(((rank, text) for rank, text in enumerate(found) if text is not None), None)
     if cause is not None:
         rank, text = cause

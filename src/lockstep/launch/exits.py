@@ -9,8 +9,9 @@ from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, Work
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
-_MOST_CHARACTERS = 500
-"""Of what a user's exception says, in a line that says more."""
+_MOST_OF_REASON = 500
+_MOST_OF_TRACEBACK = 20_000
+"""So many characters of what a user's exception says are shown: it may hold a whole tensor."""
 CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
 """Errors that are probably a consequence of another worker's failure, if another worker has any other error."""
 _HEADER = "Traceback (most recent call last):"
@@ -60,16 +61,21 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
         is_shown: Whether the traceback was printed already, so that its last line and the place are enough.
     """
     first, *others = failures
-    message = f"Worker {first.rank} failed first: {first.reason} (LS601)"
+    message = f"Worker {first.rank} failed first: {_shorten(first.reason, _MOST_OF_REASON)} (LS601)"
     if first.traceback and is_shown:
         lines = first.traceback.rstrip().splitlines()
         frames = [line.strip() for line in lines if _PLACE.match(line)]
         place = f"\n  {frames[-1]}" if frames else ""
-        message += f"{place}\n{_last_error(first.traceback) or lines[-1]}\nIts traceback is above."
+        error = _last_error(first.traceback) or lines[-1]
+        message += f"{place}\n{_shorten(error, _MOST_OF_REASON)}\nIts traceback is above."
     elif first.traceback:
-        message += f"\n\nTraceback of worker {first.rank}:\n{first.traceback.rstrip()}"
+        message += f"\n\nTraceback of worker {first.rank}:\n{_shorten(first.traceback.rstrip(), _MOST_OF_TRACEBACK)}"
     alike = [str(other.rank) for other in others if _error_of(other) == _error_of(first)]
-    after = [f"worker {other.rank} ({_error_of(other)})" for other in others if _error_of(other) != _error_of(first)]
+    after = [
+        f"worker {other.rank} ({_shorten(_error_of(other), _MOST_OF_REASON)})"
+        for other in others
+        if _error_of(other) != _error_of(first)
+    ]
     if alike:
         message += f"\n\nFailed in the same way: worker {', '.join(alike)}."
     if after:
@@ -79,10 +85,14 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
 
 def describe_waiting(message: str) -> str:
     """Return the line that is printed while the other workers end, from the message that follows when they have."""
-    first = message.splitlines()[0].removesuffix(" (LS601)").rstrip(".")
-    if len(first) > _MOST_CHARACTERS:
-        first = f"{first[:_MOST_CHARACTERS]} ..."
+    first = _shorten(message.splitlines()[0].removesuffix(" (LS601)").rstrip("."), _MOST_OF_REASON)
     return f"{first}. The other workers are being stopped. (LS601)"
+
+
+def _shorten(text: str, most: int) -> str:
+    """Return a text, or its beginning and its end."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[: most // 2]} ... ({left_out} characters) ... {text[-most // 2 :]}"
 
 
 def _error_of(failure: WorkerFailure) -> str:

@@ -17,12 +17,14 @@ class LostAtStartError(WorkerFailedError):
     """Workers were ended by a signal before every worker could continue without others.
 
     Attributes:
+        error: The error for the caller.
         lost: Numbers of these workers, which are their places in the placement.
         described: How they have ended, in words.
     """
 
     def __init__(self, error: WorkerFailedError, lost: frozenset[int], described: str) -> None:
         super().__init__(str(error), error.failures)
+        self.error = error
         self.lost = lost
         self.described = described
 
@@ -61,7 +63,7 @@ def call_until_begun(
             return call(placement)
         except LostAtStartError as error:
             if again is None or not again.is_unchanged():
-                raise
+                raise error.error from error.error.__cause__
             lost = error
         now = time.monotonic()
         if may_respawn(elastic.limit, replaced_at, now):
@@ -69,7 +71,7 @@ def call_until_begun(
         else:
             left = tuple(device for number, device in enumerate(placement.devices) if number not in lost.lost)
             if len(left) < max(again.min_workers, 1):
-                raise lost
+                raise lost.error from lost.error.__cause__
             placement = replace(placement, devices=left)
         count = counted(len(placement.devices), "worker")
         again.tell(f"{lost.described}, before the training began. It starts again with {count}. Nothing is lost.")

@@ -61,12 +61,19 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channe
         add_ipython_functions()
     exit_quickly()
     keep_temporary_files_in(task.folder)
+    pid = os.getpid()
     report = _run(task, channel_descriptor)
+    if os.getpid() != pid:
+        _end_forked(report)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it
             stream.flush()
-    with os.fdopen(report_descriptor, "wb") as report_pipe:
-        send_report(report_pipe, report)
+    try:
+        with os.fdopen(report_descriptor, "wb") as report_pipe:
+            send_report(report_pipe, report)
+    except OSError:  # the function has closed it
+        _show(report)
+        raise
     if report.result is not None:
         # All workers destroy their groups together: to a worker that still communicates, a worker without its group
         # looks lost.
@@ -76,6 +83,18 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channe
             send_exit_notices()
             _wait_for_others(may_exit, math.inf)
         destroy_process_group()
+
+
+def _end_forked(report: Report) -> None:
+    """End a process that the function has forked, and that has come to the function's end: it is no worker."""
+    if report.traceback:
+        sys.stderr.write(f"A process that the function has forked (pid {os.getpid()}) raised:\n")
+        _show(report)
+    sys.exit(1 if report.traceback else 0)
+
+
+def _show(report: Report) -> None:
+    sys.stderr.write(report.traceback.encode(errors="backslashreplace").decode())
 
 
 def _wait_for_others(may_exit: threading.Event, deadline: float) -> bool:

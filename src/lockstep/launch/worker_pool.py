@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from lockstep.channel.server import ChannelServer
@@ -33,6 +33,8 @@ _TERMINATE_SECONDS = 1.0
 """How long a worker may take to end after SIGTERM, before SIGKILL."""
 _TEARDOWN_SECONDS = 30.0
 """How long a worker may take to tear down once all have reported, before SIGKILL."""
+_SLOW_TEARDOWN_SECONDS = 5.0
+"""After how long the caller is told for whom it waits then."""
 _POLL_SECONDS = 0.05
 """How often to check for workers that ended, on systems where the kernel does not show that on a descriptor."""
 _CLOSED = -1
@@ -201,9 +203,18 @@ class WorkerPool:
     def let_exit(self) -> None:
         """Let the workers that have reported a result leave their groups and exit, and wait for that."""
         os.write(self._launcher_end, b"." * len(self.workers))
-        deadline = time.monotonic() + _TEARDOWN_SECONDS
-        while self._exits and time.monotonic() < deadline:
-            self.handle_events(deadline)
+        began = time.monotonic()
+        for seconds in (_SLOW_TEARDOWN_SECONDS, _TEARDOWN_SECONDS):
+            while self._exits and time.monotonic() < began + seconds:
+                self.handle_events(began + seconds)
+            if self._exits and seconds < _TEARDOWN_SECONDS:
+                _LOGGER.warning(
+                    "Every worker has returned its result, but %s, %g s later. A thread that is no daemon, or a "
+                    "handler of atexit, holds it up. It is killed after %g s. (LS605)",
+                    _name_running(sorted(self._exits)),
+                    seconds,
+                    _TEARDOWN_SECONDS,
+                )
 
     def stop(self) -> None:
         """End every worker and all processes that workers have started, before this returns."""
@@ -266,6 +277,11 @@ def _send_task(worker: StartedWorker) -> None:
     # A broken pipe: the worker has ended already, and its exit code is reported.
     with contextlib.suppress(BrokenPipeError), os.fdopen(task_pipe, "wb") as stream:
         send_task(stream, sys.path, worker.task)
+
+
+def _name_running(workers: Sequence[int]) -> str:
+    names = ", ".join(map(str, workers))
+    return f"worker {names} still runs" if len(workers) == 1 else f"workers {names} still run"
 
 
 def _variables(task: WorkerTask) -> dict[str, str]:

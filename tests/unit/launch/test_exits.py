@@ -137,5 +137,15 @@ def test_of_a_traceback_that_was_printed_only_place_and_error_are_repeated() -> 
 
 def test_what_is_printed_while_others_end_is_one_line_that_is_not_too_long() -> None:
     found = describe_waiting(f"Worker 1 failed first: ValueError: {'x' * 10_000_000}\nmore (LS601)\n\nTraceback ...")
-    assert found.endswith("xxx .... The other workers are being stopped. (LS601)")
+    assert found.endswith("xxx. The other workers are being stopped. (LS601)")
     assert len(found) < 1000
+
+
+def test_a_text_that_is_far_too_long_is_shown_from_both_ends() -> None:
+    # An exception of 10 MB was printed three times.
+    long = f"ValueError: {'x' * 10_000_000} the end"
+    failures = [WorkerFailure(rank=rank, reason=f"{long}{rank}", traceback=long, error=None) for rank in (0, 1)]
+    message = describe_failures(failures)
+    assert message.startswith("Worker 0 failed first: ValueError: xxx")
+    assert "xxx the end0 (LS601)\n\nTraceback of worker 0:\nValueError: xxx" in message
+    assert len(message) < 30_000

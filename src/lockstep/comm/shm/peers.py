@@ -24,7 +24,7 @@ from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.sleepers import Sleepers
 from lockstep.comm.user_line import find_user_line
-from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause
+from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
 from lockstep.recording import EventKind, own_recorder
 
 _POLL_SECONDS: Final = 0.05
@@ -214,12 +214,12 @@ class Peers:
         if isinstance(error, PeerLostError) and error.rank in self.names:
             self.publish_state(PeerState.BROKEN, str(error), [*self.names].index(error.rank))
         else:
-            self.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
+            self.publish_state(PeerState.FAILED, describe_exception(error))
 
     def publish_exit(self) -> None:
         """Publish that this rank leaves, with the exception that it is handling, if there is one."""
         error = sys.exc_info()[1]
-        self.publish_state(PeerState.LEFT, "" if error is None else f"{type(error).__name__}: {error}")
+        self.publish_state(PeerState.LEFT, "" if error is None else describe_exception(error))
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None; does not break the group."""
@@ -271,7 +271,7 @@ class Peers:
     def fail(self, error: BaseException, call: bytes) -> None:
         """Publish that `call` failed on this rank with `error`, at an unknown point of it: the group is broken."""
         self.broken = broken = GroupError(f"{call.decode()} ended on this rank with {_describe(error)}. (LS213)")
-        self.publish_state(PeerState.FAILED, f"{type(error).__name__}: {error}")
+        self.publish_state(PeerState.FAILED, describe_exception(error))
         # As text, not as the cause: the cause would keep its frames, and their tensors, alive.
         broken.add_note("".join(format_exception(error)))
 
