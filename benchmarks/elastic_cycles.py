@@ -5,6 +5,7 @@ spare. The first worker lives through all of it and is measured. Called by `benc
 """
 
 import json
+import logging
 import os
 import signal
 import statistics
@@ -67,6 +68,7 @@ def run_cycles(num_steps: int, pause_seconds: float, width: int = 256) -> Cycles
 
 def train(run: ls.Run, folder: str, num_steps: int, pause_seconds: float, width: int) -> str:
     """Train, and die in a step if it is this worker's turn; return the digest."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)  # else rank 0 logs a line for each loss
     worker = run.local_rank
     is_main = threading.get_ident()
 

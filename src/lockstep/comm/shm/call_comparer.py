@@ -6,9 +6,10 @@ from datetime import timedelta
 from typing import final
 
 from lockstep.comm.shm.memory import Memory
-from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.published_calls import PublishedCalls
+from lockstep.comm.shm.rank_states import PeerState
 from lockstep.errors import GroupError, PeerLostError
 
 

@@ -44,10 +44,11 @@ from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.memory import Memory
-from lockstep.comm.shm.peers import Peers, PeerState
+from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.python_group import PythonProcessGroup
+from lockstep.comm.shm.rank_states import PeerState
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
 from lockstep.comm.shm.torch_calls import TorchCalls

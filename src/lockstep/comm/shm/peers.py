@@ -1,26 +1,21 @@
 """The other ranks of a group: signalling them, waiting for them, and detecting that they have exited.
 
 A wait spins briefly where every rank has a core, then sleeps in the kernel for short times; after each it reads
-the peer's state page and checks whether its process still runs.
-
-    state page of a rank:   state | lost rank | length, text: why it left | length, text: the call it waits in
+the peer's state and checks whether its process still runs.
 """
 
-import ctypes
 import os
-import select
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from traceback import format_exception
 from typing import Final, final
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import PAGE, PHASE
+from lockstep.comm.shm.file_layout import PHASE
 from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.rank_states import PeerState, RankStates
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.sleepers import Sleepers
 from lockstep.comm.user_line import find_user_line
@@ -35,23 +30,6 @@ _CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe", "clos", "abo
 """What errors of torch's backends contain that may come from the loss of a rank."""
 _EXIT_SECONDS: Final = 2.0
 _EXIT_POLL_SECONDS: Final = 0.01
-_TEXT_BYTES: Final = PAGE // 2 - 32
-_REASON: Final = 8
-_WAITING: Final = PAGE // 2
-
-
-class PeerState(IntEnum):
-    """State of a rank: it starts as JOINED and changes at most once."""
-
-    JOINED = 0
-    LEFT = 1
-    """It destroyed the group, or its script ended."""
-    FAILED = 2
-    """It failed with an exception; the reason names it."""
-    BROKEN = 3
-    """It cannot continue because another rank is lost."""
-    TIMED_OUT = 4
-    """A wait timed out; the reason names the awaited rank, the call, and what the other ranks were doing."""
 
 
 @final
@@ -69,8 +47,7 @@ class Peers:
         self._member = os.getpid()
         self._recorder = own_recorder()
         self._memory = memory
-        self._pids = handles.pids
-        self._pidfds = handles.pidfds
+        self._states = RankStates(memory, rank, handles, names)
         self.names = names
         """The number of each rank in messages: its rank in the default group."""
         self.name = names[rank]
@@ -136,13 +113,13 @@ class Peers:
         started = time.monotonic()
         if self._sleepers.sleep(address, _POLL_SECONDS):
             return
-        self._publish_waiting(call)
+        self._states.publish_waiting(call)
         event = self._record_wait(self.names[peer], call)
         try:
             self._wait_long(peer, address, call, started, everyone, timeout_seconds)
         finally:
             self._recorder.end(event)
-        self._publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
+        self._states.publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
 
     def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
         """Return the rank whose message `take` finds; it is called again after each post of the semaphore at `address`.
@@ -158,13 +135,13 @@ class Peers:
         """
         started = time.monotonic()
         lost_since: float | None = None
-        self._publish_waiting(call)
+        self._states.publish_waiting(call)
         event = self._record_wait(-1, call)
         while (source := take()) is None:
             if self._sleepers.sleep(address, _POLL_SECONDS):
                 continue
             self._check_broken()
-            if all(self._find_lost([peer]) is not None for peer in peers):
+            if all(self._states.find_lost([peer]) is not None for peer in peers):
                 source = take()
                 if source is not None:
                     break
@@ -172,7 +149,7 @@ class Peers:
             lost_since = self._check_killed(lost_since)
             self._check_time(started, call, "any rank")
         self._recorder.end(event)
-        self._publish_waiting(b"")
+        self._states.publish_waiting(b"")
         return source
 
     def check(self, peers: Sequence[int]) -> None:
@@ -182,13 +159,13 @@ class Peers:
             PeerLostError: Naming the rank that was lost first.
             CollectiveTimeoutError: One of `peers` timed out.
         """
-        lost = self._find_lost(peers)
+        lost = self._states.find_lost(peers)
         if lost is not None:
             raise self._break(lost)
 
     def time_out(self, call: bytes, awaited: str, timeout_seconds: float) -> CollectiveTimeoutError:
         """Return the error of a wait that took too long, with what every rank waits for."""
-        doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
+        doing = "; ".join(self._states.describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
         error = CollectiveTimeoutError(
             f"Rank {self.name} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
             "must make the same calls in the same order; if one is only slow, give a longer timeout to "
@@ -200,14 +177,7 @@ class Peers:
 
     def publish_state(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
         """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
-        if os.getpid() != self._member:
-            return
-        page = self._memory.address + self._memory.layout.state(self.rank)
-        if self._read_state(self.rank)[0] is PeerState.JOINED:
-            _write_text(page + _REASON, reason.encode())
-            ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
-            semaphores.post(self.semaphore(PHASE, self.rank, self.rank))  # orders the text before the state
-            ctypes.memmove(page, struct.pack("<i", state), 4)
+        self._states.publish(state, reason, lost)
 
     def publish_failure(self, error: BaseException) -> None:
         """Publish that this rank exits because of `error`; if that is the loss of a rank, publish that one."""
@@ -224,18 +194,18 @@ class Peers:
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None; does not break the group."""
         for peer in peers:
-            if self._has_ended(peer) or (peer != self.rank and self._read_state(peer)[0] is PeerState.LEFT):
-                lost = self._find_first_lost(peer)
-                return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
+            if self._states.has_ended(peer) or (peer != self.rank and self._states.read(peer)[0] is PeerState.LEFT):
+                lost = self._states.find_first_lost(peer)
+                return self._states.error_of(lost)
         return None
 
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for the rank that was lost, failed or left first, or None; does not break the group."""
-        return self._explain(self._find_lost([*self._pidfds]))
+        return self._explain(self._states.find_lost(self._states.others()))
 
     def find_any_failed(self) -> PeerLostError | None:
         """Return the same for a rank that was killed or failed, and did not just leave."""
-        return self._explain(self._find_killed())
+        return self._explain(self._states.find_killed())
 
     def mark_broken(self, error: PeerLostError) -> None:
         """Mark the group as broken because of a lost rank, and publish it."""
@@ -259,8 +229,8 @@ class Peers:
     def _explain(self, peer: int | None) -> PeerLostError | None:
         if peer is None:
             return None
-        lost = self._find_first_lost(peer)
-        return PeerLostError(self._explain_lost(lost), rank=self.names[lost])
+        lost = self._states.find_first_lost(peer)
+        return self._states.error_of(lost)
 
     def end_calls(self, error: GroupError) -> None:
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
@@ -277,9 +247,7 @@ class Peers:
 
     def close(self) -> None:
         """Close the descriptors of the processes."""
-        for descriptor in self._pidfds.values():
-            os.close(descriptor)
-        self._pidfds = {}
+        self._states.close()
 
     def _record_wait(self, rank: int, call: bytes) -> int:
         """Record a wait that is long already, and the line of the user's code; return the event's number."""
@@ -298,7 +266,7 @@ class Peers:
         lost_since: float | None = None
         while True:
             self._check_broken()
-            if self._find_lost([peer]) is not None:
+            if self._states.find_lost([peer]) is not None:
                 if semaphores.try_wait(address):
                     return
                 self.check([peer])
@@ -326,7 +294,7 @@ class Peers:
 
     def _check_killed(self, lost_since: float | None) -> float | None:
         """Raise if a rank was killed or failed longer than the grace period ago; return when that was first seen."""
-        killed = self._find_killed()
+        killed = self._states.find_killed()
         if killed is None:
             return None
         # The awaited rank may have finished its own wait for the lost rank: give it time to post.
@@ -341,91 +309,18 @@ class Peers:
         if time.monotonic() - started > limit:
             raise self.time_out(call, awaited, limit)
 
-    def _find_lost(self, peers: Sequence[int]) -> int | None:
-        for peer in peers:
-            if self._read_state(peer)[0] is not PeerState.JOINED or self._has_ended(peer):
-                return peer
-        return None
-
-    def _find_killed(self) -> int | None:
-        for peer in self._pidfds:
-            if self._read_state(peer)[0] is not PeerState.LEFT and self._find_lost([peer]) is not None:
-                return peer
-        return None
-
-    def _has_ended(self, peer: int) -> bool:
-        if peer not in self._pidfds:  # this rank
-            return False
-        poll = select.poll()
-        poll.register(self._pidfds[peer], select.POLLIN)
-        return bool(poll.poll(0))
-
     def _break(self, peer: int) -> GroupError:
         """Mark the group as broken because `peer` is lost or timed out, and publish it; return the error."""
-        peer = self._find_first_lost(peer)
-        state, _, reason = self._read_state(peer)
-        error: GroupError = PeerLostError(self._explain_lost(peer), rank=self.names[peer])
+        peer = self._states.find_first_lost(peer)
+        state, _, reason = self._states.read(peer)
+        error: GroupError = self._states.error_of(peer)
         if state is PeerState.TIMED_OUT:
             error = CollectiveTimeoutError(reason)  # no rank was lost: both ends of a wait raise the same error
         self.publish_state(PeerState.BROKEN, str(error), peer)
         self.broken = error
         return error
 
-    def _find_first_lost(self, peer: int) -> int:
-        """Return the rank that was lost first: a rank that is BROKEN names the rank that it lost."""
-        seen = {self.rank}
-        while peer not in seen:
-            seen.add(peer)
-            state, lost, _ = self._read_state(peer)
-            if state is PeerState.BROKEN and lost != self.rank:
-                peer = lost
-        return peer
-
-    def _explain_lost(self, peer: int) -> str:
-        state, _, reason = self._read_state(peer)
-        name = self.names[peer]
-        if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
-            return f"Rank {name} failed: {reason} (LS203)"
-        if state is PeerState.LEFT and reason:
-            return (
-                f"Rank {name} has left the group, which rank {self.name} still needs, while it handled {reason} (LS203)"
-            )
-        if state is PeerState.LEFT:
-            return (
-                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self.name} still "
-                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or a "
-                "batch that one has skipped. (LS203)"
-            )
-        return (
-            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
-            "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
-            "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
-        )
-
-    def _read_state(self, peer: int) -> tuple[PeerState, int, str]:
-        page = self._memory.address + self._memory.layout.state(peer)
-        state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
-        return PeerState(state), lost, _read_text(page + _REASON) if state else ""
-
-    def _publish_waiting(self, call: bytes) -> None:
-        _write_text(self._memory.address + self._memory.layout.state(self.rank) + _WAITING, call)
-
-    def _describe_waiting(self, peer: int) -> str:
-        waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
-        name = self.names[peer]
-        return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
-
 
 def _describe(error: BaseException) -> str:
     text = clause(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _write_text(address: int, text: bytes) -> None:
-    cut = text[:_TEXT_BYTES]
-    ctypes.memmove(address, struct.pack("<i", len(cut)) + cut, 4 + len(cut))
-
-
-def _read_text(address: int) -> str:
-    length = struct.unpack("<i", ctypes.string_at(address, 4))[0]
-    return ctypes.string_at(address + 4, min(max(length, 0), _TEXT_BYTES)).decode(errors="replace")
