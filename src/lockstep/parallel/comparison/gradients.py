@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.reduce import Reducer
 from lockstep.reduce.bucket_set import Bucket
-from lockstep.reduce.tensor_bits import glance_at_bits
+from lockstep.reduce.tensor_bits import glance_at_bits, glance_at_memory
 from lockstep.torch_private import version_of
 
 _NUM_SEEN = 8
@@ -74,7 +74,7 @@ class StepGradients:
             for (parameter, key, _), (_, before, _) in zip(now, self._seen, strict=True)
             if key != before and not (parameter.grad is not None and parameter.grad.is_sparse)
         ]
-        return hash((*map(glance_at_bits, messages), *moved))
+        return hash((*map(glance_at_memory, messages), *moved))
 
     def are_kept(self) -> bool:
         """Return whether `.grad` holds what the last reduction or step has left (local)."""

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
+from lockstep.reduce.tensor_bits import glance_at_memory, sum_of_bits
 from lockstep.torch_private import version_of
 
 _NUM_FIRST = 4
@@ -66,7 +66,7 @@ class ReplicaValues:
         is_due = self._is_due or asked < _NUM_FIRST or asked % _NUM_BETWEEN == 0
         self._is_due = False
         if self._num_writes != before or (is_due and self._may_read):
-            return hash(tuple(map(glance_at_bits, self._parameters)))
+            return hash(tuple(map(glance_at_memory, self._parameters)))
         return self._number_of_window() if self._may_read and self._parameters else 0
 
     def describe(self) -> Mapping[str, tuple[int, float]]:
@@ -77,7 +77,7 @@ class ReplicaValues:
         numbers = []
         for place in range(self._num_asked * _WINDOW, self._num_asked * _WINDOW + min(_WINDOW, len(self._parameters))):
             parameter = self._parameters[place % len(self._parameters)]
-            numbers.append(_glance_at_rows(parameter.detach(), place // len(self._parameters)))
+            numbers.append(_glance_at_rows(parameter, place // len(self._parameters)))
         return hash(tuple(numbers))
 
     def _count_writes(self) -> int:
@@ -87,7 +87,7 @@ class ReplicaValues:
 def _glance_at_rows(tensor: Tensor, turn: int) -> int:
     """Return a number for some rows of a tensor, others in each turn."""
     if tensor.numel() <= _WINDOW_ELEMENTS or tensor.dim() == 0:
-        return glance_at_bits(tensor)
+        return glance_at_memory(tensor)
     num_rows = max(1, _WINDOW_ELEMENTS * tensor.size(0) // tensor.numel())
     first = turn * num_rows % tensor.size(0)
-    return glance_at_bits(torch.Tensor.narrow(tensor, 0, first, min(num_rows, tensor.size(0) - first)))
+    return glance_at_memory(torch.Tensor.narrow(tensor.detach(), 0, first, min(num_rows, tensor.size(0) - first)))
