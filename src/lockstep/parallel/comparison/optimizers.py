@@ -4,6 +4,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final, Protocol, final
 
 from torch import Tensor, nn
@@ -94,6 +95,18 @@ class HeldParameters:
     """The others."""
 
 
+@dataclass(frozen=True, slots=True)
+class _NumberedOptions:
+    """The options of an optimizer, and the number that stands for them."""
+
+    values: Sequence[object]
+    """The same objects have the same number; empty if that cannot be told from the objects."""
+    keys: Sequence[object]
+    """Equal ones have the same number."""
+    number: int
+    """Made from the options in words, which takes longest."""
+
+
 @final
 class OptimizerSteps:
     """The steps of one rank's optimizers over some parameters, since the last reduction.
@@ -110,7 +123,7 @@ class OptimizerSteps:
         self.line: CodeLine = NO_LINE
         self._running: list[int] = []
         self._stepped: list[weakref.ref[Optimizer]] = []
-        self._options: weakref.WeakKeyDictionary[Optimizer, tuple[list[object], int]] = weakref.WeakKeyDictionary()
+        self._options: weakref.WeakKeyDictionary[Optimizer, _NumberedOptions] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, HeldParameters]] = weakref.WeakKeyDictionary()
 
     @property
@@ -170,11 +183,18 @@ class OptimizerSteps:
         return tuple(map(_sum_up_state, self.stepped))
 
     def _number_of_options(self, optimizer: Optimizer) -> int:
-        now = [_key(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        values = [value for group in optimizer.param_groups for value in group.values()]
         known = self._options.get(optimizer)
-        if known is None or known[0] != now:
-            known = self._options[optimizer] = (now, zlib.crc32(repr(describe_options(optimizer)).encode()))
-        return known[1]
+        if known is not None and len(values) == len(known.values) and all(map(is_, values, known.values)):
+            return known.number
+        keys = [_key(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        if known is not None and known.keys == keys:
+            number = known.number
+        else:
+            number = zlib.crc32(repr(describe_options(optimizer)).encode())
+        has_tensors = any(isinstance(value, Tensor) for value in values)  # they may be written to
+        self._options[optimizer] = _NumberedOptions([] if has_tensors else values, keys, number)
+        return number
 
 
 def _describe_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lockstep.parallel.comparison.optimizers import listen_to_steps
+from lockstep.parallel.comparison.optimizers import OptimizerSteps, listen_to_steps
 
 
 class Listener:
@@ -60,3 +60,24 @@ def test_the_hooks_of_listeners_that_are_gone_do_not_pile_up() -> None:
     listener = Listener()
     assert num_hooks() <= before
     listener.end()
+
+
+def number_after(steps: OptimizerSteps, optimizer: Optimizer) -> int:
+    steps.begin(optimizer)
+    steps.end(optimizer)
+    return steps.number()
+
+
+def test_options_have_another_number_after_each_kind_of_change() -> None:
+    optimizer, steps = make_optimizer(), OptimizerSteps()
+    group = optimizer.param_groups[0]
+    numbers = [number_after(steps, optimizer)]
+    for name, value in (("lr", 0.2), ("lr", torch.tensor(0.3)), ("momentum", 0.5)):
+        group[name] = value
+        numbers.append(number_after(steps, optimizer))
+    group["lr"].fill_(0.4)  # as a scheduler does with a learning rate that is a tensor
+    numbers.append(number_after(steps, optimizer))
+    assert len(set(numbers)) == len(numbers)
+    assert number_after(steps, optimizer) == numbers[-1]
+    group["lr"] = torch.tensor(0.4)
+    assert number_after(steps, optimizer) == numbers[-1]
