@@ -42,6 +42,10 @@ def count_samples(arguments: Any, output: Any, *, time_first: bool) -> int:
 
 
 def _leaves(values: Any) -> list[Any]:
+    if type(values) is Tensor:
+        return [values]
+    if type(values) is list and all(type(value) is Tensor for value in values):
+        return values
     leaves = tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor | PackedSequence)]
 

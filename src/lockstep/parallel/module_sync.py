@@ -84,11 +84,12 @@ class ModuleSync:
     def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the outputs."""
         if self._reducer is not None and torch.is_grad_enabled():
-            num_samples = count_samples([inputs, kwargs], output, time_first=self._puts_time_first)
+            given = [*inputs, *kwargs.values()]
+            num_samples = count_samples(given, output, time_first=self._puts_time_first)
             outputs = list(find_tensors(output))
             on_reached = None
             if self._comparison is not None:
-                on_reached = self._comparison.end_forward(module, [inputs, kwargs], outputs)
+                on_reached = self._comparison.end_forward(module, given, outputs)
             self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
 
     def close(self) -> None:

@@ -171,7 +171,8 @@ class BucketSchedule:
             self._prepare(last)  # before the status, which shows whether that has failed
         self._finish_previous()
         status = self._run_local(partial(self.observer.fill_in, status)) or status
-        status = replace(status, has_failed=status.has_failed or self.failure is not None)
+        if self.failure is not None:
+            status = replace(status, has_failed=True)
         if self._status.is_message:
             group_status = self._exchange_over_hosts(status)
             self._wait()

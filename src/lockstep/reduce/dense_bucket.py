@@ -6,7 +6,7 @@ bucket is full     `prepare`         the small ones go together; what is absent 
 message is back    `write_back`      `.grad` is the place, which now holds the reduced gradient
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, is_
@@ -269,9 +269,10 @@ class DenseBucket:
 
     def _adopt_small(self) -> None:
         gradients = list(map(_GRADIENT, self._parameters))
+        moved: Iterable[tuple[nn.Parameter, Tensor]]
         if self._are_all_moved(gradients):
             places = list(map(_PLACE, self.slots))
-            moved = list(zip(self._parameters, places, strict=True))
+            moved = zip(self._parameters, places, strict=True)
         else:
             places, gradients, moved = self._find_moved(gradients)
         if places:

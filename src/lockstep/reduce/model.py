@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
 from typing import Any, final
 
 import torch
@@ -91,7 +91,8 @@ class TrainedModel:
         return not (
             self._lengths == list(map(len, self._parts))
             and all(map(is_, self._held, self._list_held()))
-            and self._seen == list(map(_CHANGEABLE, self._parameters))
+            # One after the other: a list of hundreds of tuples would make the garbage collector run in each step.
+            and all(map(eq, self._seen, map(_CHANGEABLE, self._parameters)))
         )
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

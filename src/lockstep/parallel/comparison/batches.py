@@ -9,13 +9,12 @@ otherwise.
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor
 
 from lockstep.parallel.user_code import stacklevel_of_user
-from lockstep.reduce import GroupStatus, RankStatus
+from lockstep.reduce import GroupStatus
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.status import FINGERPRINT_LIMIT
 from lockstep.reduce.tensor_bits import glance_at_bits
@@ -90,11 +89,11 @@ class SameDataWarning:
         if not bucket.message.is_sparse:
             self._gradients = _shorten(glance_at_bits(bucket.gradients))
 
-    def fill_in(self, status: RankStatus) -> RankStatus:
-        """Return the status with what was noted since the last one (local)."""
-        inputs, gradients = self._inputs, self._gradients
+    def take_numbers(self) -> tuple[int, int]:
+        """Return numbers for the inputs and the gradients that were noted since the last call; 0 for none (local)."""
+        numbers = self._inputs, self._gradients
         self._inputs = self._gradients = 0
-        return replace(status, inputs=inputs, gradients=gradients)
+        return numbers
 
     def look_at(self, status: GroupStatus) -> None:
         """Warn if the last reductions were of the same data on all ranks."""

@@ -192,8 +192,11 @@ class RankComparison:
             done = steps.optimizers
             numbers = (*numbers, done.num_steps, done.number(), steps.gradient_number, self._values.number())
             numbers = (*numbers, steps.outside.number(), self._number_names())
+        inputs, gradients = self._same_data.take_numbers()
         return replace(
-            self._same_data.fill_in(status),
+            status,
+            inputs=inputs,
+            gradients=gradients,
             is_empty=self._skipped.is_empty,
             comparison=hash(numbers) % COMPARISON_LIMIT,
             nonfinite=nonfinite,
