@@ -13,7 +13,7 @@ _WITHIN_A_TURN: Final = (EventKind.SHARD, EventKind.BACKWARD, EventKind.REDUCING
 _OUTSIDE: Final = (1, 7)
 """The phases in which a trainer does nothing."""
 _UPDATE: Final = 6
-_FEWEST_SHARDS: Final = 8
+_FEWEST_SHARDS: Final = 4
 """From so many shards it is known how long one takes."""
 _OWN_WORK: Final = (EventKind.SHARD, EventKind.LOADING, EventKind.EVALUATING)
 _SAVING: Final = {
@@ -64,7 +64,7 @@ class Activity:
     is_starting: bool = False
     """Whether it has not finished a step yet."""
     longest_shard: float = 0.0
-    """If it computes a shard: seconds of the longest one before; 0 if there were too few."""
+    """If it computes a shard: seconds of the longest one after the first step; 0 if there were too few."""
     has_ended: bool
     """Whether it ended its recording itself."""
 
@@ -132,6 +132,7 @@ def last_activity(file: FileEvents) -> Activity:
 
 def _longest_shard(file: FileEvents) -> float:
     rows = file.table[(file.table["kind"] == EventKind.SHARD) & (file.table["end"] > 0)]
+    rows = rows[rows["step"] > rows["step"].min()] if len(rows) else rows  # those of the first step load libraries
     return float((rows["end"] - rows["begin"]).max()) / 1e9 if len(rows) >= _FEWEST_SHARDS else 0.0
 
 

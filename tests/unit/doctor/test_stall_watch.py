@@ -14,12 +14,14 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.doctor import examination
+from lockstep.doctor.activity import last_activity
 from lockstep.doctor.diagnosis import Verdict
 from lockstep.doctor.examination import examine
 from lockstep.doctor.stall_watch import StallsElsewhere, StallWatch, is_told, record_this_worker
 from lockstep.errors import UsageError
 from lockstep.recording import LAUNCHER, NULL_WORKER_RECORDER, EventKind, WorkerRecorder, open_recorder, own_recorder
 from lockstep.recording.moments import last_moment
+from lockstep.recording.reading import read_file
 from lockstep.settings import read_stall_seconds
 
 STALLED = Verdict(kind="stalled", text="", advice="", ranks=(), is_certain=True)
@@ -211,6 +213,22 @@ def test_the_last_moment_is_that_of_the_last_begin_or_end(tmp_path: Path) -> Non
     recorder.close()
     (tmp_path / "other.rec").write_bytes(bytes(10))
     assert last_moment(tmp_path / "other.rec") is None
+
+
+def test_the_longest_shard_is_one_after_the_first_step(tmp_path: Path) -> None:
+    # The first step loads libraries: with its shards a loop in all workers at once was told of late, or never.
+    recorder = recorded(tmp_path, 0)
+    for step in range(3):
+        recorder.set_step(step)
+        for shard in range(2):
+            event = recorder.begin(EventKind.SHARD, shard, 0, 0)
+            if step == 0:
+                time.sleep(0.5)
+            recorder.end(event)
+    recorder.begin(EventKind.SHARD, 0, 0, 0)
+    longest = last_activity(read_file(tmp_path / "worker-0.rec")).longest_shard
+    recorder.close()
+    assert 0 < longest < 0.5
 
 
 def test_a_worker_that_has_not_come_to_lockstep_is_named(tmp_path: Path) -> None:
