@@ -186,9 +186,10 @@ class Continuation:
         """Return whether a worker was announced, and has not reported that it has joined."""
         return worker in self._new
 
-    def is_member(self, worker: int) -> bool:
-        """Return whether the others need a worker: it is in the present generation, or was asked to leave it."""
-        return worker in self.generation.workers or worker in self._leaving
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Workers that the others need: of the present generation, and those that leave after the step under way."""
+        return (*self.generation.workers, *self._leaving)
 
     def continue_without(self, ended: Collection[EndedWorker]) -> bool:
         """Continue without these workers, if possible; return whether it is."""

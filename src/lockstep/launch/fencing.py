@@ -1,7 +1,7 @@
 """Ending workers that hang, so that the others can continue without them.
 
-The launcher asks each member in turn; the thread that reads the worker's channel answers, and says where the main
-thread stands. Two kinds of workers are ended:
+The launcher asks each member in turn, also one that is to leave after the step under way; the thread that reads the
+worker's channel answers, and says where the main thread stands. Two kinds of workers are ended:
 
     is silent     the process is stopped, or hangs in the kernel or in native code that holds Python's lock
     keeps others  its main thread neither completes a call of the trainer nor waits for others, while another worker
@@ -117,7 +117,7 @@ class Fencing:
     def _watched(self) -> dict[int, float]:
         """Return who is asked, and how long each may be silent."""
         continuation = self._continuation
-        members = [worker for worker in continuation.generation.workers if worker in continuation.reports.ready]
+        members = [worker for worker in continuation.needed if worker in continuation.reports.ready]
         new = {*continuation.reports.waiting, *filter(continuation.is_new, members)}
         asked = members if self._seconds < math.inf else self._absent()
         found = dict.fromkeys(asked, self._seconds)
@@ -131,7 +131,7 @@ class Fencing:
         return len(open_questions) >= _QUESTIONS and now - open_questions[0][1] >= seconds
 
     def _note_answers(self, now: float) -> None:
-        for worker in self._continuation.generation.workers:
+        for worker in self._continuation.needed:
             answer = self._continuation.reports.alive.get(worker)
             if answer is None or worker not in self._continuation.reports.ready:
                 continue

@@ -118,7 +118,7 @@ class Supervision:
             worker
             for worker in self._pool.workers.values()
             if worker.number not in self._gone
-            and self._continuation.is_member(worker.number)
+            and worker.number in self._continuation.needed
             and worker.end in {End.FAILED, End.LOST}
         ]
 
@@ -154,7 +154,7 @@ class Supervision:
     def _is_needed(self, worker: StartedWorker) -> bool:
         if worker.end is End.LEFT:
             return worker.number in self._continuation.generation.workers
-        return self._continuation.is_member(worker.number)
+        return worker.number in self._continuation.needed
 
     def _continue_without(self, lost: list[StartedWorker]) -> bool:
         """Let the others continue, if they can; two workers must never have one rank, so these have ended before."""

@@ -26,6 +26,7 @@ class Launch:
         self.generation = Generation(number=0, workers=(0, 1, 2))
         self.reports = WorkerReports(ready={worker: WorkerLimits(max_workers=4) for worker in range(3)})
         self.workers = {worker: Process() for worker in range(4)}
+        self.leaving: tuple[int, ...] = ()
         self.absent: tuple[int, ...] = ()
         self.decided_at = 0.0
         self.pids = {worker: 100 + worker for worker in range(4)}
@@ -35,6 +36,10 @@ class Launch:
 
     def is_new(self, _worker: int) -> bool:
         return False
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        return (*self.generation.workers, *self.leaving)
 
     @property
     def decided_for(self) -> float:
@@ -65,6 +70,15 @@ def test_a_silent_worker_is_ended_in_time_and_no_other() -> None:
     launch.pass_time(SECONDS - 1)
     assert not launch.killed
     launch.pass_time(5)
+    assert launch.killed == {1: "by its launcher, because it has not answered for 10 s"}
+
+
+def test_a_silent_worker_that_is_to_leave_is_ended_too() -> None:
+    # The others need it for the step under way. They once waited for it for ever.
+    launch = Launch()
+    launch.generation, launch.leaving = Generation(number=1, workers=(0, 2)), (1,)
+    launch.answers[1] = None
+    launch.pass_time(SECONDS + 5)
     assert launch.killed == {1: "by its launcher, because it has not answered for 10 s"}
 
 
