@@ -1,7 +1,11 @@
 """Reporting to the other ranks that this one exits, and why, so that their errors name the reason."""
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import cast, final
 
@@ -11,6 +15,8 @@ from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.processes.quick_exit import exit_quickly
 from lockstep.torch_private import list_groups
 
+_END_SECONDS = 5.0
+"""How long the end of a process may take after an exception before it is said what holds it up."""
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 
@@ -54,3 +60,17 @@ class _ReportThenShow:
         report_failure(error)
         self._previous(kind, error, traceback)
         exit_quickly()  # its launcher, and the other ranks, wait for its end
+        threading.Thread(target=_tell_if_running, name="waits for the end", daemon=True).start()
+
+
+def _tell_if_running() -> None:
+    """Say what holds the end of this process up, if anything does: its launcher waits for it."""
+    time.sleep(_END_SECONDS)
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    what = f"thread {', '.join(map(repr, threads))}, which is no daemon," if threads else "a handler of atexit"
+    with suppress(OSError, ValueError):
+        sys.stderr.write(
+            f"Process {os.getpid()} has raised the exception above and still runs, {_END_SECONDS:g} s later: {what} "
+            "holds it up. (LS605)\n"
+        )
+        sys.stderr.flush()
