@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from lockstep.doctor.slow import find_slow
 from lockstep.errors import counted
 from lockstep.events import (
     CheckpointSaved,
@@ -18,12 +20,17 @@ from lockstep.events import (
     StepFinished,
     WorkersChanged,
 )
-from lockstep.recording import WorkerRecorder
+from lockstep.recording import WorkerRecorder, own_recorder
+from lockstep.recording.reading import read_recording
 
 _WIDTH_WITH_BAR = 130
 """On narrower terminals there is only room for the numbers."""
+_WIDTH_WITH_BOUND = 110
 _NUM_SEEN = 50
 """Over how many steps the speed is measured."""
+_LOOK_SECONDS = 5.0
+_LOOK_PAUSE = 500
+_MUCH = 1 / 3
 _NO_TEST_SET = (
     "there is no test set, so no accuracy is measured: `data` returned one data set; return (train, test) for two"
 )
@@ -67,11 +74,13 @@ class ProgressBar:
             TextColumn("epoch {task.fields[epoch]}"),
             *([BarColumn()] if console.width >= _WIDTH_WITH_BAR else []),
             TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}  {task.fields[speed]}"),
+            *([TextColumn("{task.fields[bound]}")] if console.width >= _WIDTH_WITH_BOUND else []),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("train", epoch="", loss="", speed="", total=None)
+        self._task = self._progress.add_task("train", epoch="", loss="", speed="", bound="", total=None)
         self._speed = Speed()
+        self._bound = Bound()
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -94,6 +103,7 @@ class ProgressBar:
                     epoch=str(event.epoch + 1),
                     loss=f"{event.loss:.4f}",
                     speed=self._speed.after(event.global_step),
+                    bound=self._bound.text(),
                 )
             case EpochFinished() | Evaluated() | CheckpointSaved() | WorkersChanged():
                 pass
@@ -143,6 +153,51 @@ class Speed:
             f"{samples:,.0f} samples/s  left: epoch {_duration(left_of_epoch / steps_per_second)}, "
             f"run {_duration(left / steps_per_second)}"
         )
+
+
+@final
+class Bound:
+    """What the last steps spent much of their time on besides computing: "61% loading", "45% waiting for rank 1".
+
+    From the recording, which is read every few seconds, and so seldom that this takes less than 0.2 % of the time.
+
+    Args:
+        directory: The recording; None for that of this process.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, directory: Path | None = None, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._text = ""
+        self._next_look = clock() + _LOOK_SECONDS
+
+    def text(self) -> str:
+        """Return it; empty while the workers mostly compute."""
+        began = self._clock()
+        if began >= self._next_look:
+            self._text = self._look()
+            now = self._clock()
+            self._next_look = now + max(_LOOK_SECONDS, _LOOK_PAUSE * (now - began))
+        return self._text
+
+    def _look(self) -> str:
+        directory = self._directory or own_recorder().directory
+        if directory is None:
+            return ""
+        try:
+            files = [each for each in read_recording(directory) if each.header.worker >= 0]
+        except OSError:
+            return ""
+        found = find_slow(files)
+        if not found.workers:
+            return ""
+        shares = {name: share for name, share in found.workers[0].shares.items() if name != "forward and backward"}
+        name = max(shares, key=lambda each: shares[each])
+        if shares[name] < _MUCH:
+            return ""
+        who = f" for rank {found.behind}" if name == "waiting" and found.behind is not None else ""
+        return f"{shares[name]:.0%} {name}{who}"
 
 
 def _duration(seconds: float) -> str:

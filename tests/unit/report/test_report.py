@@ -7,9 +7,10 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
-from lockstep.report import MetricsFile, PlainLines, ProgressBar
+from lockstep.report import MetricsFile, PlainLines, ProgressBar, progress
 from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import read_metrics
 from lockstep.report.progress import Speed, fold
@@ -207,3 +208,31 @@ def test_the_speed_says_what_is_left_of_epoch_and_run() -> None:
     speed.begin(STARTED, 0)  # 2 epochs of 2 steps, 500 samples each
     assert speed.after(1) == "125 samples/s  left: epoch 0:02, run 0:06"
     assert speed.after(2) == "125 samples/s  left: epoch 0:00, run 0:04"
+
+
+@pytest.mark.parametrize(
+    ("shares", "behind", "text"),
+    [
+        ({"loading": 0.61, "forward and backward": 0.3}, None, "61% loading"),
+        ({"waiting": 0.45, "forward and backward": 0.5}, 1, "45% waiting for rank 1"),
+        ({"communication": 0.2, "forward and backward": 0.7}, None, ""),
+    ],
+)
+def test_the_bar_says_what_takes_long_beside_computing(
+    shares: dict[str, float], behind: int | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = TimeUse(rank=0, num_steps=9, seconds=1.0, shares=shares, came_last=0.0)
+    looks: list[object] = []
+
+    def look(files: object) -> SlowReport:
+        looks.append(files)
+        return SlowReport(text="", bound="", behind=behind, workers=(use,))
+
+    monkeypatch.setattr(progress, "find_slow", look)
+    now = 0.0
+    bound = progress.Bound(tmp_path, lambda: now)
+    assert (bound.text(), looks) == ("", [])
+    now = 6.0
+    assert bound.text() == text
+    now = 7.0
+    assert (bound.text(), len(looks)) == (text, 1), "the recording is not read at each step"
