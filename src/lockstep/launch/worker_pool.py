@@ -15,6 +15,7 @@ from typing import final
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
 from lockstep.doctor.crashes import crash_place
+from lockstep.errors import UsageError, WorkerFailedError
 from lockstep.launch.exits import describe_waiting
 from lockstep.launch.messages import WorkerTask, send_task
 from lockstep.launch.out_of_memory import name_killer, read_oom_kills
@@ -234,8 +235,10 @@ class WorkerPool:
 
     def _tell_of_failure(self) -> None:
         """Log what the launch will raise when all workers have ended: that takes a while."""
-        if self.failure is not None:
-            _LOGGER.warning("%s", describe_waiting(str(self.failure)))
+        failure = self.failure
+        cause = failure.failures[0].error if isinstance(failure, WorkerFailedError) and failure.failures else None
+        if failure is not None and not isinstance(cause, UsageError):  # of bad input there is one message
+            _LOGGER.warning("%s", describe_waiting(str(failure)))
 
     def _refuse_to_leave(self) -> None:
         """Let SIGTERM end workers that otherwise take it for a request to leave the others."""
