@@ -182,6 +182,7 @@ if FOLDER and "RANK" in os.environ:
     arm()
 '''
 _LIMIT_SECONDS = 240.0
+"""How long no epoch may end. A whole run has no limit: on a busy machine it is slow, and does not hang."""
 _SIGNALS = {"leave": signal.SIGTERM, "freeze": signal.SIGSTOP, "kill": signal.SIGKILL, "kill two": signal.SIGKILL}
 _STOPPED = 75
 """The exit code of a run that can be resumed."""
@@ -274,6 +275,12 @@ def members(folder: Path) -> list[int]:
     return []
 
 
+def count_epochs(folder: Path) -> int:
+    """Return how many epochs of a run have ended."""
+    metrics = folder / "run" / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "epoch"') if metrics.exists() else 0
+
+
 def attack(folder: Path, draw: random.Random, most: int, done: Counter[str]) -> None:
     """Do one thing from outside: kill one or two, stop one for a moment, let one leave, ask for another number."""
     what = draw.choice(["kill", "kill", "kill two", "kill two", "freeze", "stop", "leave", "resize"])
@@ -335,8 +342,10 @@ def run_once(seed: str, kind: str, most: int, expected: tuple[Any, ...]) -> tupl
             stderr=subprocess.STDOUT,
             text=True,
         )
-        began = time.monotonic()
-        while process.poll() is None and time.monotonic() - began < _LIMIT_SECONDS:
+        num_epochs, since = 0, time.monotonic()
+        while process.poll() is None and time.monotonic() - since < _LIMIT_SECONDS:
+            if count_epochs(folder) > num_epochs:
+                num_epochs, since = count_epochs(folder), time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(draw.uniform(0.05, 1.0) if clock else 1.0)
             if clock and process.poll() is None:
@@ -345,9 +354,9 @@ def run_once(seed: str, kind: str, most: int, expected: tuple[Any, ...]) -> tupl
             for pid in members(folder):
                 os.kill(pid, signal.SIGABRT)  # faulthandler says where it stands
             with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine its text takes a while
-                return f"it did not end\n{process.communicate(timeout=20)[0]}", done
+                return f"no epoch has ended for {_LIMIT_SECONDS:g} s\n{process.communicate(timeout=20)[0]}", done
             process.kill()
-            return f"it did not end\n{process.communicate()[0]}", done
+            return f"no epoch has ended for {_LIMIT_SECONDS:g} s\n{process.communicate()[0]}", done
         said = process.communicate()[0]
         if process.returncode == _STOPPED:  # a worker that was to leave could not, because others were lost meanwhile
             done["resumed"] += 1
@@ -388,9 +397,11 @@ def main() -> None:
         if time.monotonic() - began > 60 * options.minutes:
             break
         kind = kinds[number % len(kinds)]
+        started = time.monotonic()
         problem, done = run_once(f"{options.seed} {number}", kind, options.kills, expected[kind])
+        seconds = time.monotonic() - started
         num_runs, failed, total = num_runs + 1, failed + bool(problem), total + done
-        print(f"run {number} ({kind}): {dict(done)}{': ' + problem if problem else ''}", flush=True)
+        print(f"run {number} ({kind}), {seconds:.0f} s: {dict(done)}{': ' + problem if problem else ''}", flush=True)
     others = {"resize", "leave", "stop", "kill", "kill two", "freeze", "resumed"}
     num_kills = sum(count for what, count in total.items() if what not in others)
     print(f"{num_runs - failed} of {num_runs} runs equal the undisturbed one; {num_kills} kills: {dict(total)}")
