@@ -258,7 +258,6 @@ class Generations:
     def wait_to_join(self) -> bool:
         """Let a new worker wait for its generation; return False if it is not needed (local)."""
         with self._changed:
-            self._is_set_aside = False
             if self._next is None:
                 self.report("waiting_to_join")
             while self._next is None and not self._stop_reason:
@@ -329,6 +328,7 @@ class Generations:
         with self._changed:
             taken = self._planned if self._next is None else self._next
             self._next = self._planned = None
+            self._is_set_aside = False  # it was from an earlier generation, which this worker may not even have seen
             if taken is None or self._is_over:
                 raise GroupError("There is no next generation of workers. (LS602)")
             self._store.renew()
