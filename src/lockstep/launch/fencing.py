@@ -131,7 +131,9 @@ class Fencing:
         return len(open_questions) >= _QUESTIONS and now - open_questions[0][1] >= seconds
 
     def _note_answers(self, now: float) -> None:
-        for worker in self._continuation.needed:
+        needed = self._continuation.needed
+        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in needed}
+        for worker in needed:
             answer = self._continuation.reports.alive.get(worker)
             if answer is None or worker not in self._continuation.reports.ready:
                 continue

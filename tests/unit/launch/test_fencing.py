@@ -101,6 +101,15 @@ def test_nobody_is_ended_who_takes_steps_or_for_whom_nobody_waits() -> None:
     assert not launch.killed
 
 
+def test_a_worker_that_waited_and_is_gone_lets_nobody_be_ended() -> None:
+    launch = Launch()
+    launch.answers = {0: (False, 0), 1: (False, 0), 2: (True, 0), 3: None}
+    launch.pass_time(SECONDS / 2)
+    launch.generation = Generation(number=1, workers=(0, 1))  # worker 2 was lost
+    launch.pass_time(3 * SECONDS)
+    assert not launch.killed
+
+
 def test_a_new_worker_that_is_silent_does_not_keep_the_others_waiting_whatever_the_options_say() -> None:
     launch = Launch(seconds=float("inf"))
     assert launch.fencing.next_look == float("inf")
