@@ -20,8 +20,10 @@ from lockstep.runs.run_lock import find_holder
 _DEPTH = 3
 """How deep under a folder run directories are searched."""
 _TAIL_BYTES = 1 << 18
-_NOT_COMPARED = frozenset({"run_dir", "resume"})
-"""Keys that say nothing of what a run computes."""
+_NOT_COMPARED = frozenset(
+    {"run_dir", "resume", "report", "trackers", "keep", "save_every", "async_save", "on_save_error"}
+)
+"""Keys that say nothing of what a run computes, only what it saves and shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
