@@ -144,7 +144,8 @@ class Fencing:
 
     def _end_those_that_keep_others_waiting(self, now: float) -> None:
         long = [(worker, seen.answer) for worker, seen in self._seen.items() if now - seen.since >= self._seconds]
-        waiting = any(answer.waits for _, answer in long)
+        # A new worker waits for the next step, however long the others take for this one.
+        waiting = any(answer.waits and not self._continuation.is_new(worker) for worker, answer in long)
         for worker, answer in long if waiting else ():
             if not answer.waits:
                 said = f"others have waited for it for {self._seconds:g} s: it was in {answer.place}"

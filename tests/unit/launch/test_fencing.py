@@ -27,6 +27,7 @@ class Launch:
         self.reports = WorkerReports(ready={worker: WorkerLimits(max_workers=4) for worker in range(3)})
         self.workers = {worker: Process() for worker in range(4)}
         self.leaving: tuple[int, ...] = ()
+        self.new: tuple[int, ...] = ()
         self.absent: tuple[int, ...] = ()
         self.decided_at = 0.0
         self.pids = {worker: 100 + worker for worker in range(4)}
@@ -34,8 +35,8 @@ class Launch:
         launch: Any = self
         self.fencing = Fencing(launch, launch, launch, seconds, clock=lambda: self.now)
 
-    def is_new(self, _worker: int) -> bool:
-        return False
+    def is_new(self, worker: int) -> bool:
+        return worker in self.new
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -108,6 +109,17 @@ def test_a_worker_that_waited_and_is_gone_lets_nobody_be_ended() -> None:
     launch.generation = Generation(number=1, workers=(0, 1))  # worker 2 was lost
     launch.pass_time(3 * SECONDS)
     assert not launch.killed
+
+
+def test_a_new_worker_that_waits_for_the_next_step_lets_nobody_be_ended() -> None:
+    launch = Launch()
+    launch.generation, launch.new = Generation(number=1, workers=(0, 1, 2)), (2,)
+    launch.answers = {0: (False, 0), 1: (False, 0), 2: (True, 0), 3: None}  # a long step
+    launch.pass_time(3 * SECONDS)
+    assert not launch.killed
+    launch.answers = {0: (True, 0), 1: (True, 0), 2: (False, 0), 3: None}  # it keeps the others waiting
+    launch.pass_time(2 * SECONDS)
+    assert list(launch.killed) == [2]
 
 
 def test_a_new_worker_that_is_silent_does_not_keep_the_others_waiting_whatever_the_options_say() -> None:
