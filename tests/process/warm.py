@@ -3,7 +3,8 @@
 `Popen` and `run` take commands as those of `subprocess` do: Python with a script, `-c` or `-m`, and `lockstep`. Such a
 process is forked from the server of `ranks.py`, which has imported torch and Lockstep: a twentieth of a second, and not
 one or two. In all else it is what `subprocess` starts: a child of this process with the descriptors, variables, folder
-and signal mask that it is given. The workers that it starts with `ls.launch` are forked from it, without an import too.
+and signal mask that it is given. The workers that it starts with `ls.launch` are forked from it, without an import too;
+of a `PopenWithScripts` also those that `lockstep run` starts.
 
     this process                           server         first fork               second fork: the process
     1 adopts orphans
@@ -38,9 +39,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from tests.process.ranks import SERVER
 
-from lockstep.launch import worker_pool
+from lockstep.launch import script_entry, sessions, worker_pool
 
 _PR_SET_CHILD_SUBREAPER = 36
 """Of <sys/prctl.h>."""
@@ -60,10 +62,14 @@ class _Program:
     leads_session: bool
     before: Callable[[], None] | None
     """What to call first, of a module: `preexec_fn`."""
+    forks_scripts: bool
+    """Whether what `lockstep run` starts is forked, if it is a script of Python."""
 
 
 class _ForkingPopen(subprocess.Popen[Any]):
     """A Popen that forks in place of starting a program; each kind says how."""
+
+    forks_scripts = False
 
     def _start(self, program: _Program, descriptors: Mapping[int, int]) -> int:
         raise NotImplementedError
@@ -93,6 +99,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
             mask=frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             leads_session=start_new_session,
             before=preexec_fn,
+            forks_scripts=self.forks_scripts,
         )
         streams = {0: stdin} if stdin >= 0 else {}
         streams |= {1: 1 if stdout < 0 else stdout, 2: 2 if stderr < 0 else stderr}
@@ -120,12 +127,26 @@ class Popen(_ForkingPopen):
         return pid
 
 
+class PopenWithScripts(Popen):
+    """The same, and what `lockstep run` starts there is forked too, without what depends on the start of a script:
+    the drop-in, the store of a single worker, and what Lockstep does while it is imported, as for the place of a crash.
+    """
+
+    forks_scripts = True
+
+
 class _PopenHere(_ForkingPopen):
     def _start(self, program: _Program, descriptors: Mapping[int, int]) -> int:
         pid = os.fork()
         if not pid:
             _become(program, descriptors)
         return pid
+
+
+def _popen_of_run(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start what `lockstep run` starts: a worker that is a script of Python, or another program, as its guardian."""
+    is_forked = script_entry.__file__ in command and sys.executable in command[1:]
+    return (_PopenHere if is_forked else subprocess.Popen)(command, **options)
 
 
 def run(command: Sequence[str | Path], timeout: float = 100.0, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -193,15 +214,34 @@ def _become(program: _Program, descriptors: Mapping[int, int]) -> NoReturn:
                 warnings._setoption(option)  # type: ignore[attr-defined]
         if program.before is not None:
             program.before()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _forget_signal_handlers()
         set_start_method(None, force=True)
+        torch.set_num_threads(int(program.environment.get("OMP_NUM_THREADS") or torch.get_num_threads()))
         vars(multiprocessing.process)["_parent_process"] = None
-        sys.stdout = sys.__stdout__ = _writer(1)  # type: ignore[misc]
+        buffering = 1 if "PYTHONUNBUFFERED" in program.environment else -1
+        sys.stdout = sys.__stdout__ = _writer(1, buffering=buffering)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = _writer(2, buffering=1, errors="backslashreplace")  # type: ignore[misc]
         vars(worker_pool)["subprocess"] = SimpleNamespace(Popen=_PopenHere, DEVNULL=subprocess.DEVNULL)
+        if program.forks_scripts:
+            vars(sessions)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _popen_of_run})
+            vars(script_entry)["os"] = SimpleNamespace(**vars(os) | {"execv": _go_on_as})
         code = _exit_code(_program(program.command))
     finally:
         os._exit(code)
+
+
+def _forget_signal_handlers() -> None:
+    """Do to signals what `exec` does to them, and then Python."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _go_on_as(_path: str, command: Sequence[str]) -> NoReturn:
+    """Do what `os.execv` does, for a script of Python."""
+    os._exit(_exit_code(_program(command)))
 
 
 def _writer(descriptor: int, **options: Any) -> Any:
@@ -228,6 +268,9 @@ def _program(command: Sequence[str]) -> Callable[[], object]:
         return main
     while arguments[0] in {"-P", "-u"}:
         del arguments[0]
+    if script_entry.__file__ in arguments:
+        sys.argv = arguments[arguments.index(script_entry.__file__) :]
+        return script_entry.main
     kind, *rest = arguments
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]
