@@ -187,13 +187,14 @@ class OptimizerSteps:
         known = self._options.get(optimizer)
         if known is not None and len(values) == len(known.values) and all(map(is_, values, known.values)):
             return known.number
-        keys = [_key(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        options = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        keys = [*map(_key, options)]
         if known is not None and known.keys == keys:
             number = known.number
         else:
             number = zlib.crc32(repr(describe_options(optimizer)).encode())
-        has_tensors = any(isinstance(value, Tensor) for value in values)  # they may be written to
-        self._options[optimizer] = _NumberedOptions([] if has_tensors else values, keys, number)
+        may_be_written = any(isinstance(value, Tensor | list | dict) for value in options)
+        self._options[optimizer] = _NumberedOptions([] if may_be_written else values, keys, number)
         return number
 
 
@@ -210,6 +211,8 @@ def _describe_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, st
 
 def _key(value: object) -> object:
     """Return what changes when an option does. A tensor's values are not read: on a GPU that would wait."""
+    if isinstance(value, list | dict):
+        return repr(value)
     return (id(value), version_of(value)) if isinstance(value, Tensor) else value
 
 

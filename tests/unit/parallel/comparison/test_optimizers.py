@@ -77,6 +77,10 @@ def test_options_have_another_number_after_each_kind_of_change() -> None:
         numbers.append(number_after(steps, optimizer))
     group["lr"].fill_(0.4)  # as a scheduler does with a learning rate that is a tensor
     numbers.append(number_after(steps, optimizer))
+    group["betas"] = [0.9, 0.99]
+    numbers.append(number_after(steps, optimizer))
+    group["betas"][0] = 0.8
+    numbers.append(number_after(steps, optimizer))
     assert len(set(numbers)) == len(numbers)
     assert number_after(steps, optimizer) == numbers[-1]
     group["lr"] = torch.tensor(0.4)
