@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
                 late.add(state.rank)
     if launcher is not None and _is_here(launcher):
         states += _not_recorded(launcher, {state.pid for state in states})
-    workers = tuple(sorted(_living_or_last(states), key=lambda each: each.rank))
+    members = _of_the_present(dict(zip((file.header.pid for file in present), present, strict=True)), states)
+    workers = tuple(sorted(_living_or_last(members), key=lambda each: each.rank))
     return Examination(
         recording=recording,
         program=present[0].header.program if present else "",
@@ -186,6 +187,25 @@ def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]
             loading.append(LoadingProcess(pid=child, facts=facts, line="" if own is None else str(own)))
     line = "" if frame is None else str(frame)
     return replace(state, line=line, loading=tuple(loading), is_loading=is_loading), text
+
+
+def _of_the_present(files: Mapping[int, FileEvents], states: Sequence[WorkerState]) -> list[WorkerState]:
+    """Leave out who was lost before the others continued, and new workers that wait to join: no step needs them.
+
+    Args:
+        files: By process.
+        states: All workers.
+    """
+    generations = {state.pid: files[state.pid].header.generation for state in states if state.pid in files}
+    last = max((generations.get(state.pid, 0) for state in states if state.facts is not None), default=0)
+    if not last:
+        return list(states)
+
+    def is_needed(state: WorkerState) -> bool:
+        is_old = generations.get(state.pid, 0) < last
+        return not (is_old and (state.has_ended or state.activity.is_starting))
+
+    return [state for state in states if is_needed(state)]
 
 
 def _living_or_last(states: Sequence[WorkerState]) -> list[WorkerState]:

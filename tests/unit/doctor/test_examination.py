@@ -28,8 +28,12 @@ from lockstep.recording import EventKind, open_recorder, own_recorder
 rank, awaited = int(sys.argv[2]), int(sys.argv[3])
 recorder = own_recorder()
 open_recorder(recorder, Path(sys.argv[1]), worker=rank, rank=rank, world_size=2, capacity=256)
+if len(sys.argv) > 4:
+    recorder.set_place(0, 1, int(sys.argv[4]))
 recorder.set_step(5)
-if awaited >= 0:
+if awaited < -1:
+    pass
+elif awaited >= 0:
     text = recorder.text("all_reduce(sum)")
     recorder.begin(EventKind.COLLECTIVE, 3, 0, text)
     recorder.begin(EventKind.WAITING, awaited, 0, text)
@@ -126,3 +130,26 @@ def test_of_several_jobs_that_run_the_one_in_this_folder_is_meant(
             assert find_recording() == tmp_path / "elsewhere" / "job"
         finally:
             process.kill()
+
+
+def test_after_a_loss_the_doctor_looks_at_those_that_continue(tmp_path: Path) -> None:
+    # The lost worker hid that the other one stood still, and a new one that waits to join was taken for rank 0.
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, tmp_path, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+        )
+        for arguments in ((0, -1, 1), (1, -1), (2, -2, 0))
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        started[1].kill()
+        started[1].wait()
+        found = examine(tmp_path, stall_seconds=0.001)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert [worker.pid for worker in found.workers] == [started[0].pid]
+    assert found.verdict.kind == "stalled"
