@@ -210,8 +210,8 @@ class WorkerPool:
                 self.handle_events(began + seconds)
             if self._exits and seconds < _TEARDOWN_SECONDS:
                 _LOGGER.warning(
-                    "Every worker has returned its result, but %s, %g s later. A thread that is no daemon, or a "
-                    "handler of atexit, holds it up. It is killed after %g s. (LS605)",
+                    "Every worker has returned its result, but %s, %g s later. Unless the machine is busy, a "
+                    "thread that is no daemon, or a handler of atexit, holds it up. It is killed after %g s. (LS605)",
                     _name_running(sorted(self._exits)),
                     seconds,
                     _TEARDOWN_SECONDS,
