@@ -3,7 +3,7 @@
     is wanted                        what this does
     ---------                        --------------
     a lost worker is replaced        starts a worker on the same device, as often as `Elastic.respawn` allows
-    spares                           starts more workers than the run has; they wait
+    spares                           starts more workers than the run has, when none is missing; they wait
     a worker has got SIGTERM         asks the continuation to let it leave
     `lockstep scale`                 starts workers, or lets some leave
 
@@ -185,7 +185,10 @@ class Scaling:
     def _start_missing(self) -> None:
         members = [worker for worker in self._continuation.generation.workers if worker not in self._leaving]
         waiting = [worker for worker in self._new if worker not in members]
-        for _ in range(self.num_wanted + self._num_spares - len(members) - len(waiting)):
+        missing = self.num_wanted - len(members)
+        # The start of a process takes a core for seconds: a spare is not started while the others wait for a new worker.
+        is_complete = missing <= 0 and self._continuation.is_settled
+        for _ in range(missing + (self._num_spares if is_complete else 0) - len(waiting)):
             try:
                 device = self._vacant.pop(0) if self._vacant else self._find_devices(1)[0]
             except DeviceError as error:  # for a spare: a lost worker leaves its device
