@@ -156,8 +156,8 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
         job = _open(wanted, held)
         _show_placement(placement, config)
         typer.echo(f"starting {counted(len(placement.devices), 'worker')}, each of which imports torch ...")
-        if any(device.name != CPU.name for device in placement.devices):
-            _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run")
+        if config.on_worker_loss is None and not config.continues_on(_types(placement)):
+            _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run unless on_worker_loss is continue")
         elastic = Elastic(
             respawn=config.respawn,
             respawn_minutes=config.respawn_minutes,
@@ -181,6 +181,10 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
     return EndedRun(job.run_dir, result, is_shown_here=True)
 
 
+def _types(placement: Placement) -> set[str]:
+    return {"cpu" if device.name == CPU.name else "gpu" for device in placement.devices}
+
+
 def _warn_of_no_effect(config: Config, why: str) -> None:
     """Warn of keys that are for workers that change, where these do not."""
     defaults = {name: field.default for name, field in Config.model_fields.items()}
@@ -193,7 +197,7 @@ def _warn_of_no_effect(config: Config, why: str) -> None:
 
 def _start_again(job: Job, placement: Placement) -> StartAgain | None:
     """Return when all workers are started again, because some were lost before the first step; None for never."""
-    if job.config.on_worker_loss == "stop" or any(device.name != CPU.name for device in placement.devices):
+    if not job.config.continues_on(_types(placement)):
         return None
     metrics = job.run_dir / METRICS_NAME
 

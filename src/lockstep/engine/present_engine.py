@@ -7,6 +7,7 @@ from typing import TypeVar, final
 from torch import nn
 
 from lockstep.comm import World, current_world
+from lockstep.comm.generations import current_generations
 from lockstep.data import ShardedBatch
 from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.recovery import Recovery
@@ -46,13 +47,14 @@ class PresentEngine:
     ) -> None:
         self._state = state
         self._arguments = arguments
-        self.engine = StepEngine(state, arguments, world, descriptions)
         continues = arguments.on_worker_loss == "continue" and world == current_world()
+        state.waits_for_device = continues and current_generations() is not None
+        self.engine = StepEngine(state, arguments, world, descriptions)
         self.recovery = Recovery(
             state, self._continue_with, continues=continues, min_workers=int(arguments.min_workers)
         )
         # A callback that looks at a step must not look at one that is undone when its loss is read.
-        state.may_be_unread = self.recovery.member is None and not state.callbacks.of("on_step")
+        state.may_be_unread = not state.callbacks.of("on_step")
         self.engine.ask_others = self.recovery.ask_others
         self.on_step: Callable[[StepResult], None] | None = None
         self._is_in_callback = False

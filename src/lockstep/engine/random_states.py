@@ -8,7 +8,7 @@ something has is seen by comparing the bytes of the state, in 0.5 us; only then 
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -20,6 +20,17 @@ from lockstep.processes.reproducibility import reseed_generators
 _ACCELERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu)
 _NUM_MT19937_WORDS = 625
 """Words of 32 bits in the state of a Mersenne Twister: 624 numbers, and the position among them."""
+
+
+def read_device_states() -> list[torch.Tensor]:
+    """Return the state of the present device's generator, for each kind of accelerator that this process uses."""
+    return [kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()]
+
+
+def set_device_states(states: Sequence[torch.Tensor]) -> None:
+    """Give the present devices' generators what `read_device_states` has returned on another worker (local)."""
+    for kind, state in zip((each for each in _ACCELERATORS if each.is_initialized()), states, strict=True):
+        kind.set_rng_state(state)
 
 
 @final

@@ -13,6 +13,7 @@ from lockstep.comm import World
 from lockstep.comm.generations import Generations, NextGeneration, current_generations
 from lockstep.engine.continued import Continued
 from lockstep.engine.member import Member
+from lockstep.engine.random_states import read_device_states, set_device_states
 from lockstep.engine.run_state import RunState
 from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError
@@ -62,8 +63,7 @@ class Recovery:
         self._loop: LoopState | None = None
         self.has_moved = False
         self.on_continued: Callable[[Continued, World], None] = _log
-        # With NCCL, a group of which a rank is lost can only be aborted, and that was never tried.
-        generations = current_generations() if continues and state.device.type == "cpu" else None
+        generations = current_generations() if continues else None
         self.member = None if generations is None else _member_of(generations)
         if self.member is not None:
             self.member.add(self)
@@ -171,6 +171,7 @@ class Recovery:
             "python": random.getstate(),
             "numpy": None if numpy is None else numpy.random.get_state(),
             "torch": torch.get_rng_state(),
+            "devices": read_device_states(),
             "loop": None if self._loop is None else self._loop.state_dict(),
         }
 
@@ -181,6 +182,7 @@ class Recovery:
             self._loop.load_state_dict(found["loop"])
         random.setstate(found["python"])
         torch.set_rng_state(found["torch"])
+        set_device_states(found["devices"])
         numpy = sys.modules.get("numpy")
         if numpy is not None and found["numpy"] is not None:
             numpy.random.set_state(found["numpy"])

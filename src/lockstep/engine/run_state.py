@@ -69,8 +69,9 @@ class RunState:
         data: The batches that were trained on.
         scheduler_check: Warns if the user's code steps the scheduler as well.
         unread_step: The last step, where its loss may still be on the device.
-        may_be_unread: Whether there may be such a step. Not where workers continue without one that is lost: they must
-            know that the step was complete on all devices before its update is launched.
+        may_be_unread: Whether there may be such a step.
+        waits_for_device: Whether the host waits for the device in each step, before it exchanges the step table: where
+            workers continue without one that is lost.
         callbacks: The user's, with their states.
         is_ending: Whether a callback has ended the training; the same on all workers between two calls.
         end_reason: Why; empty on workers on which none has, until they have agreed.
@@ -97,6 +98,7 @@ class RunState:
         self.scheduler_check = SchedulerStepCheck(self.scheduler)
         self.unread_step: UnreadStep | None = None
         self.may_be_unread = True
+        self.waits_for_device = False
         self._unsaved = UnsavedBuffers(self.model)
         self._unusable_because = ""
         self._failed_step = ""

@@ -1,6 +1,7 @@
 """Sending the state of a run from the memory of one worker to that of a new one, without a file.
 
-Large tensors are sent as they are; everything else, in which they are numbered places, is pickled.
+Large tensors are sent as they are; everything else, in which they are numbered places, is pickled. All arrive on the
+CPU: whoever takes them copies them to its own device.
 """
 
 import io
@@ -20,7 +21,7 @@ _PURPOSE = "sending the state of the run to a new worker"
 
 
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
-    """Send a nested value with tensors on the CPU (collective for this rank and `targets`).
+    """Send a nested value with tensors (collective for this rank and `targets`).
 
     Raises:
         GroupError: One of them is lost.
@@ -63,9 +64,11 @@ class _StatePickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:  # the name is pickle's
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.nbytes < _MIN_BYTES:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
-        self.tensors.append(value.detach().contiguous().flatten())
+        if value.nbytes < _MIN_BYTES and value.device.type == "cpu":
+            return None
+        self.tensors.append(value.detach().cpu().contiguous().flatten())
         return value.dtype, tuple(value.shape)
 
 

@@ -26,7 +26,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm import World, broadcast_tensors
+from lockstep.comm import World, broadcast_tensors, raise_if_broken
 from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
@@ -120,7 +120,8 @@ class StepEngine:
         # The scaler, or the norm, shows where a gradient is not finite.
         self._looks_at_gradients = state.scaler is None and arguments.norm_limit is None
         self._balancer = Balancer() if arguments.balance == "speed" and world.world_size > 1 else None
-        self._row = DeviceRow(world, state.num_shards, state.device) if is_asynchronous(state.device) else None
+        has_row = is_asynchronous(state.device) and not state.waits_for_device
+        self._row = DeviceRow(world, state.num_shards, state.device) if has_row else None
         self._random = RandomStates()
         losses = state.plan.losses
         self._networks = ReachedNetworks(find_networks(losses, model), model)
@@ -133,7 +134,8 @@ class StepEngine:
         self._gradients.on_last_gradient(self.stopwatch.last_gradient)
         self._gradients.send_besides(self._buffers.start_sending)
         self._random.own = OwnGenerators(model, losses[0] if len(losses) == 1 else losses)
-        self._values = StepValues(world, state.num_shards, state.device)
+        home = torch.device("cpu") if state.waits_for_device else state.device
+        self._values = StepValues(world, state.num_shards, home)
         self._runs = ShardRuns(state, self._random.own, self._gradients, self._buffers, self._values)
         self._written_parameters = WrittenParameterCheck(
             model, reads_contents=state.num_shards > 1, others=self._networks.parameters
@@ -293,6 +295,7 @@ class StepEngine:
         self._state.check_last_step()  # its row is here by now, and the device has this step to compute
         with batch.assignment.held():
             table.fill_in(batch, self._take_status(batch), self._take_numbers())
+            self._wait_for_device()
             self._enter(StepPhase.AGREE)
             try:
                 sums = table.exchange()
@@ -317,6 +320,15 @@ class StepEngine:
         self._comparison.check_options(sums.options, name_step(batch.cursor))
         self._comparison.check_values(sums.parameters, name_step(batch.cursor))
         return sums
+
+    def _wait_for_device(self) -> None:
+        """Wait until the reduced gradients and shard 0's buffers are here, where others may continue without this worker.
+
+        [Note: one call apart] in `lockstep.engine.member`: the host must know that it can end the step by itself.
+        """
+        if self._state.waits_for_device and is_asynchronous(self._state.device):
+            torch.accelerator.synchronize(self._state.device)
+            raise_if_broken(self.world.group)  # a reduction that was ended because a rank was lost leaves any value
 
     def _commit(self, batch: ShardedBatch, decision: Decision, update: UpdateSpec, *, is_last: bool) -> None:
         """Write the result of an update (local). The user's code, which may fail, comes first."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lockstep.comm import World, raise_if_broken
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.device_row import DeviceRow
 from lockstep.reduce.status_message import has_cpu_backend
 from lockstep.shards import add_in_tree_order
@@ -159,14 +160,14 @@ class StepTable:
     Args:
         world: The workers.
         num_shards: Number of shards of the run.
-        row: Gets what the device knows; None where the model is on the CPU.
+        row: Gets what the device knows; None where the model is on the CPU, or the host waits for the device.
     """
 
     def __init__(self, world: World, num_shards: int, row: DeviceRow | None) -> None:
         self._world = world
         self._num_shards = num_shards
         self._row = row
-        self._losses: dict[int, tuple[float, float]] = {}
+        self._losses: dict[int, tuple[float | Tensor, float | Tensor]] = {}
         self._values: dict[int, tuple[int, int]] = {}
         self._place: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._status = WorkerStatus()
@@ -175,8 +176,12 @@ class StepTable:
     def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
         """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
         if self._row is None:
-            assert not isinstance(weight, Tensor)
-            self._losses[shard] = loss.item() * weight, weight
+            # A number at once where that costs nothing; from a device it is read when all shards are launched.
+            found = loss.detach().double() if is_asynchronous(loss.device) else loss.item()
+            weighted = found * weight
+            if isinstance(weight, Tensor):
+                weighted = torch.where(weight > 0, weighted, 0.0)
+            self._losses[shard] = weighted, weight
             return
         self._row.add_loss(shard, loss, weight)
         self._losses[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
@@ -230,7 +235,7 @@ class StepTable:
         numbers, own = self._numbers, self._num_shards + self._world.rank
         rows = [[0.0] * _NUM_COLUMNS for _ in range(self._num_shards + self._world.world_size)]
         for shard, loss_and_weight in self._losses.items():
-            rows[shard][:2] = loss_and_weight
+            rows[shard][:2] = map(float, loss_and_weight)
         for shard, count_and_names in self._values.items():
             rows[shard][2:4] = count_and_names
         # A number of the values is a tensor in few steps alone: those before which something has written parameters.

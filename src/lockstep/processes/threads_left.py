@@ -1,4 +1,4 @@
-"""Threads that are left alone: they wait in native code, nobody waits for them, and the process may end meanwhile.
+"""Threads that are left alone: they wait in native code, and the process may end before they come back.
 
 [Note: a thread in native code at the end] Before Python 3.14 the interpreter, once it ends, ends a thread by
 `pthread_exit` when it comes back from native code. Torch's native code is C++ and lets nothing of that kind through:
@@ -19,13 +19,16 @@ from typing import Any, Final
 _LEFT: Final = weakref.WeakSet[threading.Thread]()
 
 
-def start_thread_left_alone(target: Callable[..., Any], arguments: Iterable[Any] = (), *, name: str) -> None:
-    """Call a function that may wait in native code for long, in a thread that nobody waits for (local)."""
+def start_thread_left_alone(
+    target: Callable[..., Any], arguments: Iterable[Any] = (), *, name: str
+) -> threading.Thread:
+    """Call a function that may wait in native code for long, in a thread that nobody waits for for ever (local)."""
     thread = threading.Thread(target=target, args=tuple(arguments), name=name, daemon=True)
     _LEFT.add(thread)
     atexit.unregister(_let_threads_sleep)
     atexit.register(_let_threads_sleep)
     thread.start()
+    return thread
 
 
 def _let_threads_sleep() -> None:

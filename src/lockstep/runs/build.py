@@ -161,7 +161,9 @@ def _build_trainer(
             nonfinite=config.nonfinite,
             balance=config.balance,
             deterministic=config.deterministic,
-            on_worker_loss=config.on_worker_loss,
+            on_worker_loss="continue"
+            if config.continues_on({each.device.type for each in model.parameters()})
+            else "stop",
             min_workers=config.min_workers,
             callbacks=callbacks,
         )

@@ -1,7 +1,7 @@
 """The config of a run: YAML in, one checked and frozen value out."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -116,8 +116,9 @@ class Config(BaseModel):
     """Devices: auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
     workers: int | None = Field(default=None, ge=1)
     """Number of workers, if device_ids does not determine it."""
-    on_worker_loss: Literal["continue", "stop"] = "continue"
-    """What the other workers do when one is killed: continue with its shards (on the CPU of one host), or stop."""
+    on_worker_loss: Literal["continue", "stop"] | None = None
+    """What the other workers of this host do when one is killed: continue with its shards, which is the default on CPUs,
+    or stop, which is the default on GPUs."""
     min_workers: int = Field(default=1, ge=1)
     """With fewer workers left the run stops."""
     respawn: int = Field(default=0, ge=0)
@@ -230,6 +231,10 @@ class Config(BaseModel):
                 "is replaced. Use on_worker_loss: continue"
             )
         return self
+
+    def continues_on(self, device_types: Collection[str]) -> bool:
+        """Return whether the others continue when a worker on these types of devices is killed."""
+        return self.on_worker_loss == "continue" or (self.on_worker_loss is None and {"cpu"}.issuperset(device_types))
 
     def check_workers(self, num_workers: int) -> None:
         """Check the number of workers that follows from the devices.

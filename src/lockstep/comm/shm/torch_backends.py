@@ -1,5 +1,6 @@
 """Backends of torch within a shared-memory group, for what has no form in shared memory."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,8 @@ from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.torch_private import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
+_ABORT_SECONDS = 60.0
+"""How long NCCL may take to end the calls that a device is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,8 @@ class TorchBackends:
         self._accelerators = accelerators
         self._find_lost = find_lost
         self._made: dict[str, Any] = {}
-        self._sockets: GlooSockets | None = None
+        self._sockets: dict[str, GlooSockets] = {}
+        self._abort: threading.Thread | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -97,13 +101,15 @@ class TorchBackends:
 
     def end_calls(self) -> None:
         """Let the calls that are under way end, with errors (any thread)."""
-        if self._sockets is not None:
-            self._sockets.shut_down()
-        if self._accelerators:
-            start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
+        for sockets in self._sockets.values():
+            sockets.shut_down()
+        if self._accelerators and self._abort is None:
+            self._abort = start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
 
     def close(self) -> None:
         """Shut them down."""
+        if self._abort is not None:  # a device must not be in an old call when the next group is made
+            self._abort.join(_ABORT_SECONDS)
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
@@ -121,27 +127,31 @@ class TorchBackends:
             GroupError: This torch has none.
         """
         if device.type not in self._made:
-            self._made[device.type] = self._make_gloo() if device.type == "cpu" else self._make(device.type)
+            self._made[device.type] = self._make(device.type)
         return self._made[device.type]
 
-    def _make_gloo(self) -> Any:
+    def _make_gloo(self, device_type: str) -> Any:
         gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
         # All ranks are on this host: the loopback works without a network or a host name that resolves.
         devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
         options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
-        place = PrefixStore("gloo", self._store)
-        made, self._sockets = connect_gloo(
+        place = PrefixStore("gloo" if device_type == "cpu" else f"gloo/{device_type}", self._store)
+        made, self._sockets[device_type] = connect_gloo(
             place, self._size, lambda: gloo(place, self._rank, self._size, options), self._find_lost
         )
         return made
 
     def _make(self, device_type: str) -> Any:
+        if device_type == "cpu":
+            return self._make_gloo(device_type)
         try:
             name = self._accelerators.get(device_type) or dist.get_default_backend_for_device(device_type)
-            return make_backend(name, PrefixStore(name, self._store), self._rank, self._size, self._timeout)
+            if name != "gloo":
+                return make_backend(name, PrefixStore(name, self._store), self._rank, self._size, self._timeout)
         except (RuntimeError, ValueError) as error:
             raise GroupError(
                 f"The shm backend carries CPU tensors, and this torch has no backend for {device_type} tensors "
                 f"({str(error).partition(chr(10))[0]}). Move the tensor to the CPU, or make the group with a backend "
                 "for its device. (LS212)"
             ) from error
+        return self._make_gloo(device_type)
