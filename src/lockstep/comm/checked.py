@@ -10,6 +10,7 @@ names that rank.
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +27,7 @@ from lockstep.comm.calls_under_way import CallsUnderWay
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.comparer import CallComparer
-from lockstep.comm.device_watch import DeviceWatch, WatchedGroup
+from lockstep.comm.device_watch import ABORT_SECONDS, DeviceWatch, WatchedGroup
 from lockstep.comm.explained_work import ExplainedWork
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import known_hosts
@@ -76,6 +77,7 @@ class CheckedProcessGroup(ProcessGroup):
         self._comparer = comparer
         self._compares = compares
         self._broken: GroupError | None = None
+        self._abort_thread: threading.Thread | None = None
         self._sockets = sockets
         self._under_way = CallsUnderWay()
         self._waits = InterruptibleWaits()
@@ -195,8 +197,8 @@ class CheckedProcessGroup(ProcessGroup):
         if self._sockets is not None:
             self._sockets.shut_down()
         inner = self._inner
-        if self._has_device and inner is not None:
-            start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
+        if self._has_device and inner is not None and self._abort_thread is None:
+            self._abort_thread = start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
 
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local).
@@ -210,6 +212,8 @@ class CheckedProcessGroup(ProcessGroup):
                 self._sockets.wait_until_closed()
                 self._under_way.wait_for_end(self._inner)
         self._waits.end(GroupError("This process group was destroyed; make a new one to go on. (LS204)"))
+        if self._abort_thread is not None:  # a device must not be in an old call when the next group is made
+            self._abort_thread.join(ABORT_SECONDS)
         self._close()
         self._inner = None
 

@@ -29,6 +29,8 @@ from torch.distributed import Work
 from lockstep.errors import PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")
+ABORT_SECONDS: Final = 60.0
+"""How long a backend may take to end the calls that a device is in."""
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 0.5
 """How long a call may take that has everything it needs from a rank that has ended."""

@@ -322,13 +322,16 @@ class StepEngine:
         return sums
 
     def _wait_for_device(self) -> None:
-        """Wait until the reduced gradients and shard 0's buffers are here, where others may continue without this worker.
+        """Wait for reduced gradients and shard 0's buffers, where workers continue without one that is lost (local).
 
         [Note: one call apart] in `lockstep.engine.member`: the host must know that it can end the step by itself.
+
+        Raises:
+            GroupError: A worker was lost, so what the device has received may be anything.
         """
         if self._state.waits_for_device and is_asynchronous(self._state.device):
             torch.accelerator.synchronize(self._state.device)
-            raise_if_broken(self.world.group)  # a reduction that was ended because a rank was lost leaves any value
+            raise_if_broken(self.world.group)
 
     def _commit(self, batch: ShardedBatch, decision: Decision, update: UpdateSpec, *, is_last: bool) -> None:
         """Write the result of an update (local). The user's code, which may fail, comes first."""

@@ -94,10 +94,11 @@ class Trainer:
             operators that have a deterministic form use it, others raise; cuDNN does not try kernels. False: operators
             need not be deterministic, and cuDNN tries kernels. Either replaces what you have set before.
         bucket_limits: Sizes of the gradient buckets.
-        on_worker_loss: What `step`, `evaluate`, `save` and `load` do when a worker of `ls.launch` is killed, for a
-            model on the CPU and the default group. "stop": the call raises an error. "continue": the workers that are
-            left divide its shards and finish the call, with the bits that it would have had; ranks may be others then.
-            What the loop does between two calls keeps its effect. Not for several optimizers that have a loss each.
+        on_worker_loss: What `step`, `evaluate`, `save` and `load` do when a worker of `ls.launch` is killed, for the
+            default group. "stop": the call raises an error. "continue": the workers that are left divide its shards and
+            finish the call, with the bits that it would have had; ranks may be others then. What the loop does between
+            two calls keeps its effect. On an accelerator each step waits for the device. Not for several optimizers
+            that have a loss each.
         min_workers: With fewer workers left the run ends with an error; for `on_worker_loss="continue"`.
         callbacks: Called at named moments; their state is saved with the run. See `Callback`.
         world: The workers; None for the default group, which is made if torchrun or another launcher started

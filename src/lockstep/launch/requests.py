@@ -78,8 +78,9 @@ class ScaleRequests:
         limits = self._continuation.limits
         if limits is None:
             raise RefusedError(
-                "The workers of this run cannot change: it is still starting, it trains on GPUs, or its trainer was "
-                'not made with on_worker_loss="continue". If it is starting, try again when it trains. (LS603)'
+                "The workers of this run cannot change: it is still starting, or its trainer was not made with "
+                'on_worker_loss="continue", which on GPUs is not the default. If it is starting, try again when it '
+                "trains. (LS603)"
             )
         if not self._scaling.is_reached:
             raise RefusedError("The workers of this run are changing already. Try again when that has ended. (LS603)")

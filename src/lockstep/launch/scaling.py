@@ -186,7 +186,7 @@ class Scaling:
         members = [worker for worker in self._continuation.generation.workers if worker not in self._leaving]
         waiting = [worker for worker in self._new if worker not in members]
         missing = self.num_wanted - len(members)
-        # The start of a process takes a core for seconds: a spare is not started while the others wait for a new worker.
+        # The start of a process takes a core for seconds: no spare is started while the others wait for a new worker.
         is_complete = missing <= 0 and self._continuation.is_settled
         for _ in range(missing + (self._num_spares if is_complete else 0) - len(waiting)):
             try:

@@ -117,8 +117,7 @@ class Config(BaseModel):
     workers: int | None = Field(default=None, ge=1)
     """Number of workers, if device_ids does not determine it."""
     on_worker_loss: Literal["continue", "stop"] | None = None
-    """What the other workers of this host do when one is killed: continue with its shards, which is the default on CPUs,
-    or stop, which is the default on GPUs."""
+    """What the other workers do when one is killed: continue with its shards, the default on CPUs; or stop, on GPUs."""
     min_workers: int = Field(default=1, ge=1)
     """With fewer workers left the run stops."""
     respawn: int = Field(default=0, ge=0)

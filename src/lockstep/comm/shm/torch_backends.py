@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
+from lockstep.comm.device_watch import ABORT_SECONDS
 from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost
@@ -20,8 +21,6 @@ from lockstep.processes.threads_left import start_thread_left_alone
 from lockstep.torch_private import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
-_ABORT_SECONDS = 60.0
-"""How long NCCL may take to end the calls that a device is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +102,13 @@ class TorchBackends:
         """Let the calls that are under way end, with errors (any thread)."""
         for sockets in self._sockets.values():
             sockets.shut_down()
-        if self._accelerators and self._abort is None:
+        if self._abort is None and any(kind != "cpu" for kind in [*self._made]):
             self._abort = start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
 
     def close(self) -> None:
         """Shut them down."""
         if self._abort is not None:  # a device must not be in an old call when the next group is made
-            self._abort.join(_ABORT_SECONDS)
+            self._abort.join(ABORT_SECONDS)
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
