@@ -1,7 +1,8 @@
 """`make matrix`: the core of the suite on several versions of Python and torch, with the package's wheel installed.
 
 Each pair gets an environment in build/matrix, which is kept. A Python that is not installed is named in the table; on
-Linux the index gives torch with CUDA for all but the pinned version, several GB for each.
+Linux the index gives torch with CUDA for all but the pinned version, several GB for each. The line of a pair is printed
+when it is known, and all of them at the end, also after Ctrl-C. Nothing takes longer than an hour.
 
     python tests/matrix.py                                  # the pairs of PAIRS
     python tests/matrix.py 3.12:2.11.0 3.13:newest
@@ -13,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "matrix"
 PINNED = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)[0]
 NEWEST = "newest"
+LIMIT_SECONDS = 3600
 PAIRS = ("3.11:2.11.0", f"3.11:{PINNED}", "3.12:2.11.0", f"3.12:{NEWEST}", f"3.13:{NEWEST}", f"3.14:{NEWEST}")
 CORE = (
     "tests/unit/torch_private",
@@ -55,43 +58,49 @@ def main(pairs: Sequence[str]) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", FOLDER, ROOT])
     wheel = max(FOLDER.glob("lockstep_ddp-*.whl"), key=lambda path: path.stat().st_mtime)
-    rows = [
-        row for version, _, torch in (pair.partition(":") for pair in pairs) for row in try_pair(version, torch, wheel)
-    ]
-    typer.echo(f"{'Python':<10}{'torch':<20}result")
-    for row in rows:
-        typer.echo(f"{row.python:<10}{row.torch:<20}{row.result}")
+    rows: list[Row] = []
+    try:
+        for version, _, torch in (pair.partition(":") for pair in pairs):
+            rows.append(try_pair(version, torch, wheel))
+            typer.echo(f"  {rows[-1].result}")
+    finally:
+        typer.echo(f"\n{'Python':<10}{'torch':<20}result")
+        for row in rows:
+            typer.echo(f"{row.python:<10}{row.torch:<20}{row.result}")
+        typer.echo(f"{len(rows)} of {len(pairs)} pairs")
     return 0 if all(row.is_good for row in rows) else 1
 
 
-def try_pair(version: str, torch: str, wheel: Path) -> Iterator[Row]:
-    """Install torch and the wheel for a Python, run the core, and yield what came of it."""
+def try_pair(version: str, torch: str, wheel: Path) -> Row:
+    """Install torch and the wheel for a Python, run the core, and return what came of it."""
     python = find_python(version)
     if python is None:
-        yield Row(python=version, torch=torch, result="this Python was not found", is_good=True)
-        return
+        return Row(python=version, torch=torch, result="this Python was not found", is_good=True)
     folder = FOLDER / f"python{version}-torch{torch}"
     inner = folder / "bin" / "python"
     typer.echo(f"Python {version}, torch {torch}: {folder}")
-    if not inner.exists():
-        run([python, "-m", "venv", folder])
     install: list[str | Path] = [inner, "-m", "pip", "install", "--quiet"]
     try:
+        if not inner.exists():
+            run([python, "-m", "venv", folder])
         run([*install, "torch" if torch == NEWEST else f"torch=={torch}"])
         run([*install, f"{wheel}[dev]"])
         run([*install, "--no-deps", "--force-reinstall", wheel])
-    except subprocess.CalledProcessError:
-        yield Row(python=version, torch=torch, result="could not be installed", is_good=False)
-        return
+    except (subprocess.SubprocessError, OSError) as error:
+        return Row(python=version, torch=torch, result=f"could not be installed: {error}", is_good=False)
     found = output([inner, "-c", "import torch; print(torch.__version__)"])
     began = time.monotonic()
     log = folder / "tests.log"
-    with log.open("w", encoding="utf-8") as file:
-        tests = [inner, "-m", "pytest", "--quiet", "--numprocesses", "2", "--dist", "loadfile", *CORE]
-        status = subprocess.run(tests, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    last = log.read_text(encoding="utf-8").strip().splitlines()[-1].strip("= ")
+    tests = [inner, "-m", "pytest", "--quiet", "--numprocesses", "2", "--dist", "loadfile", *CORE]
+    status, last = 1, f"not ended after {LIMIT_SECONDS} s"
+    with log.open("w", encoding="utf-8") as file, suppress(subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            tests, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=LIMIT_SECONDS
+        )
+        status = ended.returncode
+        last = (log.read_text(encoding="utf-8").strip().splitlines() or [f"exit code {status}"])[-1].strip("= ")
     minutes = (time.monotonic() - began) / 60
-    yield Row(python=version, torch=found, result=f"{last} ({minutes:.0f} min; {log})", is_good=status == 0)
+    return Row(python=version, torch=found, result=f"{last} ({minutes:.0f} min; {log})", is_good=status == 0)
 
 
 def find_python(version: str) -> str | None:
@@ -107,9 +116,9 @@ def run(command: Sequence[str | Path]) -> None:
     """Run a command.
 
     Raises:
-        subprocess.CalledProcessError: It fails.
+        subprocess.SubprocessError: It fails, or takes too long.
     """
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
 
 
 def output(command: Sequence[str | Path]) -> str:
