@@ -17,7 +17,8 @@ from mortal_training import Kills, train
 from torch import nn
 
 import lockstep as ls
-from lockstep.comm.generations import Generations
+from lockstep.comm.generations import Generations, current_generations
+from lockstep.engine.step_engine import StepEngine
 from lockstep.errors import WorkerFailedError
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -55,6 +56,32 @@ def test_the_bits_are_those_of_the_undisturbed_run(
     shown = capfd.readouterr().err
     assert shown.count("killed by SIGKILL") == len(kills)
     assert "continue" in shown
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_another_loss_while_the_engine_is_made_anew_is_one_more_loss(
+    backend: str, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_or_wait(run: ls.Run, folder: str) -> Any:
+        make, rank, made = StepEngine.__init__, run.rank, [0]
+
+        def make_while_another_is_lost(self: StepEngine, *arguments: Any) -> None:
+            made[0] += 1
+            if made[0] == 2:
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                generations, deadline = current_generations(), time.monotonic() + 50
+                assert generations is not None
+                while not generations.has_next:
+                    assert time.monotonic() < deadline, "the launcher announces no loss"
+                    time.sleep(0.001)
+            make(self, *arguments)
+
+        StepEngine.__init__ = make_while_another_is_lost  # type: ignore[method-assign,assignment]
+        return train(run, {"2 loss": 5}, folder)
+
+    monkeypatch.setenv("LOCKSTEP_CPU_BACKEND", backend)
+    assert ls.launch(die_or_wait, str(tmp_path), workers=3) == [undisturbed]
 
 
 def test_a_loss_is_an_error_where_that_is_asked_for(tmp_path: Path) -> None:

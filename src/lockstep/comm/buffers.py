@@ -1,5 +1,6 @@
 """Memory for tensors that a group reduces often."""
 
+from contextlib import suppress
 from typing import cast
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.capabilities import OwnsMemory, capabilities_of
+from lockstep.errors import GroupError
 
 
 def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
@@ -16,8 +18,9 @@ def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device,
         num_elements: Its length.
         dtype: Its dtype.
         device: Where it lies.
-        group: The group that will reduce it; one that owns memory gives some of it.
+        group: The group that will reduce it; one that owns memory, and can still be used, gives some of it.
     """
     if device.type == "cpu" and capabilities_of(group).owns_memory:
-        return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)
+        with suppress(GroupError):  # a rank is lost: the first call says so, unless the workers are replaced before
+            return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)
     return torch.zeros(num_elements, dtype=dtype, device=device)
