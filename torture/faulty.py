@@ -341,7 +341,7 @@ def train_slowly(run: ls.Run) -> None:
     width = int(os.environ.get("FAULTY_WIDTH", "200"))
     net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
-    shards = 3 if SLOW == "unequal" else 4
+    shards = 3 if SLOW == "unequal" else int(os.environ.get("FAULTY_SHARDS", "4"))
     optimizer = SlowSGD(net.parameters(), 0.01)
     trainer = ls.Trainer(net, optimizer, loss=slow_loss, num_shards=shards, seed=0, callbacks=[SlowCallback()])
     loader = ls.ShardedLoader(SlowData(), batch_size=SAMPLES, num_shards=shards, seed=0)

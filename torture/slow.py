@@ -50,7 +50,7 @@ class Slowdown:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-_GLOO = (("LOCKSTEP_CPU_BACKEND", "gloo"), ("FAULTY_SAMPLES", "4"))
+_GLOO = (("LOCKSTEP_CPU_BACKEND", "gloo"), ("FAULTY_SAMPLES", "4"), ("FAULTY_SHARDS", "2"))
 SLOWDOWNS: tuple[Slowdown, ...] = (
     Slowdown("slow data set on one worker", "getitem", "loading", "faulty.py", rank=1),
     Slowdown("slow data set on all", "getitem", "loading", "faulty.py"),

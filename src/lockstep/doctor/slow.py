@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.doctor.sampling import Looks
-from lockstep.doctor.slow_causes import UsageSample, explain_slowness
+from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents
 from lockstep.recording.timeline import clock_offsets
@@ -35,6 +35,7 @@ _OFTEN: Final = 0.6
 """A rank for which the others wait in this part of their waiting is behind them."""
 _MATTERS: Final = 0.05
 """Waiting counts if it takes this part of the time."""
+_NEARLY: Final = 0.1
 _EXCESS: Final = 1.2
 _OFTEN_SEEN: Final = 0.25
 """A line is named where a worker was in this part of the looks."""
@@ -124,7 +125,9 @@ def find_slow(
     if not uses:
         text = f"Fewer than {_FEWEST_STEPS} steps are in the recording: there is nothing to say of its speed yet."
         return SlowReport(text=text, bound="", behind=None, workers=())
-    causes = {use.rank: _causes(use, usage.get(use.pid, ()), looks.get(use.pid), load) for use in uses}
+    samples = {use.pid: _samples_of(usage.get(use.pid, ()), looks.get(use.pid)) for use in uses}
+    used_by_job = cores_used_together([*samples.values()])
+    causes = {use.rank: _causes(use, samples[use.pid], looks.get(use.pid), load, used_by_job) for use in uses}
     return _judge(uses, {rank: found for rank, found in causes.items() if found})
 
 
@@ -132,9 +135,14 @@ def _last_begin(file: FileEvents) -> int:
     return int(file.table["begin"].max()) if len(file.table) else 0
 
 
-def _causes(use: TimeUse, usage: Sequence[UsageSample], looks: Looks | None, load: float) -> tuple[str, ...]:
-    samples = usage if looks is None or len(usage) > len(looks.samples) else looks.samples
-    found = explain_slowness(samples, load, sum(use.shares[name] for name in _TOGETHER))
+def _samples_of(usage: Sequence[UsageSample], looks: Looks | None) -> Sequence[UsageSample]:
+    return usage if looks is None or len(usage) > len(looks.samples) else looks.samples
+
+
+def _causes(
+    use: TimeUse, samples: Sequence[UsageSample], looks: Looks | None, load: float, used_by_job: Mapping[int, float]
+) -> tuple[str, ...]:
+    found = explain_slowness(samples, load, sum(use.shares[name] for name in _TOGETHER), used_by_job)
     if looks is not None and looks.lines:
         (line, number), *_ = looks.lines.most_common(1)
         if number > looks.num * _OFTEN_SEEN:
@@ -296,6 +304,10 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
     sentences += [f"Rank {use.rank}: {'; '.join(causes[use.rank])}." for use in slow_ones if use.rank in causes]
     is_slower = is_behind and bound == "forward and backward"
     sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
+    second = max((name for name in PARTS if name != bound), key=lambda name: guide.shares[name])
+    if not is_behind and guide.shares[second] > guide.shares[bound] - _NEARLY and second != "waiting":
+        sentences.insert(1, f"{_first(second)} takes nearly as much: {guide.shares[second]:.0%}.")
+        sentences.append(_ADVICE[second])
     return SlowReport(
         text=" ".join(sentences),
         bound=bound,

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 _MATTERS: Final = 0.05
 _WAITS_FOR_CORE: Final = 0.15
 _WAITS_FOR_DISK: Final = 0.2
 _FAULTS_PER_SECOND: Final = 20.0
+_EXCESS: Final = 1.2
 _SWAPPED_BYTES: Final = 64 << 20
 _FEWEST_SAMPLES: Final = 2
+_MOST_OF_THE_CORES: Final = 0.75
+"""Workers that use this part of the cores have them nearly to themselves."""
 
 Usage = Mapping[str, int]
 """As `usage.read_usage` returns it."""
@@ -42,13 +46,30 @@ class _Used:
         return sum(sample.usage.get(name, 0) for sample in self.samples) / len(self.samples)
 
 
-def explain_slowness(samples: Sequence[UsageSample], load: float, in_collectives: float = 0.0) -> list[str]:
+def cores_used_together(workers: Sequence[Sequence[UsageSample]]) -> dict[int, float]:
+    """Return how many cores workers have used together: those that may use one core, those that may use two, ..."""
+    found: dict[int, float] = {}
+    for samples in workers:
+        if len(samples) >= _FEWEST_SAMPLES and samples[-1].moment_ns > samples[0].moment_ns:
+            used = _Used(samples)
+            cores = round(used.part("num_cores"))
+            found[cores] = found.get(cores, 0.0) + used.rate("cpu_ns") / 1e9
+    return found
+
+
+def explain_slowness(
+    samples: Sequence[UsageSample],
+    load: float,
+    in_collectives: float = 0.0,
+    used_by_job: Mapping[int, float] = MappingProxyType({}),
+) -> list[str]:
     """Return what the system says of a worker that could make it slow, the heaviest first; empty for nothing.
 
     Args:
         samples: Of one process, in order.
         load: Processes that run or wait for a core on this host; 0 if that is not known.
         in_collectives: The part of its time that it spends in calls of its group.
+        used_by_job: What `cores_used_together` returns for the workers of its job on this host.
     """
     if len(samples) < _FEWEST_SAMPLES or samples[-1].moment_ns <= samples[0].moment_ns:
         return []
@@ -60,7 +81,7 @@ def explain_slowness(samples: Sequence[UsageSample], load: float, in_collectives
     throttled = used.rate("throttled_ns") / 1e9
     if throttled > _MATTERS:
         found.append((throttled + 1, f"its control group was throttled for {throttled:.0%} of the time: a CPU limit"))
-    found += _about_cores(used, load, in_collectives)
+    found += _about_cores(used, load, in_collectives, used_by_job)
     sleeping = max(used.part("is_in_disk_sleep"), used.rate("disk_wait_ns") / 1e9)
     if sleeping > _WAITS_FOR_DISK:
         speed = used.rate("read_bytes") / 1e6
@@ -73,13 +94,22 @@ def explain_slowness(samples: Sequence[UsageSample], load: float, in_collectives
     return [text for _, text in sorted(found, reverse=True)]
 
 
-def _about_cores(used: _Used, load: float, in_collectives: float) -> list[tuple[float, str]]:
+def _about_cores(
+    used: _Used, load: float, in_collectives: float, used_by_job: Mapping[int, float]
+) -> list[tuple[float, str]]:
     waited, computed = used.rate("core_wait_ns") / 1e9, used.rate("cpu_ns") / 1e9
     slept_by_itself = 1 - computed - waited - in_collectives
     if waited <= _WAITS_FOR_CORE or slept_by_itself > waited:  # it would be slow on a core of its own, too
         return []
     cores, running = round(used.part("num_cores")), used.part("num_running")
     known = f"; {load:.1f} processes want the host's cores" if load else ""
+    together = used_by_job.get(cores, 0.0)
+    if together > max(cores * _MOST_OF_THE_CORES, _EXCESS * computed):
+        text = (
+            f"the workers of this job use {together:.1f} of {cores} cores with all their threads, so they wait for "
+            f"each other's: this one for {waited:.2f} s in each second"
+        )
+        return [(waited, text)]
     if running > cores + 0.5:
         text = (
             f"its {running:.0f} busy threads share {cores} cores: they waited {waited:.1f} s for a core in each second"

@@ -75,6 +75,14 @@ def test_the_longest_part_bounds_the_step(part: str, bound: str) -> None:
         assert sum(use.shares.values()) == pytest.approx(1)
 
 
+def test_two_parts_that_take_nearly_as_long_are_both_named() -> None:
+    parts = {**EVEN, "work": 100, "send": 90}
+    text = find_slow([recorded(0, parts, parts), recorded(1, parts, parts)]).text
+    assert text.startswith("Forward and backward bounds the step: 45% of the time of rank 0.")
+    assert " Communication takes nearly as much: 41%." in text
+    assert "Fewer bytes" in text
+
+
 @pytest.mark.parametrize(("part", "bound"), [("load", "loading"), ("work", "forward and backward")])
 def test_the_rank_for_which_others_wait_is_named_with_what_it_does(part: str, bound: str) -> None:
     slow = {**EVEN, part: 100}

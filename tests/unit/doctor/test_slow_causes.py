@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.doctor.sampling import recorded_usage
-from lockstep.doctor.slow_causes import UsageSample, explain_slowness
+from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
 from lockstep.doctor.usage import GROWING, PRESENT, UsageEvents, read_usage
 from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
 from lockstep.recording.reading import read_file
@@ -46,6 +46,28 @@ def test_a_healthy_worker_has_no_cause() -> None:
     samples = [UsageSample(0, usage), UsageSample(SECOND, usage | {"cpu_ns": SECOND, "core_wait_ns": SECOND // 100})]
     assert explain_slowness(samples, 2.0) == []
     assert explain_slowness(samples[:1], 2.0) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "cores", "said"),
+    [
+        (0.8, [(0.8, 2)], 2, "the workers of this job use 1.6 of 2 cores"),  # the threads of Gloo and of torch
+        (0.8, [(0.3, 2)], 2, "another process was on its core"),
+        (0.8, [], 1, "another process was on its core"),
+        (0.3, [(0.9, 2)], 1, "another process was on its core"),  # that worker is on other cores
+    ],
+)
+def test_workers_of_the_job_are_no_other_processes(
+    own: float, others: list[tuple[float, int]], cores: int, said: str
+) -> None:
+    def samples_of(used: float, cores: int) -> list[UsageSample]:
+        first = {"cpu_ns": 0, "core_wait_ns": 0, "num_running": 1, "num_cores": cores}
+        later = first | {"cpu_ns": int(used * SECOND), "core_wait_ns": int(0.3 * SECOND)}
+        return [UsageSample(0, first), UsageSample(SECOND, later)]
+
+    used_by_job = cores_used_together([samples_of(own, cores), *(samples_of(*each) for each in others)])
+    [text] = explain_slowness(samples_of(own, cores), 3.0, 0.4, used_by_job)
+    assert said in text
 
 
 @pytest.mark.parametrize(
