@@ -22,7 +22,7 @@ from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group
 from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.errors import PeerLostError
-from lockstep.torch_private import GroupRequest, intercept_group_making, intercept_timeouts
+from lockstep.torch_private import GroupRequest, intercept_group_making, intercept_timeouts, leave_recording_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ def register_backends() -> None:
         return
     dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
     dist.Backend.register_backend("checked", _make_checked, extended_api=True, devices=["cpu", "cuda"])
+    for name in ("shm", "checked"):
+        leave_recording_to(name)  # they have a recorder of their own
     intercept_group_making(_make_group)
     intercept_timeouts(_set_timeout)
 

@@ -112,6 +112,16 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
     distributed_c10d._new_process_group_helper = make_group
 
 
+def leave_recording_to(backend: str) -> None:
+    """Let torch's flight recorder attach nothing to groups of a backend (local).
+
+    For: groups written in Python. From torch 2.15 on the recorder's hook is attached to each group whose backend does
+    not record by itself, and asks the group's C++ part for its name, which such a group does not have.
+    """
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)
+
+
 def intercept_timeouts(set_timeout: Callable[[ProcessGroup, timedelta], bool]) -> None:
     """Call `set_timeout` where the timeout of a group is changed; torch changes it if that returns False.
 
