@@ -9,7 +9,8 @@ neither exchanges nor waits: from its run both are unknown, and the forecast say
 fixed is all else, such as the update; it does not depend on the workers.
 
 The band comes from the quartiles of the same figures. Where there are fewer cores than workers the forecast does not
-hold, because workers then wait for each other's core.
+hold, because workers then wait for each other's core. On a CPU, workers share caches and memory: with fewer of them a
+shard is quicker than it was measured, so for fewer workers than the run had the page says "at most".
 """
 
 from collections.abc import Sequence

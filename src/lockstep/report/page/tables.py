@@ -74,6 +74,8 @@ def forecast_table(found: Sequence[Forecast], batch_size: Any, *, cores: int | N
         note = both("measured") if each.is_measured else ""
         if each.is_best_case:
             note = both("forecast_at_best")
+        if cores is not None and each.workers < base.workers:
+            note = both("forecast_at_most")
         if cores is not None and each.workers > cores and not each.is_measured:
             note = both("forecast_cores")
         speed = f"{batch_size / each.seconds:,.0f}" if isinstance(batch_size, int) else ""
@@ -82,6 +84,8 @@ def forecast_table(found: Sequence[Forecast], batch_size: Any, *, cores: int | N
     how = f'<p class="how">{both("forecast_how")}</p>'
     if any(each.is_best_case for each in found):
         how += f'<p class="how">{both("forecast_best")}</p>'
+    if cores is not None and found[0].workers < base.workers:
+        how += f'<p class="how">{both("forecast_most")}</p>'
     return how + _table([both("workers"), both("seconds_per_step"), both("speed"), both("speedup"), ""], rows)
 
 

@@ -53,6 +53,11 @@ TEXTS: Final = {
         "这次运行只有一个 worker，不知道交换梯度要多久：这是最好的情况。用两个 worker 短跑一次就知道。",
     ),
     "forecast_at_best": ("at best", "最好情况"),
+    "forecast_most": (
+        "On a CPU fewer workers share its caches and its memory, so each is quicker than it was here: at most.",
+        "在 CPU 上 worker 少了，分享缓存和内存的也少了，每个都比这次快：这是最长时间。",
+    ),
+    "forecast_at_most": ("at most", "最长时间"),
     "forecast_cores": (
         "More workers than this machine has cores, and no GPU: they would wait for each other.",
         "worker 比这台机器的核还多，又没有 GPU：它们会互相等待。",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.report.page.forecast import MeasuredSteps, forecast_steps
+from lockstep.report.page.tables import forecast_table
 
 TWO_WORKERS = MeasuredSteps(
     workers=2,
@@ -43,6 +44,12 @@ def test_one_worker_neither_exchanges_nor_waits() -> None:
 
 def test_more_workers_than_shards_are_not_forecast() -> None:
     assert max(seconds(TWO_WORKERS)) == 8
+
+
+def test_on_a_cpu_it_is_an_upper_bound_for_fewer_workers() -> None:
+    found = forecast_steps(TWO_WORKERS)
+    assert forecast_table(found, 64, cores=8).count(">at most<") == 1
+    assert "at most" not in forecast_table(found, 64, cores=None)
 
 
 def test_from_one_worker_it_is_the_best_case() -> None:
