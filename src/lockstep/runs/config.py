@@ -1,18 +1,17 @@
 """The config of a run: YAML in, one checked and frozen value out."""
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from lockstep.devices import parse_request
 from lockstep.errors import ConfigError, DeviceError, clause, counted
 from lockstep.launch.elastic import USUAL_RESPAWNS
+from lockstep.runs.config_mistakes import explain_mistake
 from lockstep.runs.training_options import (
     EarlyStoppingOptions,
     EMAOptions,
@@ -300,7 +299,9 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
-        problems = list(dict.fromkeys(_explain(details) for details in error.errors(include_url=False)))
+        problems = list(
+            dict.fromkeys(explain_mistake(details, Config.model_fields) for details in error.errors(include_url=False))
+        )
         if len(problems) == 1:
             raise ConfigError(f"{source}: {problems[0]} (LS802)") from error
         raise ConfigError(
@@ -332,102 +333,6 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}. (LS803)")
         place = inner
     place[last] = parse_yaml(text, f"the value of {key}")
-
-
-_EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "keys and values",
-    "string_pattern_mismatch": "an import path of the form package.module:name",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than": "less than {lt}",
-    "literal_error": "{expected}",
-    "less_than_equal": "at most {le}",
-    "model_type": "keys and values",
-    "string_too_short": "some text",
-}
-
-
-def _explain(details: ErrorDetails) -> str:
-    place = [str(part) for part in details["loc"] if str(part) in _GROUP_KEYS or part == details["loc"][0]]
-    name = ".".join(place)
-    kind = details["type"]
-    if kind == "extra_forbidden":
-        *groups, last = map(str, details["loc"])
-        known = _GROUPS[groups[0]].model_fields if groups else Config.model_fields
-        said = "" if groups else _OTHERS_WORDS.get(last, "")
-        return f"there is no key {'.'.join([*groups, last])!r}.{said or _suggest(last, known)}"
-    if kind == "missing":
-        return f"the key {name!r} is missing."
-    if kind == "value_error":
-        return f"{details['ctx']['error']}."
-    if name in {"callbacks", "metrics"}:
-        return (
-            f"{name} holds {details['input']!r}, expected a list of import paths package.module:name, each alone or "
-            "with its arguments: - mine:Name, or - mine:Name: {argument: 2}."
-        )
-    if name == "trackers":
-        return (
-            f"trackers holds {details['input']!r}, expected a list of tensorboard, wandb, mlflow or import paths "
-            "package.module:name, each alone or with options: - wandb, or - wandb: {mode: offline}."
-        )
-    if name == "device_ids":
-        return (
-            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
-            "numbers or UUIDs such as [0, 2]."
-        )
-    if name in _NAMES:
-        return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
-    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
-    given = "empty" if details["input"] is None else repr(details["input"])
-    return f"{name} is {given}, expected {expected}.{_hint(name, details['input'])}"
-
-
-def _hint(name: str, given: object) -> str:
-    """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
-    if name in _EXAMPLES:
-        return f" For example: {_EXAMPLES[name]}."
-    if not isinstance(given, str) or ":" in given or name not in _IMPORTED:
-        return ""
-    module, _, attribute = given.rpartition(".")
-    module = module or _IMPORTED[name]
-    return f" Did you mean {f'{module}:{attribute}'!r}?" if module and attribute.isidentifier() else ""
-
-
-_EXAMPLES: Mapping[str, str] = {
-    "early_stopping": "{metric: val_loss, patience: 3}",
-    "ema": "{decay: 0.999}",
-    "swa": "{start_epoch: 5}",
-}
-_IMPORTED: Mapping[str, str] = {
-    "model": "", "data": "", "metric": "", "finish": "", "loss": "torch.nn", "optimizer": "torch.optim"
-}  # fmt: skip
-"""Keys of import paths, and the module of a name without one."""
-_OTHERS_WORDS: Mapping[str, str] = {
-    **{name: f" Did you mean 'optimizer_args.{name}'?" for name in ("lr", "weight_decay", "momentum", "betas")},
-    "learning_rate": " Did you mean 'optimizer_args.lr'?",
-    "gpus": " Did you mean 'device_ids'?",
-    "output_dir": " Did you mean 'run_dir'?",
-    "amp": " Did you mean 'precision'?",
-}
-"""What other tools call a key, and what newcomers therefore type."""
-_NAMES: Mapping[str, str] = {"scheduler": "constant, linear, cosine, plateau", "weights": "balanced"}
-_GROUPS: Mapping[str, type[BaseModel]] = {
-    "early_stopping": EarlyStoppingOptions,
-    "ema": EMAOptions,
-    "swa": SWAOptions,
-}
-_GROUP_KEYS = {key for group in _GROUPS.values() for key in group.model_fields}
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, cast("list[str]", list(known)), n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" Known keys: {', '.join(known)}."
 
 
 def _kind(value: object) -> str:
