@@ -71,6 +71,10 @@ class FakeStream:
         """Return whether the host knows that all is done."""
         return covers(self._owner.host.clock, self.clock)
 
+    def is_capturing(self) -> bool:
+        """Return whether operations are recorded, not run: optimizers ask from torch 2.15 on."""
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and other.stream_id == self.stream_id and other._owner is self._owner
 

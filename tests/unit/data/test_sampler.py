@@ -106,6 +106,9 @@ def sampler_of_100(*, shuffle: bool = True, pad: bool = True) -> DistributedSamp
 def warnings_of(epochs: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings(
+            "ignore", "This process .* is multi-threaded", DeprecationWarning
+        )  # Python's, of a fork
         epochs()
     return [str(warning.message) for warning in caught]
 
@@ -198,6 +201,7 @@ def test_the_warning_shows_the_line_that_iterates() -> None:
     loader = DataLoader(dataset(100), 10, sampler=sampler_of_100())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for _ in range(2):
             for _batch in loader:
                 pass
