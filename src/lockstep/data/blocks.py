@@ -15,9 +15,9 @@ before it: each of its blocks is read in a state of its own.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -44,6 +44,16 @@ class Record(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+def make_records(found: Iterable[tuple[int, int, Any]]) -> list[Record]:
+    """Return a record for each (pass, place, value): faster than `Record(...)`, which runs in Python."""
+    return list(map(partial(tuple.__new__, Record), found))
+
+
+def values_of(records: Sequence[Record]) -> list[Any]:
+    """Return what was read."""
+    return [record.value for record in records]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +147,7 @@ class RecordBlock:
         """Return the records, shuffled."""
         number, place, values = self._start.pass_number, self._start.place, self._values
         order = self._order.records(len(values), number, self._start.block)
-        return [Record(number, place + index, values[index]) for index in order]
+        return make_records([(number, place + index, values[index]) for index in order])
 
 
 def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:

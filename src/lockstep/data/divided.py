@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Self, final
 
-from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, Record
+from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, Record, make_records
 from lockstep.data.keyed import SliceKeys
 from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
 from lockstep.data.stream import Stream
@@ -186,7 +186,9 @@ class _Line:
     def read(self, reader: PassReader, first: int, count: int) -> list[Record]:
         """Return the next records, which begin with `first`."""
         values = reader.read(count)
-        return [Record(self.epoch, self._place_of(number), value) for number, value in enumerate(values, start=first)]
+        return make_records(
+            [(self.epoch, self._place_of(place), value) for place, value in enumerate(values, start=first)]
+        )
 
     def _place_of(self, number: int) -> int:
         """Return the place of a record if the parts come in the order in which they were given."""

@@ -91,15 +91,20 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: Makes a sample of an index.
         collate: Makes a slice of a list of samples.
-        makes_samples: Whether it does more than return a sample that is there, which needs no random state.
+        read: Returns the samples of these indices, where they are there already and need no random state; None where
+            the data set makes them.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, makes_samples: bool = True
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        *,
+        read: Callable[[Sequence[Any]], list[Any]] | None = None,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._makes_samples = makes_samples
+        self._read = read
 
     def __getitems__(self, keys: SliceKeys) -> Any:
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
@@ -108,22 +113,22 @@ class KeyedDataset(Dataset[Any]):
             columns = read_columns(self._dataset, indices)
             if columns is not None:
                 return columns
-            if not self._makes_samples:
-                return self._collate_samples([self._dataset[index] for index in indices], indices)
+            if self._read is not None:
+                return self._collate_samples(self._read(indices), indices)
         return self._make_keyed(indices, keys)
 
     def _make_keyed(self, indices: Sequence[Any], keys: SliceKeys) -> Any:
         own = self._find_own()
         with _generators_restored(own):
             try:
-                if self._makes_samples:
+                if self._read is None:
                     seeds = keys.seeds(len(indices))
                     samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
                     if len(found := self._find_own()) > len(own):  # they were made by the first sample
                         own = found
                         samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
                 else:
-                    samples = [self._dataset[index] for index in indices]
+                    samples = self._read(indices)
             except LockstepError as error:
                 return FailedSlice(error)
             _seed(derive_seed("collate", *keys.seeds(1)), own)

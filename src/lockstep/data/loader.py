@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.assignment import ShardAssignment
 from lockstep.data.batch import ShardedBatch, Slice, error_place_noted
+from lockstep.data.blocks import values_of
 from lockstep.data.contents import slice_number
 from lockstep.data.cursor import Cursor
 from lockstep.data.divided import DividedSamples, can_be_divided
@@ -136,7 +137,7 @@ class ShardedLoader:
             KeyedDataset(
                 dataset,
                 default_collate if collate_fn is None else collate_fn,
-                makes_samples=stream is None or stream.transform is not None,
+                read=values_of if stream is not None and stream.transform is None else None,
             ),
             num_workers=num_workers,
             keeps_processes=persistent_workers,

@@ -72,7 +72,8 @@ class RecordQueue:
     def take(self, count: int) -> list[Record]:
         """Return the next records, which wait."""
         self.total += count
-        return [self._waiting.popleft() for _ in range(count)]
+        next_record = self._waiting.popleft
+        return [next_record() for _ in range(count)]
 
     def place_of(self, total: int) -> Place | None:
         """Return the block of the record after `total` others, or an earlier one; None if no block was read."""
