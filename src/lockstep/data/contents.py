@@ -12,7 +12,6 @@ import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -32,6 +31,9 @@ _NUM_PARTS = 10_000
 """The most parts of a slice that are read."""
 _MAX_DEPTH = 8
 """How deep containers may be nested."""
+_BYTES = (bytes, bytearray)
+_NUMBERS = (bool, int, complex, type(None))
+_CODE = (type, types.ModuleType, types.FunctionType)
 
 
 def content_number(dataset: Dataset[object]) -> int:
@@ -78,12 +80,12 @@ def _describe(value: Any) -> str | None:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, str):
-        return "a path" if PurePath(value).is_absolute() else repr(value)
-    if isinstance(value, bytes | bytearray):
+        return "a path" if value.startswith("/") else repr(value)
+    if isinstance(value, _BYTES):
         return f"{len(value)} bytes {zlib.crc32(value)}"
-    if isinstance(value, bool | int | complex | None):
+    if isinstance(value, _NUMBERS):
         return repr(value)
-    return type(value).__name__ if isinstance(value, type | types.ModuleType | types.FunctionType) else None
+    return type(value).__name__ if isinstance(value, _CODE) else None
 
 
 @torch.no_grad()
