@@ -1,18 +1,14 @@
 """Callbacks, averages and early ends of a run that a config describes, in one process."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.support.fitting import fit_to_the_end, importable, rows
 
 from lockstep.errors import ConfigError
-from lockstep.report import MetricsFile
-from lockstep.runs.config import parse_config
-from lockstep.runs.fit import FitResult, fit
-from lockstep.runs.resuming import Resume
+from lockstep.runs.fit import FitResult
 
 MODULE = """
 import torch
@@ -49,28 +45,13 @@ VALUES |= {"batch_size": 8, "num_shards": 2, "keep": 99, "epochs": 3, "async_sav
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "calling.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("calling", None)
+def _module(tmp_path: Path) -> Any:
+    with importable("calling", MODULE, tmp_path):
+        yield
 
 
 def train(folder: Path, resume: Path | None = None, **values: Any) -> FitResult:
-    folder.mkdir(exist_ok=True)
-    result = fit(
-        parse_config(VALUES | values, "config"),
-        device=torch.device("cpu"),
-        run_dir=folder,
-        recorder=MetricsFile(folder / "metrics.jsonl"),
-        resume=None if resume is None else Resume(path=resume, allowed=frozenset(), epoch_loss=0, epoch_weight=0),
-    )
-    assert isinstance(result, FitResult)
-    return result
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return fit_to_the_end(folder, VALUES | values, resume)
 
 
 def test_averages_are_evaluated_and_resumed(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
 """Batches of similar lengths, and a rate that follows a metric, of a run that a config describes; in one process."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.support.fitting import fit_to_the_end, importable, rows
 
 from lockstep.errors import ConfigError
-from lockstep.report import MetricsFile
-from lockstep.runs.config import parse_config
-from lockstep.runs.fit import FitResult, fit
-from lockstep.runs.resuming import Resume
+from lockstep.runs.fit import FitResult
 
 MODULE = """
 import torch
@@ -54,29 +50,17 @@ VALUES |= {"collate": "worded:collate", "batch_size": 2, "num_shards": 1, "epoch
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "worded.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("worded", None)
+def _module(tmp_path: Path) -> Any:
+    with importable("worded", MODULE, tmp_path):
+        yield
 
 
 def train(folder: Path, resume: Path | None = None, **values: Any) -> FitResult:
-    folder.mkdir(exist_ok=True)
-    result = fit(
-        parse_config(VALUES | values, "config"),
-        device=torch.device("cpu"),
-        run_dir=folder,
-        recorder=MetricsFile(folder / "metrics.jsonl"),
-        resume=None if resume is None else Resume(path=resume, allowed=frozenset(), epoch_loss=0, epoch_weight=0),
-    )
-    assert isinstance(result, FitResult)
-    return result
+    return fit_to_the_end(folder, VALUES | values, resume)
 
 
 def rates(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["learning_rate"] for row in rows if row["kind"] == "step"]
+    return [row["learning_rate"] for row in rows(folder) if row["kind"] == "step"]
 
 
 def test_samples_of_similar_lengths_come_in_one_batch(tmp_path: Path) -> None:

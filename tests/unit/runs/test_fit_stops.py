@@ -1,19 +1,17 @@
 """A run that is asked to stop, or saves now and then, in one process; by signals in tests/process/test_stopped_runs."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.support.fitting import fit_or_stop, importable
 
 from lockstep.checkpoint import read_manifest
 from lockstep.data import Cursor
 from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest
-from lockstep.report import MetricsFile, sum_epoch
-from lockstep.runs.config import parse_config
-from lockstep.runs.fit import FitResult, StopResult, fit
+from lockstep.report import sum_epoch
+from lockstep.runs.fit import FitResult, StopResult
 from lockstep.runs.resuming import Resume
 
 MODULE = """
@@ -44,11 +42,9 @@ VALUES |= {"batch_size": 8, "num_shards": 1, "keep": 9}
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "stopping.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("stopping")
+def _module(tmp_path: Path) -> Any:
+    with importable("stopping", MODULE, tmp_path):
+        yield
 
 
 def train(folder: Path, call: int | None = None, resume: Resume | None = None, **values: Any) -> FitResult | StopResult:
@@ -56,15 +52,7 @@ def train(folder: Path, call: int | None = None, resume: Resume | None = None, *
 
     stop = StopRequest()
     stopping.calls, stopping.stop, stopping.call_to_stop = 0, stop, call
-    folder.mkdir(exist_ok=True)
-    return fit(
-        parse_config(VALUES | values, "config"),
-        device=torch.device("cpu"),
-        run_dir=folder,
-        recorder=MetricsFile(folder / "metrics.jsonl"),
-        resume=resume,
-        stop=stop,
-    )
+    return fit_or_stop(folder, VALUES | values, resume, stop)
 
 
 @pytest.mark.parametrize(
