@@ -54,7 +54,7 @@ def pages_of_messages() -> dict[str, str]:
         heading = title.partition("\n")[0].removeprefix("# ")
         pages[f"messages{suffix}"] = f"{title}\n\n{HEADS[suffix]}\n| --- | --- |\n{table}\n"
         for name, text in texts.items():
-            linked = re.sub(r"docs/([\w./-]+\.md)", r"[\1](../\1)", text)
+            linked = re.sub(r"docs/([\w/-]+)((?:\.zh-CN)?\.md)", r"[\1](../\1\2)", text)
             pages[f"messages/{name}"] = f"{LONG_LINE.sub(' ', linked)}\n[{heading}](../messages{suffix})\n"
     return pages
 
