@@ -2,6 +2,8 @@
 
 import os
 import platform
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,6 +34,11 @@ _CALLS: Final = {"x86_64": dict(_X86_64), "aarch64": dict(_AARCH64)}
 """The system calls in which processes stay long, by the numbers of each architecture."""
 _ON_A_FILE: Final = {"read", "write", "fsync", "lock", "receive"}
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
+_LOOK_SECONDS: Final = 0.2
+_AT_REST: Final = 0.01
+"""A process that uses less of a core does nothing; a thread that waits for the GIL looks again and again, for less."""
+_MAY_BE_INTERRUPTED: Final = {"futex", "read"}
+"""System calls that go on after a signal handler by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +97,50 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def thread_beside_frozen_main(pid: int) -> int | None:
+    """Return a thread that may read the frames of the main one, which sleeps on and on in the kernel (local).
+
+    None if the main thread ran in the meantime, if another one did and so changes its own frames, or if there is none
+    that a signal does not disturb.
+    """
+    main = Path(f"/proc/{pid}/task/{pid}")
+    before, switches = _core_ns(pid), _switches(main)
+    time.sleep(_LOOK_SECONDS)
+    used, facts = _core_ns(pid) - before, look_at(pid)
+    is_frozen = facts is not None and facts.state == "in disk sleep" and _switches(main) == switches
+    if not is_frozen or used > _LOOK_SECONDS * 1e9 * _AT_REST:
+        return None
+    threads = sorted(each for each in main.parent.iterdir() if each != main)
+    return next((int(each.name) for each in threads if _call_name(_call_words(each)) in _MAY_BE_INTERRUPTED), None)
+
+
+def _core_ns(pid: int) -> int:
+    """Return for how many nanoseconds the threads of a process have run."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            total += int(path.read_text(encoding="ascii").split()[0])
+        except OSError:  # a thread that has ended
+            continue
+    return total
+
+
+def _switches(thread: Path) -> list[str]:
+    try:
+        lines = (thread / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if "ctxt_switches" in line]
+
+
 def _bytes(text: str) -> int:
     return int(text.split(maxsplit=1)[0]) * 1024 if text.strip() else 0
 
 
 def _system_call(folder: Path) -> str:
     """Return the system call of the main thread; only the user who may trace the process may read it."""
-    try:
-        words = (folder / "syscall").read_text(encoding="ascii").split()
-    except OSError:
-        return ""
-    if not words or not words[0].isdecimal():
-        return ""
-    name = _CALLS.get(platform.machine(), {}).get(int(words[0]), "")
+    words = _call_words(folder)
+    name = _call_name(words)
     if name not in _ON_A_FILE or len(words) < 2:  # noqa: PLR2004 - the number, and its first argument
         return name
     descriptor = int(words[1], 16)
@@ -113,3 +151,16 @@ def _system_call(folder: Path) -> str:
     if name == "read" and (descriptor == 0 or target.startswith(("/dev/pts/", "/dev/tty"))):
         return "read of its input"
     return f"{name} of {target}"
+
+
+def _call_name(words: Sequence[str]) -> str:
+    return _CALLS.get(platform.machine(), {}).get(int(words[0]), "") if words else ""
+
+
+def _call_words(folder: Path) -> list[str]:
+    """Return the number of the system call that a thread is in, and its arguments; empty if it is in none."""
+    try:
+        words = (folder / "syscall").read_text(encoding="ascii").split()
+    except OSError:
+        return []
+    return words if words and words[0].isdecimal() else []

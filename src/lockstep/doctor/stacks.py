@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lockstep.doctor.processes import look_at
+from lockstep.doctor.processes import look_at, thread_beside_frozen_main
 from lockstep.recording.stacks import request_stacks
 
 _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
@@ -57,6 +57,8 @@ def user_frame(stack: Sequence[StackFrame], libraries: Sequence[str] = _LIBRARIE
 def take_stack(path: Path, pid: int, number: int) -> str:
     """Return the Python stacks of a process; empty if it cannot be asked, or does not answer (local).
 
+    Of a main thread in disk sleep another thread of the process writes it, if that is safe.
+
     Args:
         path: The file of the worker that writes them; also for the processes that it has forked.
         pid: The process.
@@ -66,4 +68,9 @@ def take_stack(path: Path, pid: int, number: int) -> str:
     # The signal would end a process that has no handler, as one that a worker has started as another program.
     if number == 0 or facts is None or facts.is_stopped or not facts.catches >> (number - 1) & 1:
         return ""
+    thread = None
+    if facts.state == "in disk sleep" and facts.catches >> number & 1:
+        thread = thread_beside_frozen_main(pid)
+    if thread is not None:
+        return request_stacks(path, pid, number + 1, _ANSWER_SECONDS, thread)
     return request_stacks(path, pid, number, _ANSWER_SECONDS)

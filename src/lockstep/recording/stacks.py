@@ -3,10 +3,12 @@
 `faulthandler` writes from a signal handler in C, so it works while the main thread is within a call of a library. A
 process that is stopped writes when it continues.
 
-On request it writes the stack of the thread that gets the signal, which is the main one unless that blocks it. The
-frames of other threads change while a signal handler reads them, and the process could crash.
+On request the main thread writes its own stack. The frames of other threads change while a signal handler reads them,
+and the process could crash. A main thread in disk sleep handles no signal, but its frames do not change: if nothing
+else of the process runs, another thread may write the stacks of all, on the next signal.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -27,6 +29,8 @@ _FILES: Final[list[int]] = []
 def write_stacks_on_signal(path: Path) -> int:
     """Let this process write the Python stack of its main thread to a file when it gets a signal, or crashes (local).
 
+    On the next signal it writes the stacks of all threads.
+
     Returns:
         The signal; 0 where there is none, or where the program uses it.
     """
@@ -38,6 +42,8 @@ def write_stacks_on_signal(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
+        if signal.getsignal(number + 1) is signal.SIG_DFL:
+            faulthandler.register(number + 1, file=descriptor, all_threads=True, chain=False)
         if not faulthandler.is_enabled():  # else the user has chosen where the stacks of a crash go
             faulthandler.enable(descriptor)
     except (OSError, RuntimeError, ValueError):
@@ -46,19 +52,22 @@ def write_stacks_on_signal(path: Path) -> int:
     return number
 
 
-def request_stacks(path: Path, pid: int, number: int, seconds: float) -> str:
-    """Ask a process for the Python stack of its main thread; return it, or nothing if it does not answer (local).
+def request_stacks(path: Path, pid: int, number: int, seconds: float, thread: int | None = None) -> str:
+    """Ask a process for its Python stacks; return them, or nothing if it does not answer (local).
 
     Args:
         path: Where it writes them.
         pid: The process; the caller knows that it is the one that registered the signal.
         number: The signal.
         seconds: How long to wait.
+        thread: The thread that is to write them, by its number in the system; None for the main one.
     """
     try:
         before = path.stat().st_size
-        os.kill(pid, number)
+        was_sent = _send(pid, pid if thread is None else thread, number)
     except OSError:
+        return ""
+    if not was_sent:
         return ""
     deadline = time.monotonic() + seconds
     size, settled = before, time.monotonic() + _SETTLED_SECONDS
@@ -72,3 +81,14 @@ def request_stacks(path: Path, pid: int, number: int, seconds: float) -> str:
     with path.open("rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
+
+
+def _send(pid: int, thread: int, number: int) -> bool:
+    """Send a signal to one thread: sent to the process, another one handles it where the main thread blocks it."""
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send is not None:
+        return bool(send(pid, thread, number) == 0)
+    if thread != pid:  # a C library without it
+        return False
+    os.kill(pid, number)
+    return True
