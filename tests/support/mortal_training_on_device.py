@@ -10,11 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.asynchronous_device import asynchronous_device
-from tests.support.fake_device import DEVICE
+from tests.support.device_modes import Transfers
+from tests.support.fake_device import DEVICE, FakeDevice
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.engine.step_table import StepSums, StepTable
+
+
+def show_devices_to_groups(device: FakeDevice | None) -> None:
+    """Let groups see where tensors are: torch calls them from C++, where a function mode is off (for this process)."""
+    if device is None:
+        return
+    make_call = ShmProcessGroup.make_call
+
+    def make_call_with_devices(self: ShmProcessGroup, *arguments: Any) -> Any:
+        with Transfers(device):
+            return make_call(self, *arguments)
+
+    ShmProcessGroup.make_call = make_call_with_devices  # type: ignore[method-assign,assignment]
 
 
 def wait_for(path: Path) -> None:
@@ -68,8 +83,9 @@ def train(run: ls.Run, backend: str, kills: dict[str, int], joins: Path | None =
 
     StepTable.exchange = exchange_when_all_is_here  # type: ignore[method-assign,assignment]  # the process ends with the run
     torch.manual_seed(0)
-    with nullcontext() if cuda else asynchronous_device():
+    with nullcontext() if cuda else asynchronous_device() as fake:
         device = cuda or DEVICE
+        show_devices_to_groups(fake)
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1)).to(device)
         trainer = ls.Trainer(
             model,
