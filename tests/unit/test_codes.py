@@ -318,17 +318,74 @@ RUN_ALONE = {
     "LS528": "trainer.evaluate(loader, accuracy)",
 }
 """Pages whose lines run in one process, by code, and what uses them."""
+MADE = "trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0)\n"
+PREPARED = {
+    "LS352": (
+        (
+            "class Scaled(Net):\n    def forward(self, inputs, scale):\n"
+            "        return super().forward(inputs) * scale\n"
+            "model, images = ls.DataParallel(Scaled(), device_ids=['cpu', 'cpu']), inputs\n"
+        ),
+        "",
+    ),
+    "LS353": (
+        "",
+        "Mine = type('Mine', (Net,), {'forward': forward})\nls.DataParallel(Mine(), ['cpu', 'cpu'])(inputs)\n",
+    ),
+    "LS354": (
+        (
+            "class Mine(nn.CrossEntropyLoss):\n    def forward(self, inputs, targets):\n        return inputs.sum()\n"
+            "net, images, targets, criterion = Net(), inputs, labels, ls.DataParallelCriterion(Mine())\n"
+        ),
+        "",
+    ),
+    "LS405": ("samples, new = list(dataset), dataset[0]\n", "list(loader.epoch(0))\n"),
+    "LS508": ("other_model = Net()\n", f"{MADE}trainer.step(batch)\n"),
+    "LS518": (
+        (
+            "def forward(self, inputs):\n    return self.layer(inputs)\n"
+            "def loss_fn(model, batch):\n    return nn.functional.mse_loss(model(batch[0]), batch[1])\n"
+        ),
+        (
+            "model = type('Counts', (nn.Module,), {'forward': forward})()\nmodel.num_calls = 0\n"
+            "model.layer = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))\n"
+            f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{MADE}trainer.step(batch)\n"
+        ),
+    ),
+    "LS521": (
+        (
+            "dataset = torch.utils.data.TensorDataset(inputs, torch.ones(64, 3))\n"
+            "loader = ls.ShardedLoader(dataset, batch_size=32, num_shards=8, seed=0)\n"
+            "batch, make_features = next(iter(loader.epoch(0))), lambda: nn.Linear(8, 8)\n"
+        ),
+        f"{MADE}trainer.step(batch)\n",
+    ),
+    "LS704": (
+        "import random\n",
+        (
+            "mine = Mine()\nmine.random = random.Random(0)\n"
+            f"{MADE.replace(')', ', callbacks=[mine])')}trainer.save('run.safetensors')\n"
+        ),
+    ),
+    "LS706": ("from safetensors.torch import save_file\nsave_file(model.state_dict(), 'weights.safetensors')\n", ""),
+    "LS720": ("torch.save({'generator': model.state_dict(), 'critic': model.state_dict()}, 'gan.pt')\n", ""),
+    "LS721": ("", "ls.load_weights('model.pt', Net())\n"),
+    "LS724": ("torch.save(Net().state_dict(), 'model.pt')\n", ""),
+    "LS727": ("torch.save(Net(10).state_dict(), 'model.pt')\n", ""),
+}
+"""Such pages that need more than the usual names: what stands before their lines, and what uses them."""
 
 
-@pytest.mark.parametrize("code", RUN_ALONE)
+@pytest.mark.parametrize("code", [*RUN_ALONE, *PREPARED])
 def test_the_wrong_lines_get_the_message_and_the_mended_ones_do_not(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrong, right = (text for language, text in blocks(page_of(code)) if language == "python")
+    before, after = PREPARED.get(code) or ("", RUN_ALONE[code])
     with pytest.raises(Exception, match=rf"\({code}\)"):
-        exec(wrong + RUN_ALONE[code], make_names())
-    exec(right + RUN_ALONE[code], make_names())
+        exec(f"{before}{wrong}{after}", make_names())
+    exec(f"{before}{right}{after}", make_names())
 
 
 def names_of_lockstep(tree: ast.AST) -> set[str]:
