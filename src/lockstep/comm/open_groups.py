@@ -18,6 +18,7 @@ import weakref
 from typing import Final, Protocol, final
 
 from lockstep.errors import GroupError
+from lockstep.processes.inherited_garbage import INHERITED_GARBAGE
 
 
 def describe_destroyed(group: object) -> str:
@@ -51,6 +52,7 @@ class OpenGroups:
         self._error: GroupError | None = None
         self.are_replaced = False
         os.register_at_fork(after_in_child=self._forget)
+        INHERITED_GARBAGE.leave_alone()  # such as groups
 
     def add(self, group: HasCalls) -> None:
         """Note a group; if calls were ended since `renew`, its calls are ended at once (local)."""

@@ -1,0 +1,44 @@
+"""Garbage that a forked child inherits, and must not collect.
+
+To free an object may be to wait for a thread, and a child has only the thread that has forked. So a loading process in
+which the garbage collector met an old Gloo group, left in a reference cycle by an error, waited in the destructor of
+the group for ever, and its parent for the loading process. A child therefore leaves alone what it inherits. That also
+keeps the memory shared that it shares with its parent.
+"""
+
+import gc
+import os
+import threading
+from typing import Final, final
+
+
+@final
+class _InheritedGarbage:
+    """What becomes of the garbage collector around a fork."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()  # two threads may fork at once
+        self._is_left_alone = False
+
+    def leave_alone(self) -> None:
+        """Let children that are forked from now on collect nothing that they inherit."""
+        if not self._is_left_alone:
+            self._is_left_alone = True
+            os.register_at_fork(before=self._pause, after_in_parent=self._go_on, after_in_child=self._freeze)
+
+    def _pause(self) -> None:
+        """Collect nothing in what else Python calls at a fork, which may come before `_freeze`."""
+        self._thread.was_enabled = gc.isenabled()
+        gc.disable()
+
+    def _go_on(self) -> None:
+        if self._thread.was_enabled:
+            gc.enable()
+
+    def _freeze(self) -> None:
+        gc.freeze()
+        self._go_on()
+
+
+INHERITED_GARBAGE: Final = _InheritedGarbage()
+"""That of the children of this process."""
