@@ -334,14 +334,32 @@ def slow_metric(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     return metric(model, batch)
 
 
+class Wide(nn.Module):
+    """Has 24 MB of gradients, and little to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60_000, 100)
+        self.head = nn.Linear(108, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = self.table((inputs[:, 0].abs() * 1000).long())
+        scores: Tensor = self.head(torch.cat([inputs, rows], 1))
+        return scores
+
+
 def train_slowly(run: ls.Run) -> None:
     """Train for a long time, with something that is slow."""
     STATE["rank"] = run.rank
     (FOLDER / f"pid-{run.rank}").write_text(str(os.getpid()), encoding="ascii")
     width = int(os.environ.get("FAULTY_WIDTH", "200"))
-    net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+    net: nn.Module = nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)
+    )
 
-    shards = 3 if SLOW == "unequal" else int(os.environ.get("FAULTY_SHARDS", "4"))
+    if SLOW == "bytes":
+        net = Wide()
+    shards = 3 if SLOW == "unequal" else 4
     optimizer = SlowSGD(net.parameters(), 0.01)
     trainer = ls.Trainer(net, optimizer, loss=slow_loss, num_shards=shards, seed=0, callbacks=[SlowCallback()])
     loader = ls.ShardedLoader(SlowData(), batch_size=SAMPLES, num_shards=shards, seed=0)

@@ -50,7 +50,6 @@ class Slowdown:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-_GLOO = (("LOCKSTEP_CPU_BACKEND", "gloo"), ("FAULTY_SAMPLES", "4"), ("FAULTY_SHARDS", "2"))
 SLOWDOWNS: tuple[Slowdown, ...] = (
     Slowdown("slow data set on one worker", "getitem", "loading", "faulty.py", rank=1),
     Slowdown("slow data set on all", "getitem", "loading", "faulty.py"),
@@ -62,7 +61,7 @@ SLOWDOWNS: tuple[Slowdown, ...] = (
     Slowdown("another process on its core", "", ".*", "another process", rank=1, disturbance="busy"),
     Slowdown("more threads than cores", "matmul", "forward and backward", "busy threads share", threads=8),
     Slowdown("printing", "print", "own code", "faulty.py"),
-    Slowdown("many bytes", "", "communication|update", variables=(("FAULTY_WIDTH", "2500"), *_GLOO)),
+    Slowdown("many bytes", "bytes", "communication", variables=(("LOCKSTEP_CPU_BACKEND", "gloo"),)),
     Slowdown("slow optimizer", "optimizer", "update", "faulty.py"),
     Slowdown("unequal shards", "unequal", "forward and backward", "more work"),
     Slowdown("throttled", "", ".*", "throttled", rank=1, disturbance="quota"),

@@ -280,6 +280,7 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
     is_behind = bool(others) and late.came_last >= _OFTEN and median(use.shares["waiting"] for use in others) > _MATTERS
     guide = late if is_behind else uses[0]
     bound = max(guide.shares, key=lambda name: guide.shares[name])
+    is_late_in_a_part = False
     sentences = [f"{_first(bound)} bounds the step: {guide.shares[bound]:.0%} of the time of rank {guide.rank}."]
     if is_behind:
         share = median(use.shares["waiting"] for use in others)
@@ -288,7 +289,8 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
             f"{late.came_last:.0%} of these waits."
         )
         part, usual = _what_makes_late(late, others)
-        if late.shares[part] - usual > _MATTERS and late.shares[part] > _EXCESS * usual:
+        is_late_in_a_part = late.shares[part] - usual > _MATTERS and late.shares[part] > _EXCESS * usual
+        if is_late_in_a_part:
             bound = part
             sentences[0] = f"{_first(part)} of rank {late.rank} bounds the step: {late.shares[part]:.0%} of its time."
             times = late.shares[part] / max(usual, 0.01)
@@ -305,7 +307,8 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
     is_slower = is_behind and bound == "forward and backward"
     sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
     second = max((name for name in PARTS if name != bound), key=lambda name: guide.shares[name])
-    if not is_behind and guide.shares[second] > guide.shares[bound] - _NEARLY and second != "waiting":
+    is_close = guide.shares[second] > guide.shares[bound] - _NEARLY
+    if not is_late_in_a_part and is_close and second != "waiting":
         sentences.insert(1, f"{_first(second)} takes nearly as much: {guide.shares[second]:.0%}.")
         sentences.append(_ADVICE[second])
     return SlowReport(

@@ -103,16 +103,16 @@ def _about_cores(
         return []
     cores, running = round(used.part("num_cores")), used.part("num_running")
     known = f"; {load:.1f} processes want the host's cores" if load else ""
-    together = used_by_job.get(cores, 0.0)
-    if together > max(cores * _MOST_OF_THE_CORES, _EXCESS * computed):
-        text = (
-            f"the workers of this job use {together:.1f} of {cores} cores with all their threads, so they wait for "
-            f"each other's: this one for {waited:.2f} s in each second"
-        )
-        return [(waited, text)]
     if running > cores + 0.5:
         text = (
             f"its {running:.0f} busy threads share {cores} cores: they waited {waited:.1f} s for a core in each second"
+        )
+        return [(waited, text)]
+    together = used_by_job.get(cores, 0.0)
+    if together > max(cores * _MOST_OF_THE_CORES, _EXCESS * computed):
+        text = (
+            f"the workers of this job use {together:.1f} of {cores} cores with all their threads, so they wait for one "
+            f"another: this one for {waited:.2f} s in each second"
         )
         return [(waited, text)]
     text = (
