@@ -11,6 +11,7 @@ generation: their ranks, and who was lost. They leave the group of the last gene
                                                 leave the old group
                                            <-   meets      it waits for the others
                                                 make the new group
+                                           <-   has_state  a new worker need not be set aside any more
                                            <-   joined     it has the state of the run in the new generation
                                            <-   lost       a call has failed because a rank was lost
     nobody was lost                        ->   unchanged  the error stands
@@ -195,7 +196,10 @@ class Generations:
 
     def become_member(self) -> None:
         """Note that this new worker has the state of the run, unless it was set aside meanwhile (local)."""
-        with self._changed:
+        with self._changed:  # no generation comes between the two
+            if not self._is_set_aside:
+                with suppress(ChannelClosedError):  # the launcher has ended, so this worker will too
+                    self.report("has_state", generation=self.number)
             self.is_joiner = self._is_set_aside
 
     def report(self, what: str, **fields: Any) -> None:

@@ -307,8 +307,11 @@ class Continuation:
             reports.alive[worker] = Answer(message["number"], message["waits"], message["calls"], message["place"])
         elif what == "meets" and message["generation"] == self.generation.number and self._meeting is not None:
             self._meeting.add(worker)
-        elif what == "joined" and message["generation"] == self.generation.number:
-            self._joined.add(worker)
+        elif what in {"has_state", "joined"} and message["generation"] == self.generation.number:
             self._new.discard(worker)
-            if self._joined.issuperset(self.generation.workers):
-                self._settled, self._leaving = self.generation, ()
+            self._note_joined({worker} if what == "joined" else set())
+
+    def _note_joined(self, workers: set[int]) -> None:
+        self._joined |= workers
+        if self._joined.issuperset(self.generation.workers):
+            self._settled, self._leaving = self.generation, ()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from lockstep.launch.continuation import Continuation, EndedWorker
 from lockstep.launch.membership import Generation, Wishes
 
@@ -240,11 +242,12 @@ def test_who_was_to_leave_is_gone_when_another_has_joined_without_it() -> None:
     assert launch.continuation.generation.workers == (0,)
 
 
-def test_a_new_worker_that_has_joined_has_the_state_of_the_run() -> None:
+@pytest.mark.parametrize("report", ["has_state", "joined"])
+def test_a_new_worker_that_has_joined_has_the_state_of_the_run(report: str) -> None:
     launch = Launch()
     launch.arrive(3)
     launch.wish(4)
-    launch.join(3)
+    launch.report(3, report=report, generation=launch.continuation.generation.number)
     launch.take_sent()
     assert launch.lose(0, 1, 2)
     assert launch.take_sent()[3]["rank"] == 0
