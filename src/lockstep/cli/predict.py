@@ -10,7 +10,7 @@ from lockstep.cli.failures import failures_shown
 from lockstep.cli.saved_options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
-from lockstep.runs.parts import find_parts, open_parts, remove_parts
+from lockstep.runs.parts import describe_job, find_parts, open_parts, remove_parts
 from lockstep.runs.saved_runs import SavedRun, find_saved_run
 
 
@@ -47,16 +47,9 @@ def predict(
         check_table_path(output)
         saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
         parts = output.with_name(f"{output.name}.parts")
-        job = {
-            "checkpoint": saved.digest,
-            "weights": weights,
-            "data": data,
-            "batch size": saved.config.batch_size,
-            "shards": saved.config.num_shards,
-            "precision": saved.config.precision,
-            "output function": output_function,
-            "targets": not no_targets,
-        }
+        job = describe_job(
+            saved, data=data, weights=weights, output_function=output_function, has_targets=not no_targets
+        )
         start = open_parts(parts, job)
         if start:
             typer.echo(f"continuing after {start:,} samples, which are in {parts}")

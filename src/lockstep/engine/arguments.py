@@ -18,6 +18,7 @@ from lockstep.engine.callbacks import Callback, check_callback
 from lockstep.engine.checks import check_batchnorm, check_model, check_optimizer
 from lockstep.engine.optimizer_checks import (
     check_can_be_saved,
+    check_group_options,
     check_separate,
     check_takes_dense_gradients,
     list_losses,
@@ -212,6 +213,7 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     check_optimizer(optimizer, model)
+    check_group_options(optimizer)
     check_takes_dense_gradients(optimizer)
     check_can_be_saved(optimizer)
     # The class's own, for a scheduler puts a function in its place that looks as if it wanted the optimizer.

@@ -54,8 +54,17 @@ class AveragedWeights(Callback):
 
         Raises:
             CheckpointError: The model has other tensors.
+            ValueError: Nothing was averaged yet.
         """
+        if not self._has_averaged():
+            raise ValueError(
+                f"{type(self).__name__} has averaged nothing yet, so there is nothing to copy: the run has taken no "
+                "step, or for SWA has ended no epoch from start_epoch on, counted from 0. (LS526)"
+            )
         put_weights(model, self.tensors)
+
+    def _has_averaged(self) -> bool:
+        return bool(self.tensors)
 
 
 @final
@@ -133,6 +142,9 @@ class SWA(AveragedWeights):
         self.num_averaged += 1
         averages = _counterparts(self.tensors, values)
         foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 / self.num_averaged)
+
+    def _has_averaged(self) -> bool:
+        return self.num_averaged > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, and over how many epochs it is."""

@@ -1,5 +1,6 @@
 """Optimizers of which a part would not be saved, or that do not take what a step computes."""
 
+import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -11,6 +12,8 @@ from torch.optim import Optimizer, SparseAdam
 from lockstep.reduce.tensor_bits import sum_of_bits
 
 _SAVED = frozenset({"state", "param_groups", "defaults"})
+_MISTYPED_LETTERS = 2
+"""By so many letters a misspelt name is longer or shorter."""
 _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
 """What a GradScaler leaves with an optimizer during a step."""
 
@@ -49,6 +52,22 @@ def check_takes_dense_gradients(optimizer: Optimizer) -> None:
             "The optimizer is a SparseAdam, which takes sparse gradients alone. The trainer adds up dense ones, also "
             "of an embedding with sparse=True. Use torch.optim.Adam or AdamW. (LS504)"
         )
+
+
+def check_group_options(optimizer: Optimizer) -> None:
+    """Check that no option of a parameter group is a misspelt one: optimizers read those that they know, alone.
+
+    Raises:
+        ValueError: One is.
+    """
+    for group in optimizer.param_groups:
+        for option in set(group) - {"params", *optimizer.defaults}:
+            near = difflib.get_close_matches(option, optimizer.defaults, n=1, cutoff=0.8)
+            if near and abs(len(near[0]) - len(option)) <= _MISTYPED_LETTERS:  # max_momentum is a scheduler's
+                raise ValueError(
+                    f"A parameter group gives {type(optimizer).__name__} the option {option!r}, which it would never "
+                    f"read. Did you mean {near[0]!r}? (LS504)"
+                )
 
 
 def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from lockstep.engine.callbacks import Callback
-from lockstep.engine.stopping import conclude_mode
+from lockstep.engine.metric_names import conclude_mode
 
 
 @final

@@ -1,6 +1,7 @@
 """Loading a state: it is checked before anything is changed, and a failure restores the state before."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.data import Cursor
 from lockstep.engine.optimizers import OptimizerSet, SchedulerSet
+from lockstep.engine.schedules import Schedule
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.reduce.optimizer_options import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
@@ -170,6 +172,47 @@ def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
         warnings.warn(
             f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
             "run that resumes from here would leave that out. Step it first, then save. (LS711)",
+            stacklevel=3,
+        )
+
+
+def describe_schedule(scheduler: Any) -> Description:
+    """Return the options with which a scheduler was made, as far as its state holds them: loading replaces them."""
+    if isinstance(scheduler, SchedulerSet):
+        found = {name: describe_schedule(part) for name, part in scheduler.parts.items()}
+        return {f"{option} of {name}": value for name, part in found.items() for option, value in part.items()}
+    if scheduler is None:
+        return {}
+    values = {
+        name: value
+        for name, value in getattr(scheduler, "__dict__", {}).items()
+        if name in _parameters(type(scheduler))
+    }
+    for each in values.pop("lr_lambdas", []):  # of functions nothing is saved
+        values |= each.options() if isinstance(each, Schedule) else getattr(each, "__dict__", {})
+    return {name: str(value) for name, value in values.items()}
+
+
+def _parameters(kind: type) -> set[str]:
+    try:
+        return {*inspect.signature(kind).parameters, "lr_lambdas"} - {"optimizer", "last_epoch"}
+    except (TypeError, ValueError):
+        return set()
+
+
+def warn_of_other_schedule(made: Description, loaded: Description) -> None:
+    """Warn of options with which a scheduler was made, and which a state has replaced.
+
+    Args:
+        made: Of `describe_schedule`, before the state was taken.
+        loaded: The same, after.
+    """
+    changed = [name for name in made if made[name] != loaded.get(name, made[name])]
+    if changed:
+        listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in changed)
+        warnings.warn(
+            f"The scheduler continues with the options of the checkpoint: {listed}. The learning rates are those of "
+            "the run as it was begun. For others begin a new run. (LS711)",
             stacklevel=3,
         )
 

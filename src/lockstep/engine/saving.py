@@ -12,7 +12,13 @@ from lockstep.checkpoint.manifest import decode_state
 from lockstep.comm import World
 from lockstep.engine.checks import warn_of_other_conditions
 from lockstep.engine.raise_on_all import gather_results
-from lockstep.engine.restoring import Stateful, warn_of_late_scheduler, warn_of_other_options
+from lockstep.engine.restoring import (
+    Stateful,
+    describe_schedule,
+    warn_of_late_scheduler,
+    warn_of_other_options,
+    warn_of_other_schedule,
+)
 from lockstep.engine.run_state import RunState
 from lockstep.engine.state_file import (
     LoadedState,
@@ -78,6 +84,8 @@ def load_state(
     _check_extra(extra)
     file, checkpoint = read_on_all_ranks(world, path)
     options = describe_options(state.optimizer)
+    stepped = state.scheduler if scheduler is None else scheduler
+    schedule = describe_schedule(stepped)
     with ExitStack() as restored_on_error:
 
         def restore() -> None:
@@ -94,6 +102,7 @@ def load_state(
     if world.rank == 0:  # one warning is enough
         warn_of_other_conditions(checkpoint.manifest.fingerprint, state.fingerprint())
         warn_of_other_options(options, describe_options(state.optimizer))
+        warn_of_other_schedule(schedule, describe_schedule(stepped))
     metrics = checkpoint.manifest.metrics
     return LoadedState(path=file, cursor=state.cursor, global_step=state.global_step, metrics=metrics)
 

@@ -36,6 +36,10 @@ class Schedule:
         left = 0.5 * (1 + math.cos(math.pi * part)) if self.kind == "cosine" else 1 - part
         return self.final + (1 - self.final) * left
 
+    def options(self) -> dict[str, object]:
+        """Return that from which the rates follow; of a constant one a warm-up that has begun goes on."""
+        return {"kind": self.kind} if self.kind == "constant" else dict(vars(self))
+
 
 def make_schedule(
     optimizer: Optimizer,
@@ -87,9 +91,16 @@ def parameter_groups(
             `weight_decay` 0, unless their pattern says otherwise.
 
     Raises:
+        TypeError: The options of a pattern are not keys and values.
         ValueError: A pattern decides for no parameter.
     """
     options = options or {}
+    for pattern, given in options.items():
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"The parameter group {pattern!r} has {given!r}, expected options of the optimizer with their values, "
+                "such as {'lr': 0.01}. (LS527)"
+            )
     found: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -6,22 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 from lockstep.engine.callbacks import Callback
-
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
-_HIGHER_IS_BETTER = (
-    "accuracy",
-    "acc",
-    "auc",
-    "auroc",
-    "f1",
-    "precision",
-    "recall",
-    "score",
-    "bleu",
-    "r2",
-    "map",
-    "iou",
-)
+from lockstep.engine.metric_names import conclude_mode
 
 
 @final
@@ -102,12 +87,14 @@ class EarlyStopping(Callback):
             trainer.request_end(f"{self.metric} {best}, and not better in {self.num_bad} evaluations since")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how long it is ago."""
-        return {"best": self.best, "num_bad": self.num_bad}
+        """Return the best value, and how long it is ago; and of which metric."""
+        return {"metric": self.metric, "mode": self.mode, "best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
-        self.best, self.num_bad = state_dict["best"], int(state_dict["num_bad"])
+        """Take them back, unless they are of another metric, with which no value can be compared."""
+        mine = {"metric": self.metric, "mode": self.mode}
+        if all(state_dict.get(name, value) == value for name, value in mine.items()):
+            self.best, self.num_bad = state_dict["best"], int(state_dict["num_bad"])
 
 
 @final
@@ -189,20 +176,3 @@ class MaxTime(Callback):
         """Take it back; a run that goes on after a load that has failed goes on counting."""
         self._before = float(state_dict["elapsed"])
         self._began = None if self._began is None else self._clock()
-
-
-def conclude_mode(metric: str) -> Literal["min", "max"]:
-    """Return whether lower ("min") or higher values of a metric are better, by the words of its name.
-
-    Raises:
-        ValueError: The name does not say it.
-    """
-    words = metric.lower().replace("-", "_").replace("/", "_").split("_")
-    if any(word in _LOWER_IS_BETTER for word in words):
-        return "min"
-    if any(word in _HIGHER_IS_BETTER for word in words):
-        return "max"
-    raise ValueError(
-        f"Whether a lower or a higher {metric} is better cannot be concluded from its name. Give mode: "
-        "'min' or 'max'. (LS526)"
-    )

@@ -89,6 +89,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         """The file of each picture; `lockstep predict` writes them beside the predictions."""
         return [picture.file for picture in self.pictures]
 
+    @property
+    def targets(self) -> list[int]:
+        """The class of each picture; `weights: balanced` draws by them."""
+        return [picture.target for picture in self.pictures]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         picture = self.pictures[index]
         image = _read(picture.file)

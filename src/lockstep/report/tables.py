@@ -63,10 +63,18 @@ def write_table(path: Path, parts: Sequence[Path]) -> None:
 
 def _read(parts: Sequence[Path]) -> Iterator[Columns]:
     start = 0
+    first: dict[str, tuple[int, ...]] = {}
     for path in parts:
         with np.load(path, allow_pickle=False) as file:
             columns: Columns = {name: file[name] for name in file.files}
         number = len(next(iter(columns.values())))
+        shapes = {name: values.shape[1:] for name, values in columns.items()}
+        first = first or shapes
+        if shapes != first:
+            raise UsageError(
+                f"{path} has rows of other shapes than {parts[0]}, and a file needs the same for all. Let "
+                "--output-function return such, and delete the folder to begin again. (LS814)"
+            )
         yield {"index": np.arange(start, start + number), **columns}
         start += number
 

@@ -26,6 +26,7 @@ from lockstep.runs.build_metrics import build_metrics
 from lockstep.runs.build_optimizer import build_optimizer, build_scheduler
 from lockstep.runs.build_sampling import build_collate, build_lengths, build_weights
 from lockstep.runs.config import Config
+from lockstep.runs.data_sets import preferred_set, split_sets
 from lockstep.runs.importing import call_object, import_object
 from lockstep.shards import derive_seed
 
@@ -59,7 +60,8 @@ class RunParts:
     @property
     def test(self) -> ShardedLoader | None:
         """The test set, if there is one; else the first set that is evaluated."""
-        return self.evaluated.get("test", next(iter(self.evaluated.values()), None))
+        found: ShardedLoader | None = preferred_set(None, self.evaluated)
+        return found
 
 
 def build_parts(config: Config, device: torch.device) -> RunParts:
@@ -185,24 +187,7 @@ def _build_model(config: Config, device: torch.device) -> nn.Module:
 
 def _build_data(config: Config) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
     """Return the training set, and the sets to evaluate by name."""
-    data = call_object("data", import_object("data", config.data), **config.data_args)
-    if isinstance(data, Mapping):
-        if "train" not in data or not all(str(name).isidentifier() for name in data):
-            raise ConfigError(
-                f"data is {config.data!r}, which returned sets called {', '.join(map(str, data))}; expected train and "
-                "others with names like val and test. (LS806)"
-            )
-        return data["train"], {name: each for name, each in data.items() if name != "train" and each is not None}
-    if isinstance(data, tuple | list) and any(isinstance(part, Dataset) for part in data):
-        if len(data) != 2:  # noqa: PLR2004 - (train, test)
-            raise ConfigError(
-                f"data is {config.data!r}, which returned {len(data)} data sets; expected (train, test), or a "
-                "dictionary {'train': ..., 'val': ..., 'test': ...}. (LS806)"
-            )
-    elif not (isinstance(data, tuple) and len(data) == 2):  # noqa: PLR2004
-        return data, {}
-    train, test = data
-    return train, {} if test is None else {"test": test}
+    return split_sets("data", config.data, call_object("data", import_object("data", config.data), **config.data_args))
 
 
 def _build_loader(

@@ -38,6 +38,11 @@ def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
     if config.ema is not None:
         found.append(EMA(config.ema.decay))
     if config.swa is not None:
+        if config.swa.start_epoch >= config.epochs:
+            raise ConfigError(
+                f"swa.start_epoch is {config.swa.start_epoch} and epochs is {config.epochs}: the mean would be of no "
+                f"epoch. Epochs count from 0: use at most {config.epochs - 1}. (LS805)"
+            )
         found.append(SWA(config.swa.start_epoch))
     found += [_build_own(each) for each in config.callbacks]
     plateau = build_plateau(config, optimizer)

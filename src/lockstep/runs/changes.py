@@ -162,7 +162,7 @@ def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, An
     key, _, option = name.partition(".")
     if key in _IMPOSSIBLE:
         return _IMPOSSIBLE[key]
-    if key in {"epochs", "max_steps"} and now.get("scheduler") in {"linear", "cosine"}:
+    if key in {"epochs", "max_steps", "batch_size", "drop_last"} and now.get("scheduler") in {"linear", "cosine"}:
         return f"the learning rate of a {now['scheduler']} schedule depends on the steps of the whole run"
     if key == "precision" and "float16" in {saved[key], now[key]}:
         return "float16 uses a gradient scaler, and only one of the two configs has its state"
@@ -171,6 +171,6 @@ def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, An
             "the checkpoint was written in the middle of an epoch. With other batches some samples of it would be "
             "used twice or not at all; resume from a checkpoint written at the end of an epoch"
         )
-    if key == "optimizer_args" and option in SCHEDULED and now.get("scheduler") is not None:
+    if key == "optimizer_args" and option in SCHEDULED and (now.get("scheduler") or now.get("warmup")):
         return f"it is set by the scheduler, and {_SCHEDULER_REASON}"
     return ""

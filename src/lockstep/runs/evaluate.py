@@ -11,14 +11,13 @@ from lockstep.checkpoint import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import put_weights
 from lockstep.engine.state_file import unpack_state
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.build_callbacks import WITHOUT_CALLBACKS
 from lockstep.runs.build_sampling import build_collate
 from lockstep.runs.config import Config
+from lockstep.runs.data_sets import TRAIN, unknown_set
 from lockstep.runs.measuring import measure
-
-TEST, TRAIN = "test", "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +101,13 @@ def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = No
     averages = {
         name.lower(): found["tensors"]
         for name, found in (state.get("callbacks") or {}).items()
-        if isinstance(found, Mapping) and found.get("tensors")
+        if isinstance(found, Mapping) and found.get("tensors") and found.get("num_averaged") != 0
     }
     if weights is not None and weights.lower() not in averages:
         there = f"only its own and {', '.join(averages)}" if averages else "only its own"
         raise CheckpointError(
             f"{checkpoint} has no weights named {weights!r}, {there}. `ema: {{decay: 0.999}}` in a config keeps an "
-            "average. (LS715)"
+            "average, and swa does from the end of its start_epoch on. (LS715)"
         )
     try:
         model.load_state_dict(state["model"])
@@ -138,8 +137,4 @@ def _find_loader(parts: RunParts, config: Config, data: str) -> ShardedLoader:
             collate_fn=build_collate(config),
             num_workers=config.loader_workers,
         )
-    known = ", ".join(dict.fromkeys([TRAIN, *parts.datasets]))
-    raise ConfigError(
-        f"--data is {data!r}, which this run does not have: expected {known}, or the import path of a function that "
-        "returns a data set, as in mine:new. (LS814)"
-    )
+    raise unknown_set(data, [TRAIN, *parts.datasets])

@@ -12,8 +12,14 @@ from typing import Any
 
 from lockstep.checkpoint.atomic_write import atomic_write_text, remove_stale_temp_files
 from lockstep.errors import UsageError
+from lockstep.runs.saved_runs import SavedRun
 
 _JOB_NAME = "job.json"
+_CONFIG_KEYS = {
+    *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards"),
+    *("precision", "seed", "deterministic", "threads_per_worker"),
+}
+"""Keys of a config from which predictions follow; the command line may replace their values."""
 _PART = re.compile(r"rows-(\d{12})-(\d{12})\.npz")
 
 
@@ -31,6 +37,28 @@ def find_parts(folder: Path) -> list[tuple[Path, int]]:
     while (following := by_start.get(found[-1][1] if found else 0)) is not None:
         found.append(following)
     return found
+
+
+def describe_job(
+    saved: SavedRun, *, data: str, weights: str | None, output_function: str | None, has_targets: bool
+) -> dict[str, Any]:
+    """Return all that predictions follow from, as JSON values: the options of `lockstep predict`, and of the config.
+
+    Args:
+        saved: The checkpoint and the config.
+        data: Which data.
+        weights: Which averaged weights, or None.
+        output_function: What makes the columns of the output, or None.
+        has_targets: Whether samples that are pairs are (input, target).
+    """
+    return {
+        "checkpoint": saved.digest,
+        "--data": data,
+        "--weights": weights,
+        "--output-function": output_function,
+        "--no-targets": not has_targets,
+        **saved.config.model_dump(mode="json", include=_CONFIG_KEYS),
+    }
 
 
 def open_parts(folder: Path, job: Mapping[str, Any]) -> int:

@@ -30,7 +30,8 @@ from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build_sampling import build_collate
 from lockstep.runs.config import Config
-from lockstep.runs.evaluate import TEST, TRAIN, load_weights_of
+from lockstep.runs.data_sets import TRAIN, preferred_set, split_sets, unknown_set
+from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.parts import part_name
 from lockstep.shards import derive_seed
@@ -131,23 +132,12 @@ def make_dataset(config: Config, data: str) -> Any:
     Raises:
         ConfigError: There is no such data set.
     """
-    if ":" in data:
-        found = call_object("--data", import_object("--data", data))
-        return _choose(found, TEST)
-    made = call_object("data", import_object("data", config.data), **config.data_args)
-    found = _choose(made, data) if isinstance(made, Mapping | tuple) else {TRAIN: made}.get(data)
-    if found is None:
-        raise ConfigError(f"data is {config.data!r}, which returns no {data} set. Give --data module:function. (LS814)")
-    return found
-
-
-def _choose(found: Any, name: str) -> Any:
-    if isinstance(found, Mapping):
-        return found.get(name)
-    if isinstance(found, tuple) and len(found) == _PAIR:
-        train, test = found
-        return {TRAIN: train, TEST: test}.get(name)
-    return found
+    key, path, arguments = ("--data", data, {}) if ":" in data else ("data", config.data, config.data_args)
+    train, others = split_sets(key, path, call_object(key, import_object(key, path), **arguments))
+    sets = {TRAIN: train, **others, data: preferred_set(train, others)} if ":" in data else {TRAIN: train, **others}
+    if data not in sets:
+        raise unknown_set(data, sets)
+    return sets[data]
 
 
 def file_names(dataset: Any) -> list[str] | None:
@@ -251,6 +241,10 @@ def _as_plain(values: Tensor) -> Tensor:
     return values.float() if values.dtype == torch.bfloat16 else values
 
 
+def _in_words(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+
+
 @final
 class _PartWriter:
     """Collects the predictions of batches on rank 0, and writes them as parts."""
@@ -267,24 +261,46 @@ class _PartWriter:
         self._num_samples = num_samples
         self._files = files
         self._tell = tell
+        self._added: Sequence[tuple[int, Columns]] = ()
         self._batches: list[dict[str, np.ndarray[Any, Any]]] = []
+        self._shapes: dict[str, list[int]] = {}
         self._num_bytes = 0
         self._last = time.monotonic()
 
     def add(self, slices: Sequence[tuple[int, Columns]]) -> None:
-        """Add the predictions of a batch: of each slice its shard and its columns."""
-        ordered = [columns for _, columns in sorted(slices, key=itemgetter(0))]
+        """Take in the predictions of a batch: of each slice its shard and its columns; errors come with the next call.
+
+        So they are raised where the other workers are told.
+        """
+        self._added = slices
+
+    def _join_slices(self) -> None:
+        ordered = [columns for _, columns in sorted(self._added, key=itemgetter(0))]
+        self._added = ()
+        if not ordered:
+            return
+        for columns in ordered:
+            shapes = {name: list(values.shape[1:]) for name, values in columns.items()}
+            self._shapes = self._shapes or shapes
+            if shapes != self._shapes:
+                raise ConfigError(
+                    f"The outputs of some samples have the shapes {_in_words(self._shapes)}, those of others "
+                    f"{_in_words(shapes)}, and a file needs the same for all. Let --output-function return "
+                    "such. (LS814)"
+                )
         batch = {name: torch.cat([columns[name] for columns in ordered]).numpy() for name in ordered[0]}
         self._batches.append(batch)
         self._num_bytes += sum(values.nbytes for values in batch.values())
 
     def write_if_due(self) -> None:
         """Write a part if the last one was long ago, or much has come since."""
+        self._join_slices()
         if time.monotonic() - self._last >= _PART_SECONDS or self._num_bytes >= _PART_BYTES:
             self.write()
 
     def write(self) -> None:
         """Write what has come since the last part."""
+        self._join_slices()
         if not self._batches:
             return
         columns = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}

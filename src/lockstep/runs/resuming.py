@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.checkpoint import Checkpoint, Manifest
 from lockstep.checkpoint.manifest import decode_state
+from lockstep.engine.restoring import describe_schedule, warn_of_other_schedule
 from lockstep.engine.state_file import split_scheduler_state, unpack_state
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts
@@ -52,6 +53,7 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     _check_data(checkpoint.manifest, parts.train.source, {change.key for change in changes}, allowed)
     trainer = parts.trainer
     options = [dict(group) for group in trainer.optimizer.param_groups]
+    schedule = describe_schedule(parts.scheduler)
     own = parts.scheduler if trainer.scheduler is None else None
     state, scheduler = split_scheduler_state(
         unpack_state(checkpoint), has_scheduler=trainer.scheduler is not None, own=own
@@ -69,6 +71,8 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     for name, each in parts.states.items():
         if name in states:
             each.load_state_dict(states[name])
+    if trainer.world.rank == 0:  # the number of steps follows from the data, too
+        warn_of_other_schedule(schedule, describe_schedule(parts.scheduler))
     for change in changes:
         if change.key == "optimizer_args":
             _set_option(change.name, options, trainer.optimizer.param_groups)

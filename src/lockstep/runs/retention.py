@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.engine.metric_names import mode_of_name
 from lockstep.errors import ConfigError
 
 
@@ -40,24 +41,43 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
 
 
 def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
-    """Check that the metric of `keep_best` was measured.
+    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept.
 
     Raises:
-        ConfigError: It was not.
+        ConfigError: It was not, or its name says that the other direction is better.
     """
-    if wanted is not None and wanted.removeprefix("-") not in measured:
-        near = difflib.get_close_matches(wanted.removeprefix("-"), [*measured], n=1)
-        guess = f"Did you mean {'-' if wanted.startswith('-') else ''}{near[0]}? " if near else ""
-        known = " or ".join(f"{sign}{name}" for name in measured for sign in ("", "-") if f"{sign}{name}" != "loss")
+    if wanted is None:
+        return
+    name = wanted.removeprefix("-")
+    if name not in measured:
+        near = difflib.get_close_matches(name, [*measured], n=1)
+        guess = f"Did you mean {_with_sign(near[0], wanted)}? " if near else ""
         raise ConfigError(
             f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
             + (
-                f"{guess}Expected {known}; - means that lower is better."
-                if known
+                f"{guess}Expected {' or '.join(each for name in measured for each in _ways(name))}; - means that lower "
+                "is better."
+                if measured
                 else "It needs a test set: data returned None."
             )
             + " (LS808)"
         )
+    if wanted not in _ways(name):
+        other, better = ("highest", "lower") if wanted == name else ("lowest", "higher")
+        raise ConfigError(
+            f"keep_best is {wanted!r}, which would keep the {other} {name}. Write {_ways(name)[0]!r}, because {better} "
+            "is better. (LS808)"
+        )
+
+
+def _ways(name: str) -> list[str]:
+    """Return a metric as `keep_best` may name it: with the sign that its name implies, or both."""
+    return {"min": [f"-{name}"], "max": [name], None: [name, f"-{name}"]}[mode_of_name(name)]
+
+
+def _with_sign(name: str, wanted: str) -> str:
+    given = f"-{name}" if wanted.startswith("-") else name
+    return given if given in _ways(name) else _ways(name)[0]
 
 
 def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:

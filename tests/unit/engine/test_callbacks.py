@@ -233,6 +233,9 @@ def test_early_stopping_waits_for_its_patience() -> None:
     resumed.load_state_dict(stopping.state_dict())
     resumed.on_start(again)
     assert again.reason == trainer.reason
+    other = ls.EarlyStopping("loss", patience=2)  # of which 0.65 was no value
+    other.load_state_dict(stopping.state_dict())
+    assert (other.best, other.num_bad) == (None, 0)
 
 
 def test_early_stopping_ends_the_training_on_all_workers() -> None:
@@ -303,6 +306,12 @@ def test_a_frozen_parameter_keeps_its_bits_until_its_epoch() -> None:
     assert not torch.equal(loop.model.first.weight, before)
 
 
+def begun(swa: ls.SWA) -> ls.SWA:
+    """Return an average that a run has begun, and ended before its first epoch."""
+    Loop(None, callbacks=[swa]).train(epochs=1)
+    return swa
+
+
 class Evaluating(ls.Callback):
     def on_step(self, trainer: Any, result: Any) -> None:
         trainer.evaluate(None, error_of)
@@ -326,6 +335,8 @@ def test_collective_calls_in_a_step_are_refused() -> None:
         (lambda: Run(None, callbacks=[print]), TypeError, "holds a builtin_function_or_method"),
         (lambda: ls.EMA(1.0), ValueError, "decay of the EMA is 1.0"),
         (lambda: ls.SWA(-1), ValueError, "start_epoch of SWA is -1"),
+        (lambda: ls.EMA().copy_to(Running()), ValueError, "EMA has averaged nothing yet"),
+        (lambda: begun(ls.SWA(9)).copy_to(Running()), ValueError, "SWA has averaged nothing yet"),
         (lambda: ls.EarlyStopping(patience=0), ValueError, "patience is 0"),
         (lambda: ls.EarlyStopping(min_delta=-1), ValueError, "min_delta is -1"),
         (lambda: ls.EarlyStopping("dice"), ValueError, "cannot be concluded from its name"),

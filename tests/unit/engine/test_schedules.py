@@ -64,6 +64,21 @@ def test_groups_follow_the_first_pattern_and_what_has_one_dimension() -> None:
     ]
     with pytest.raises(ValueError, match=r"group 'head.\*' has no parameters"):
         ls.parameter_groups(model, {"head.*": {}})
+    with pytest.raises(TypeError, match=r"group '2.\*' has 0.1, expected options"):
+        ls.parameter_groups(model, {"2.*": 0.1})  # type: ignore[dict-item]
+
+
+def test_a_misspelt_option_of_a_group_is_refused() -> None:
+    def trainer(option: str) -> ls.Trainer:
+        model = net()
+        optimizer = torch.optim.SGD(ls.parameter_groups(model, {"2.*": {option: 0.5}}), lr=0.1, momentum=0.9)
+        return ls.Trainer(model, optimizer, loss=lambda model, batch: model(batch).sum(), num_shards=1)
+
+    for option, meant in (("lrr", "lr"), ("weightdecay", "weight_decay"), ("momentun", "momentum")):
+        with pytest.raises(ValueError, match=f"the option '{option}', which .* Did you mean '{meant}'"):
+            trainer(option)
+    for option in ("lr", "initial_lr", "max_momentum", "lr_scale", "name"):
+        trainer(option).close()
 
 
 def test_the_norm_is_computed_without_changing_a_bit() -> None:

@@ -5,6 +5,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,37 @@ def test_options_that_a_file_replaces_are_named(tmp_path: Path) -> None:
         other.load(tmp_path / "a.ckpt")
     assert other.optimizer.param_groups[0]["lr"] == 0.1
     other.load(tmp_path / "a.ckpt")  # nothing is other than it was made now
+
+
+def scheduled_by(make_scheduler: Any) -> Trainer:
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    return Trainer(model, optimizer, loss=loss, num_shards=2, scheduler=make_scheduler(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("make_scheduler", "said"),
+    [
+        (lambda optimizer, steps: ls.make_schedule(optimizer, "cosine", num_steps=steps), "num_steps was to be 20 and"),
+        (torch.optim.lr_scheduler.CosineAnnealingLR, "T_max was to be 20"),
+        (lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, steps), "total_steps was to be"),
+        (lambda optimizer, steps: ls.make_schedule(optimizer, "constant", num_steps=steps, warmup=0.5), ""),
+        (lambda optimizer, steps: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / steps), ""),
+    ],
+)
+def test_a_schedule_of_another_length_that_a_file_replaces_is_named(
+    make_scheduler: Any, said: str, tmp_path: Path
+) -> None:
+    # A cosine that was made for twice as many steps went on with a rate of zero when the old one was over.
+    begun = scheduled_by(lambda optimizer: make_scheduler(optimizer, 10))
+    epochs_of(begun, 1)
+    begun.save(tmp_path / "a.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduled_by(lambda optimizer: make_scheduler(optimizer, 10)).load(tmp_path / "a.ckpt")
+    longer = scheduled_by(lambda optimizer: make_scheduler(optimizer, 20))
+    with pytest.warns(UserWarning, match=f"scheduler continues .*{said}") if said else nullcontext():
+        longer.load(tmp_path / "a.ckpt")
 
 
 # -- Evaluation --------------------------------------------------------------------------------------------------------

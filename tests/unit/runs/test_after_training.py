@@ -1,6 +1,7 @@
 """Evaluating a saved model, and predicting with it: on threaded workers, and continued after an interruption."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from tests.support.threaded_ranks import run_ranks
 
 from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.events import Recorders
 from lockstep.report import MetricsFile
 from lockstep.report.tables import check_table_path, write_table
 from lockstep.runs import predict
 from lockstep.runs.config import parse_config
 from lockstep.runs.evaluate import evaluate_saved
 from lockstep.runs.fit import FitResult, fit
-from lockstep.runs.parts import find_parts, open_parts, remove_parts
+from lockstep.runs.parts import describe_job, find_parts, open_parts, remove_parts
 from lockstep.runs.predict import PredictRequest, predict_saved
 from lockstep.runs.saved_runs import find_saved_run
 
@@ -39,6 +41,13 @@ def data():
     first, second = inputs(0, 40), inputs(1, 21)
     return TensorDataset(first, first.argmax(1)), TensorDataset(second, second.argmax(1))
 
+def as_list():
+    return list(data())
+
+def by_name():
+    train, test = data()
+    return {"train": train, "val": test}
+
 def new():
     return TensorDataset(inputs(2, 21))
 
@@ -53,6 +62,9 @@ def part():
 
 def scalar_each(output):
     return {"largest": output.amax(1), "all": output.double()}
+
+def ragged(output):
+    return output.new_zeros(len(output), len(output))
 
 def total(output):
     return output.sum()
@@ -93,11 +105,20 @@ def test_an_evaluation_has_the_values_of_the_training_on_any_number_of_workers(r
             assert found.digest == result.digest == saved.digest
 
 
-def test_other_data_can_be_evaluated(run_dir: Any) -> None:
+def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
     saved = find_saved_run(run_dir[0])
     assert evaluate_saved(saved.config, saved.checkpoint, "train", CPU).num_samples == 40
     averaged = evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "ema")
     assert averaged.values == {name: run_dir[1].test[f"ema_{name}"] for name in averaged.values}
+    early = find_saved_run(run_dir[0], ["swa={start_epoch: 3}", "epochs=4", "max_steps=2"]).config
+    (tmp_path / "early").mkdir()
+    fit(early, device=CPU, run_dir=tmp_path / "early", recorder=Recorders([]))
+    with pytest.raises(
+        CheckpointError, match=r"no weights named 'swa', only its own and ema.*from the end of its start"
+    ):
+        evaluate_saved(
+            early, find_saved_run(tmp_path / "early").checkpoint, "test", CPU, "swa"
+        )  # not those of the beginning
     large = saved.config.model_copy(update={"drop_last": True, "batch_size": 64})
     assert evaluate_saved(large, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
     with pytest.raises(CheckpointError, match="no weights named 'swa', only its own and ema"):
@@ -191,8 +212,48 @@ def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp
     assert float(lines[3].split(",")[3]) == found["all"][2, 0]
     with pytest.raises(ConfigError, match=r"has shape \[\] for \d samples, expected one row for each sample"):
         predict_saved(request_of(run_dir[0], tmp_path / "q", transform="saved_model:total"), CPU, lambda *_: None)
-    with pytest.raises(ConfigError, match="returns no val set"):
+    with pytest.raises(
+        ConfigError, match=r"shapes output \[3\], those of others output \[2\], and a file needs the same"
+    ):
+        predict_saved(request_of(run_dir[0], tmp_path / "q", transform="saved_model:ragged"), CPU, lambda *_: None)
+    for number, width in enumerate((2, 3)):
+        np.savez(tmp_path / f"{number}.npz", output=np.zeros((6, width)))
+    for name in ("r.csv", "r.npz"):
+        with pytest.raises(UsageError, match=r"1.npz has rows of other shapes than .*0.npz"):
+            write_table(tmp_path / name, [tmp_path / "0.npz", tmp_path / "1.npz"])
+        assert not (tmp_path / name).exists()
+    with pytest.raises(ConfigError, match="--data is 'val', which this run does not have: expected train, test, or"):
         predict_saved(request_of(run_dir[0], tmp_path / "q", data="val"), CPU, lambda *_: None)
+
+
+@pytest.mark.parametrize("data", ["train", "test", "saved_model:as_list", "saved_model:by_name"])
+def test_predictions_are_of_the_set_that_an_evaluation_takes(run_dir: Any, tmp_path: Path, data: str) -> None:
+    saved = find_saved_run(run_dir[0], ["data=saved_model:as_list"])  # as random_split returns them
+    request = replace(request_of(run_dir[0], tmp_path / "parts", data=data), config=saved.config)
+    assert predict_saved(request, CPU, lambda *_: None) == (40 if data == "train" else 21)
+    assert evaluate_saved(saved.config, saved.checkpoint, data, CPU).num_samples == (40 if data == "train" else 21)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option", "said"),
+    [
+        (["data_args={seed: 3}"], {}, "data_args"),
+        (["data=saved_model:as_list", "collate=saved_model:new"], {}, "collate, data"),
+        ([], {"data": "saved_model:new"}, "--data"),
+        ([], {"weights": "ema"}, "--weights"),
+    ],
+)
+def test_a_prediction_of_something_else_does_not_continue(
+    run_dir: Any, tmp_path: Path, overrides: list[str], option: dict[str, Any], said: str
+) -> None:
+    def job(overrides: list[str], **option: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {"data": "test", "weights": None, "output_function": None, "has_targets": True}
+        return describe_job(find_saved_run(run_dir[0], overrides, workers=3), **given | option)
+
+    open_parts(tmp_path / "parts", job([]))
+    open_parts(tmp_path / "parts", job(["epochs=7", "metric=saved_model:total"]))
+    with pytest.raises(UsageError, match=f"another prediction, with another {said}\\. Delete"):
+        open_parts(tmp_path / "parts", job(overrides, **option))
 
 
 def test_parquet_has_the_same_rows(run_dir: Any, tmp_path: Path) -> None:

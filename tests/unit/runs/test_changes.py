@@ -86,11 +86,16 @@ def test_the_batch_size_may_change_between_two_epochs() -> None:
 
 
 def test_a_rate_that_a_scheduler_sets_cannot_be_changed() -> None:
-    saved = {**SAVED, "scheduler": "mine:Decay"}
     args = {"lr": 0.2, "betas": [0.9, 0.99]}
-    found = find_changes(saved, {**saved, "optimizer_args": args}, is_mid_epoch=False)
-    with pytest.raises(CheckpointError, match="it is set by the scheduler"):
-        check_changes(found, ["all"])
+    for scheduled in ({"scheduler": "mine:Decay"}, {"warmup": 0.1}):  # after a warm-up alone the rate is constant
+        saved = {**SAVED, **scheduled}
+        found = find_changes(saved, {**saved, "optimizer_args": args}, is_mid_epoch=False)
+        with pytest.raises(CheckpointError, match="it is set by the scheduler"):
+            check_changes(found, ["all"])
+    for key, value in (("epochs", 20), ("batch_size", 64), ("drop_last", True)):
+        saved = {**SAVED, "scheduler": "cosine", "drop_last": False}
+        with pytest.raises(CheckpointError, match="cosine schedule depends on the steps of the whole run"):
+            check_changes(find_changes(saved, {**saved, key: value}, is_mid_epoch=False), ["all"])
 
 
 def test_an_unknown_key_is_an_error_with_the_nearest_key() -> None:

@@ -109,6 +109,7 @@ def test_an_evaluation_that_ends_the_run_lets_the_mean_have_its_own_statistics(t
     [
         ({"ema": {"decya": 0.9}}, "there is no key 'ema.decya'. Did you mean 'decay'?"),
         ({"ema": {"decay": 1.5}}, "ema.decay is 1.5, expected less than 1"),
+        ({"swa": {"start_epoch": 3}}, "swa.start_epoch is 3 and epochs is 3: the mean would be of no epoch."),
         ({"ema": 0.9}, "ema is 0.9, expected keys and values"),
         ({"early_stopping": {"patience": 0}}, "early_stopping.patience is 0, expected at least 1"),
         ({"max_time": "3 weeks"}, "max_time is '3 weeks', expected seconds, or a time with units"),

@@ -64,12 +64,25 @@ def test_scores_are_higher_the_better(wanted: str | None, score: float | None) -
 def test_a_metric_that_is_not_measured_is_refused() -> None:
     check_metric_name("-loss", {"loss": 1.0})
     check_metric_name(None, {})
-    with pytest.raises(ConfigError, match=r"keep_best is .acc., .* Expected -loss or accuracy or -accuracy;"):
-        check_metric_name("acc", {"loss": 1.0, "accuracy": 0.5})
+    with pytest.raises(ConfigError, match=r"keep_best is .acc., .* Expected -loss or accuracy or kappa or -kappa;"):
+        check_metric_name("acc", {"loss": 1.0, "accuracy": 0.5, "kappa": 0.5})
     with pytest.raises(ConfigError, match="needs a test set"):
         check_metric_name("accuracy", {})
 
 
 def test_keeping_the_highest_loss_is_refused() -> None:
+    measured = dict.fromkeys(
+        ["ema_val_loss", "MeanSquaredError", "val_accuracy", "val_mAP", "neg_log_loss", "kappa"], 1.0
+    )
+    for wanted, said in [
+        ("ema_val_loss", "keep the highest ema_val_loss. Write '-ema_val_loss', because lower is better"),
+        ("MeanSquaredError", "Write '-MeanSquaredError'"),
+        ("-val_mAP", "Write 'val_mAP'"),
+        ("-val_accuracy", "keep the lowest val_accuracy. Write 'val_accuracy', because higher is better"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            check_metric_name(wanted, measured)
+    for wanted in ("-ema_val_loss", "val_accuracy", "neg_log_loss", "-neg_log_loss", "kappa", "-kappa"):
+        check_metric_name(wanted, measured)
     with pytest.raises(ConfigError, match="Write '-loss', because lower is better"):
         parse_config({"model": "a:b", "data": "a:b", "keep_best": "loss"}, "config")

@@ -32,15 +32,15 @@ class Texts(Dataset[tuple[Tensor, int]]):
     """Pairs of int64 [LENGTH] bytes of a text and the number of its class."""
 
     def __init__(self, rows: list[dict[str, str]], labels: list[str]) -> None:
-        self._rows, self._labels = rows, labels
+        self._texts = [row["text"] for row in rows]
+        self.targets = [labels.index(row["label"]) for row in rows]  # `weights: balanced` draws by them
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._texts)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        row = self._rows[index]
-        codes = list(row["text"].encode()[:LENGTH])
-        return torch.tensor(codes + [0] * (LENGTH - len(codes))), self._labels.index(row["label"])
+        codes = list(self._texts[index].encode()[:LENGTH])
+        return torch.tensor(codes + [0] * (LENGTH - len(codes))), self.targets[index]
 
 
 def datasets(test_fraction: float = 0.2) -> tuple[Texts, Texts]:
