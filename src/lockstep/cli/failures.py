@@ -13,7 +13,7 @@ import typer
 from lockstep.cli.redirected import check_not_redirected
 from lockstep.errors import LockstepError, UsageError, WorkerFailedError
 from lockstep.explanations import codes_in
-from lockstep.launch.exits import describe_failures, users_part
+from lockstep.launch.exits import describe_failures, has_users_frame, users_part
 
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
@@ -66,7 +66,13 @@ def _shorten(error: WorkerFailedError) -> str:
     if str(error) != describe_failures(error.failures):
         return str(error)
     libraries = [str(Path(__file__).parent.parent), *(sysconfig.get_path(kind) for kind in _LIBRARIES), "<frozen "]
-    short = [replace(each, traceback=users_part(each.traceback, libraries)) for each in error.failures]
+    # An error of ours with a code says what to do; where there is no line of the user's, frames would say nothing.
+    short = [
+        replace(each, traceback="")
+        if codes_in(str(each.error)) and not has_users_frame(each.traceback, libraries)
+        else replace(each, traceback=users_part(each.traceback, libraries))
+        for each in error.failures
+    ]
     text = describe_failures(short)
     return text if text == str(error) else f"{text}\n\nThe frames of Lockstep are left out; --debug shows them."
 

@@ -231,6 +231,13 @@ def _check_loss(loss: Any) -> None:
             f"The loss is a {type(loss).__name__}, expected a function loss(model, batch) that returns the "
             "mean loss of a slice, or that and its weight. (LS506)"
         )
+    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(loss, "__module__", "")
+    if module in {"torch.nn.functional", "torch.nn.modules.loss"}:
+        raise TypeError(
+            f"The loss is torch's {getattr(loss, '__name__', type(loss).__name__)}, which takes (output, target), and "
+            "the trainer calls loss(model, batch). Write: def loss(model, batch): return criterion(model(batch[0]), "
+            "batch[1]). (LS506)"
+        )
     if not (can_be_called(loss, None, None) or can_be_called(loss, None, None, place=None)):
         raise TypeError(
             f"The loss function takes {inspect.signature(loss)}, expected (model, batch), or (model, batch, place) "

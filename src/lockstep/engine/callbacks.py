@@ -15,6 +15,7 @@ between two collective calls of the trainer.
 """
 
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -181,7 +182,7 @@ def check_callback(value: Any) -> None:
 
     Raises:
         TypeError: It is not.
-        ValueError: It has a method like that of a moment that there is not.
+        ValueError: It has a method like that of a moment that there is not, or one that takes other arguments.
     """
     if isinstance(value, type) and issubclass(value, Callback):
         raise TypeError(
@@ -198,3 +199,24 @@ def check_callback(value: Any) -> None:
                 f"The callback {type(value).__name__} has a method {name}, which is never called: there is no such "
                 f"moment. {f'Did you mean {near[0]}?' if near else ''} Known: {', '.join(MOMENTS)}. (LS525)"
             )
+    for name in MOMENTS:
+        _check_arguments(type(value).__name__, name, getattr(value, name))
+
+
+def _check_arguments(kind: str, name: str, method: Any) -> None:
+    """Check that a method can be called as its moment calls it, which may be hours later.
+
+    Raises:
+        ValueError: It takes other arguments.
+    """
+    _, *expected = inspect.signature(getattr(Callback, name)).parameters
+    try:
+        inspect.signature(method).bind(*expected)
+    except TypeError:
+        taken = ", ".join(["self", *inspect.signature(method).parameters])
+        raise ValueError(
+            f"The callback {kind} has a method {name}({taken}), and the trainer calls "
+            f"{name}({', '.join(expected)}). Write: def {name}(self, {', '.join(expected)}). (LS525)"
+        ) from None
+    except ValueError:  # a built-in without a signature
+        return

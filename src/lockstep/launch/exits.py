@@ -130,6 +130,12 @@ def users_part(traceback: str, libraries: Sequence[str]) -> str:
     return "\n".join(kept)
 
 
+def has_users_frame(traceback: str, libraries: Sequence[str]) -> bool:
+    """Return whether a line of the user's code is in a traceback; `libraries` as for `users_part`."""
+    frames = filter(None, map(_FRAME.match, traceback.splitlines()))
+    return any(not frame[1].startswith(tuple(libraries)) for frame in frames)
+
+
 def _blocks(lines: Sequence[str]) -> list[list[str]]:
     """Cut a traceback into those of its chained exceptions, each of which begins with the header."""
     blocks: list[list[str]] = [[]]

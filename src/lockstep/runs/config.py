@@ -243,7 +243,8 @@ class Config(BaseModel):
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
-                f"to do. Use at most {self.num_shards} workers, or set num_shards to {num_workers} or more. (LS809)"
+                f"to do. Use at most {counted(self.num_shards, 'worker')}, or set num_shards to {num_workers} or "
+                "more. (LS809)"
             )
         if num_workers < self.min_workers:
             raise ConfigError(

@@ -85,6 +85,11 @@ def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
             f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
             "numbers or UUIDs such as [0, 2]."
         )
+    if name == "param_groups" and len(details["loc"]) > 1:
+        return (
+            f"param_groups gives {details['loc'][1]!r} {details['input']!r}, expected options of the optimizer with "
+            "their values, such as {lr: 0.01}."
+        )
     if name in _NAMES:
         return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]

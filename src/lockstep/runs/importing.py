@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError, clause
 
+_WITH_ARGUMENTS_BESIDE = frozenset({"model", "data", "loss", "optimizer", "scheduler", "finish"})
+"""Keys of one object, whose arguments another key holds; others hold lists of objects with their arguments."""
+
 
 def import_object(key: str, path: str) -> Any:
     """Import an object by its import path.
@@ -73,11 +76,22 @@ def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "nothing"
+        failed = "has failed" if key.startswith("--") else "could not be constructed"
         raise ConfigError(
-            f"{key} could not be constructed: {_line(error)}. It was called with {key}_args: {given}. "
-            f"{_accepted(function, kwargs)}Run with --debug to see the traceback. (LS805)"
+            f"{key} {failed}: {_line(error)}. {_given(key, function, kwargs)}{_accepted(function, kwargs)}"
+            "Run with --debug to see the traceback. (LS805)"
         ) from error
+
+
+def _given(key: str, function: Any, kwargs: Mapping[str, Any]) -> str:
+    """Return with which arguments of a config an object was called, as a sentence, and where these are."""
+    given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "nothing"
+    if key in _WITH_ARGUMENTS_BESIDE:
+        return f"It was called with {key}_args: {given}. "
+    if key.startswith("--"):
+        return ""
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name} was called with {given}; arguments are given as in - mine:{name}: {{argument: 2}}. "
 
 
 def _accepted(function: Any, given: Mapping[str, Any]) -> str:

@@ -79,11 +79,14 @@ def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
 def check_metric_names(config: Config, parts: RunParts) -> None:
     """Check that the metrics that a config names will be measured, by measuring a few samples (collective).
 
+    So a metric of the user's that fails does so before the first step, not after the first epoch.
+
     Raises:
         ConfigError: One will not.
     """
     named = _metrics_of_callbacks(config, parts)
-    if config.keep_best is None and not named and parts.collection is None:
+    has_own = config.metric is not None or bool(config.metrics)
+    if config.keep_best is None and not named and not has_own:
         return
     known: list[str] = []
     for set_name in parts.evaluated:

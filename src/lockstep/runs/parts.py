@@ -75,7 +75,8 @@ def open_parts(folder: Path, job: Mapping[str, Any]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_temp_files(folder)
         path = folder / _JOB_NAME
-        if not path.exists():
+        parts = find_parts(folder)
+        if not parts or not path.exists():  # one that failed before its first part may have been a mistyped command
             atomic_write_text(path, json.dumps(job, indent=2, sort_keys=True) + "\n")
             return 0
         before = json.loads(path.read_text("utf-8"))
@@ -89,8 +90,7 @@ def open_parts(folder: Path, job: Mapping[str, Any]) -> int:
             f"{folder} holds a part of another prediction, with another {', '.join(changed)}. Delete the folder to "
             "begin again, or choose another output file. (LS814)"
         )
-    parts = find_parts(folder)
-    return parts[-1][1] if parts else 0
+    return parts[-1][1]
 
 
 def remove_parts(folder: Path) -> None:

@@ -49,3 +49,16 @@ def test_frames_before_the_users_are_left_out_without_debug(capsys: pytest.Captu
             raise WorkerFailedError(describe_failures([found]), (found,)) from KeyError(1)
         said = capsys.readouterr().err
         assert ('File "/mine.py", line 7' in said, "in step" in said, "--debug" in said) == (True, debug, not debug)
+
+
+def test_an_error_of_ours_that_no_line_of_the_user_led_to_has_no_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    error = TypeError("The metric worst returned a float, expected a pair. (LS528)")
+    ours = f'  File "{failures.__file__}", line 1, in step\n    raise TypeError(\n'
+    trace = f"Traceback (most recent call last):\n{ours}TypeError: {error}\n"
+    for mine, has_frames in (("", False), ('  File "/mine.py", line 7, in f\n    x\n', True)):
+        traced = trace.replace(ours, mine + ours)
+        found = WorkerFailure(rank=0, reason=f"TypeError: {error}", traceback=traced, error=error)
+        with pytest.raises(typer.Exit), failures_shown(debug=False):
+            raise WorkerFailedError(describe_failures([found]), (found,)) from error
+        said = capsys.readouterr().err
+        assert ("The metric worst" in said, "Traceback" in said, "--debug" in said) == (True, has_frames, not mine)

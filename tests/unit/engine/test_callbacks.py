@@ -322,6 +322,11 @@ class Mistyped(ls.Callback):
         pass
 
 
+class Fewer(ls.Callback):
+    def on_epoch(self, trainer: Any) -> None:  # type: ignore[override]
+        pass
+
+
 def test_collective_calls_in_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"collective call of the trainer .* in on_step"):
         Loop(None, callbacks=[Evaluating()]).train()
@@ -331,6 +336,11 @@ def test_collective_calls_in_a_step_are_refused() -> None:
     ("make", "error", "said"),
     [
         (lambda: Run(None, callbacks=[Mistyped()]), ValueError, "method on_epoch_end, .* Did you mean on_epoch?"),
+        (
+            lambda: Run(None, callbacks=[Fewer()]),
+            ValueError,
+            r"calls on_epoch\(trainer, epoch\). Write: def on_epoch\(s",
+        ),
         (lambda: Run(None, callbacks=[Diary]), TypeError, "holds the class Diary, expected an object"),
         (lambda: Run(None, callbacks=[print]), TypeError, "holds a builtin_function_or_method"),
         (lambda: ls.EMA(1.0), ValueError, "decay of the EMA is 1.0"),

@@ -64,6 +64,11 @@ def step_lr(model: nn.Module) -> torch.optim.lr_scheduler.LRScheduler:
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan, expected a number above zero"),
         ({"max_grad_norm": "1"}, "max_grad_norm is '1', expected a number above zero"),
         ({"loss": None}, r"The loss is a NoneType, expected a function loss\(model, batch\)"),
+        (
+            {"loss": nn.CrossEntropyLoss()},
+            r"torch's CrossEntropyLoss, which takes \(output, target\), .* Write: def loss",
+        ),
+        ({"loss": nn.functional.mse_loss}, "The loss is torch's mse_loss"),
         ({"make_optimizer": lambda _: None}, "The optimizer is a NoneType"),
         (
             {"make_optimizer": lambda model: torch.optim.LBFGS(model.parameters())},

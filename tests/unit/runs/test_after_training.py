@@ -18,7 +18,7 @@ from lockstep.runs import predict
 from lockstep.runs.config import parse_config
 from lockstep.runs.evaluate import evaluate_saved
 from lockstep.runs.fit import FitResult, fit
-from lockstep.runs.parts import describe_job, find_parts, open_parts, remove_parts
+from lockstep.runs.parts import describe_job, find_parts, open_parts, part_name, remove_parts
 from lockstep.runs.predict import PredictRequest, predict_saved
 from lockstep.runs.saved_runs import find_saved_run
 
@@ -251,6 +251,7 @@ def test_a_prediction_of_something_else_does_not_continue(
         return describe_job(find_saved_run(run_dir[0], overrides, workers=3), **given | option)
 
     open_parts(tmp_path / "parts", job([]))
+    (tmp_path / "parts" / part_name(0, 3)).touch()
     open_parts(tmp_path / "parts", job(["epochs=7", "metric=saved_model:total"]))
     with pytest.raises(UsageError, match=f"another prediction, with another {said}\\. Delete"):
         open_parts(tmp_path / "parts", job(overrides, **option))
@@ -269,7 +270,10 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) 
     for name, said in (("x.txt", "ends with"), ("there.csv", "exists already"), ("no/x.csv", "no folder")):
         with pytest.raises(UsageError, match=said):
             check_table_path(tmp_path / name)
-    open_parts(tmp_path / "parts", {"data": "mine:a"})
+    for data in ("mine:typo", "mine:a"):  # of the first there is no part
+        assert open_parts(tmp_path / "parts", {"data": data}) == 0
+    (tmp_path / "parts" / part_name(0, 3)).touch()
+    assert open_parts(tmp_path / "parts", {"data": "mine:a"}) == 3
     with pytest.raises(UsageError, match="another prediction, with another data"):
         open_parts(tmp_path / "parts", {"data": "mine:b"})
 

@@ -69,6 +69,11 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         (MINIMAL, ("max_grad_norm=0",), "expected more than 0"),
         (MINIMAL, ("deterministic=maybe",), "expected true or false"),
         (MINIMAL, ("optimizer_args=3",), "expected keys and values"),
+        (
+            MINIMAL,
+            ("param_groups={head.*: 0.1}",),
+            "param_groups gives 'head.*' 0.1, expected options of the optimizer",
+        ),
         (MINIMAL, ("optimizer_args=3", "optimizer_args.lr=1"), "reaches into 'optimizer_args'"),
         (MINIMAL, ("scheduler_interval=week",), "expected 'epoch' or 'step'"),
         (MINIMAL, ("device_ids=1.5",), "a list of GPU numbers"),

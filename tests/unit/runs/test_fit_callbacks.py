@@ -176,6 +176,9 @@ import torch
 def worst(output, target):
     return float((output - target).abs().max()), 1
 
+def single(output, target):
+    return (output - target).abs().mean()
+
 def data():
     import calling
     half, _ = calling.data()
@@ -219,6 +222,15 @@ def test_unknown_metrics_are_refused_before_the_first_step(tmp_path: Path, value
     with pytest.raises(ConfigError) as caught:
         train(tmp_path / "run", **SETS | values)
     assert said in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("_metrics")
+@pytest.mark.parametrize("key", ["metric", "metrics"])
+def test_a_metric_that_fails_does_so_before_the_first_step(tmp_path: Path, key: str) -> None:
+    wrong: Any = {"metric": "measured:single", "metrics": ["measured:single"]}[key]
+    with pytest.raises(TypeError, match="The metric single returned a tensor of shape"):
+        train(tmp_path / "run", **{key: wrong})
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
