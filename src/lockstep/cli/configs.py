@@ -1,5 +1,6 @@
 """Finding the config that a command was given: a file, or the name of an example."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,12 +18,18 @@ def find_examples() -> Mapping[str, Path]:
 
 
 def find_config(given: Path) -> Path:
-    """Return the file `given`, `given` with .yaml added, or the example of this name.
+    """Return the file `given`, `given` with .yaml added, or the example of this name; a .yaml may not be there.
 
     Raises:
-        ConfigError: There is none of these.
+        ConfigError: There is none of these, or one of a similar name.
     """
-    if given.exists() or given.suffix in {".yaml", ".yml"}:
+    if given.exists():
+        return given
+    if given.suffix in {".yaml", ".yml"}:
+        there = {path.stem: path for path in sorted(given.parent.glob("*.y*ml"))}
+        near = difflib.get_close_matches(given.stem, there, n=1)
+        if near:
+            raise ConfigError(f"There is no config file {given}. Did you mean {there[near[0]]}? (LS801)")
         return given
     beside = given.with_name(f"{given.name}.yaml")
     if beside.exists():

@@ -72,6 +72,10 @@ def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
         find_config(Path("digit"))
     (tmp_path / "mine.yaml").write_text("")
     assert find_config(Path("mine")) == Path("mine.yaml")
+    for typed in ("mine.yml", "mien.yaml"):
+        with pytest.raises(ConfigError, match=r"no config file .*Did you mean mine.yaml\?"):
+            find_config(Path(typed))
+    assert find_config(Path("other.yaml")) == Path("other.yaml")
     assert complete_config("m") == ["mine.yaml"]
     assert complete_config("dig") == ["digits"]
 

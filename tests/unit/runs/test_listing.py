@@ -17,6 +17,7 @@ from lockstep.runs.run_lock import lock_run
 def make_run(folder: Path, *, epoch: int, lr: float = 0.1, step: int = 0, started: str = "2026-01-01") -> Path:
     folder.mkdir(parents=True)
     config = {"model": "m:N", "data": "m:d", "epochs": 3, "optimizer_args": {"lr": lr}, "run_dir": str(folder)}
+    config |= {"data_args": {}}
     (folder / "config.yaml").write_text("model: m:N\n")
     worker = {"host": "h", "device": "cpu", "pid": 7}
     (folder / "environment.json").write_text(json.dumps([{"started": started, "workers": [worker]}]))
