@@ -216,14 +216,16 @@ def _train_epoch(
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     began = own_recorder().seconds()
     num_samples = 0
-    learning_rate = 0.0
+    rate: float | torch.Tensor = 0.0
     is_late = is_asynchronous(next(trainer.model.parameters()).device)
     losses = StepLosses(training.sums, training.recorder, is_late=is_late)
     for batch in parts.train.epoch(epoch, trainer.cursor.step):
         rate = trainer.optimizer.param_groups[0]["lr"]
-        in_step = None if isinstance(rate, torch.Tensor) else float(rate)
-        if batch.cursor.step + 1 == batch.num_steps:  # not in each step: it may be a tensor on a device
-            learning_rate = float(rate)
+        in_step = None
+        if isinstance(rate, torch.Tensor):  # the step changes it; to read it in each step would wait for a device
+            rate = rate.clone()
+        else:
+            in_step = float(rate)
         result = trainer.step(batch)
         losses.add(result, trainer.global_step, in_step)
         num_samples += batch.num_samples
@@ -240,7 +242,7 @@ def _train_epoch(
     is_whole = trainer.cursor.epoch != epoch  # else a callback has ended the run
     if parts.scheduler is not None and config.steps_scheduler_per_epoch and is_whole:
         parts.scheduler.step()
-    seconds, train_loss = own_recorder().seconds() - began, training.sums.take_mean()
+    seconds, train_loss, learning_rate = own_recorder().seconds() - began, training.sums.take_mean(), float(rate)
     return lambda test, others: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,

@@ -70,8 +70,9 @@ def test_max_steps_ends_the_run_with_an_evaluation_and_a_checkpoint(
     tmp_path: Path, steps: int, epochs_of_rows: list[int]
 ) -> None:
     result = train(tmp_path / "run", max_steps=steps)
-    found = [row["epoch"] for row in rows(tmp_path / "run") if row["kind"] == "epoch"]
-    assert found == epochs_of_rows
+    found = [row for row in rows(tmp_path / "run") if row["kind"] == "epoch"]
+    assert [row["epoch"] for row in found] == epochs_of_rows
+    assert [row["learning_rate"] for row in found] == [1e-3] * len(found)
     assert result.is_saved
     assert result.end_reason == ("" if steps == 99 else f"max_steps is {steps}")
     if steps == 4:
