@@ -103,7 +103,7 @@ class EMA(AveragedWeights):
 
 @final
 class SWA(AveragedWeights):
-    """The mean of the weights at the ends of epochs (stochastic weight averaging).
+    """The mean of the weights at the ends of epochs (stochastic weight averaging); until it begins, the last of them.
 
     Running statistics of BatchNorm are averaged as well. Those of the averaged weights are better: see
     `Trainer.update_batchnorm`.
@@ -133,15 +133,16 @@ class SWA(AveragedWeights):
 
     @torch.no_grad()
     def on_epoch(self, trainer: Any, epoch: int) -> None:
-        """Average the weights in, from the first epoch on."""
-        if epoch < self.start_epoch:
-            return
+        """Average the weights in, from the first epoch on; until then the average is the weights after the last epoch.
+
+        Else a metric of it would be that of weights that nothing has trained, and look as if it stagnated.
+        """
         self.tensors.update(self._before_update)
         self._before_update = {}
         values = LiveTensors(trainer.model).read()
-        self.num_averaged += 1
+        self.num_averaged += epoch >= self.start_epoch
         averages = _counterparts(self.tensors, values)
-        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 / self.num_averaged)
+        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 / max(1, self.num_averaged))
 
     def _has_averaged(self) -> bool:
         return self.num_averaged > 0

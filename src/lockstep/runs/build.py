@@ -92,12 +92,14 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         weights=build_weights(config, train_set),
         lengths=build_lengths(config, train_set),
     )
+    held = trainer.moments.callbacks
+    named = dict(zip(held.names, held.all(), strict=True))  # as in a checkpoint: a second EMA is EMA-2
     return RunParts(
         trainer=trainer,
         scheduler=scheduler,
         metric=metrics.function,
         collection=metrics.collection,
-        averages={type(each).__name__.lower(): each for each in callbacks if isinstance(each, AveragedWeights)},
+        averages={name.lower(): each for name, each in named.items() if isinstance(each, AveragedWeights)},
         train=train,
         states={"loader": train} if isinstance(train_set, Stream) else {},
         datasets=others,

@@ -44,15 +44,16 @@ def measure(
 
 
 def update_statistics(parts: RunParts) -> bool:
-    """Compute the statistics of BatchNorm anew for the mean of the weights (collective); return whether there is one.
+    """Compute the statistics of BatchNorm anew for means of the weights (collective); return whether there is one.
 
     At the end of a run.
     """
-    average = parts.averages.get("swa")
-    if not isinstance(average, SWA) or not average.num_averaged or not has_batchnorm(parts.trainer.model):
+    if not has_batchnorm(parts.trainer.model):
         return False
-    parts.trainer.update_batchnorm(parts.train, average)
-    return True
+    means = [each for each in parts.averages.values() if isinstance(each, SWA) and each.num_averaged]
+    for mean in means:
+        parts.trainer.update_batchnorm(parts.train, mean)
+    return bool(means)
 
 
 def measure_all(parts: RunParts) -> dict[str, Mean]:

@@ -56,9 +56,12 @@ def train(folder: Path, resume: Path | None = None, **values: Any) -> FitResult:
 
 def test_averages_are_evaluated_and_resumed(tmp_path: Path) -> None:
     averages: dict[str, Any] = {"ema": {"decay": 0.5}, "swa": {"start_epoch": 1}, "save_every": 2}
+    averages["callbacks"] = [{"lockstep:EMA": {"decay": 0.9}}]
     whole = train(tmp_path / "whole", **averages)
-    assert set(whole.test) == {"loss", "ema_loss", "swa_loss"}
-    assert len(set(whole.test.values())) == 3
+    assert set(whole.test) == {"loss", "ema_loss", "swa_loss", "ema-2_loss"}
+    assert len(set(whole.test.values())) == 4
+    first, *_ = [row for row in rows(tmp_path / "whole") if row["kind"] == "epoch"]
+    assert first["test_swa_loss"] == first["test_loss"]  # and not that of weights that nothing has trained
     assert {"test_loss", "test_ema_loss", "test_swa_loss"} <= set(rows(tmp_path / "whole")[-1])
     resumed = train(tmp_path / "resumed", resume=tmp_path / "whole" / "step-00000004.ckpt", **averages)
     assert (resumed.digest, resumed.test) == (whole.digest, whole.test)
