@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch
@@ -89,7 +90,8 @@ class StepJudge:
         problem = find_bad_loss(sums, batch)
         if not problem:
             norm = self._prepare_gradients(batch, sums, sums.weight)
-            if sums.may_be_nonfinite or sums.has_hooks or (norm is not None and not math.isfinite(norm)):
+            has_other_gradients = sums.has_hooks and self._state.scaler is None  # which looks at them itself
+            if sums.may_be_nonfinite or has_other_gradients or (norm is not None and not math.isfinite(norm)):
                 problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
         return self._decide_on_host(problem, sums, norm)
 
@@ -104,7 +106,10 @@ class StepJudge:
             is_skipped=bool(problem),
             grad_norm=None if norm is None else float(norm),
         )
-        return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
+        if problem or self._state.scaler is None or self._max_grad_norm is None:
+            return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
+        late = torch.zeros((), device=self._state.device)  # the update writes it: it unscales the gradients first
+        return Decision(norm=late, is_skipped=False, is_bad=None, read=lambda: replace(outcome, grad_norm=float(late)))
 
     def _prepare_gradients(self, batch: ShardedBatch, sums: StepSums, weight: float | Tensor) -> Tensor | None:
         """Divide the gradients by the summed weight; return their norm if they are clipped, and no scaler does it."""
@@ -144,7 +149,8 @@ class StepJudge:
     ) -> Decision:
         sums = _complete(sums, values)
         problem = find_bad_loss(sums, batch)
-        is_suspect = values.has_bad_gradient or sums.has_hooks or not math.isfinite(values.norm)
+        has_other_gradients = sums.has_hooks and self._state.scaler is None  # which looks at them itself
+        is_suspect = values.has_bad_gradient or has_other_gradients or not math.isfinite(values.norm)
         if not problem and is_suspect:
             problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
         return self._decide_on_host(problem, sums, norm)

@@ -73,7 +73,7 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """2-norm of the reduced gradient before it is clipped; None if it was not computed.
 
-        It is where the trainer clips (`max_grad_norm`) or was made with `track_grad_norm`, and has no scaler.
+        It is where the trainer clips (`max_grad_norm`) or was made with `track_grad_norm`.
         """
         return self._read().grad_norm
 

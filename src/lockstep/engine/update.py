@@ -18,6 +18,7 @@ from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.run_state import RunState
@@ -70,7 +71,7 @@ class Update:
         """Clip, update and step the scheduler (local).
 
         Args:
-            norm: The gradient's norm, for clipping.
+            norm: The gradient's norm, for clipping; with a scaler it is computed here, and written into this.
             is_skipped: Whether parameters and optimizer stay as they are.
             is_bad: On the device, whether they stay so all the same; only where `can_be_left_out`.
 
@@ -135,10 +136,13 @@ class Update:
     def _step_optimizer(self, norm: Tensor | None, is_bad: Tensor | None) -> None:
         optimizer, scaler = self._state.optimizer, self._state.scaler
         trained = list(self._state.trained_parameters())
-        if scaler is not None and self._max_grad_norm is not None:
-            for part in self._state.chosen():
+        # A scaler raises where an optimizer has no gradient at all, as one whose parameters are frozen.
+        scaled = [part for part in self._state.chosen() if _has_gradient(part)] if scaler is not None else []
+        if scaler is not None and norm is not None:
+            for part in scaled:
                 scaler.unscale_(part)
-            norm = nn.utils.get_total_norm(parameter.grad for parameter in trained if parameter.grad is not None)
+            given, norm = norm, nn.utils.get_total_norm(each.grad for each in trained if each.grad is not None)
+            given.copy_(norm)
         if self._max_grad_norm is not None and norm is not None and not math.isinf(self._max_grad_norm):
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
         with self._guards.allowed():
@@ -147,7 +151,7 @@ class Update:
             elif scaler is None:
                 optimizer.step()
             else:  # it leaves the step out where a gradient is not finite, and lowers its scale
-                for part in self._state.chosen():
+                for part in scaled:
                     scaler.step(part)
                 self._has_updated_scaler = True
                 scaler.update()
@@ -198,6 +202,10 @@ class _WriteRecord:
     def _list_state(self) -> list[Any]:
         entries = self._optimizer.state.values()
         return list(chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in entries))
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
 
 
 def _count(value: Any) -> int:

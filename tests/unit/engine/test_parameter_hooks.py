@@ -66,6 +66,20 @@ def test_hooks_on_parameters_give_the_same_bits_on_any_number_of_workers() -> No
         assert run_ranks(workers, train) == [expected] * workers
 
 
+def test_a_scaler_leaves_out_a_step_that_overflows_where_there_are_hooks() -> None:
+    # It was an error: the scaled gradient was looked at, as the hooks might have changed it.
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=mean_loss, num_shards=4, scaler=scaler)
+    net[0].weight.register_hook(lambda gradient: gradient * float("inf") if scaler.get_scale() > 2.0**99 else None)
+    before = trainer.digest()
+    first, second, *_ = ShardedLoader(data(), batch_size=8, num_shards=4, seed=3).epoch(0)
+    trainer.step(first)
+    assert trainer.digest() == before
+    trainer.step(second)
+    assert trainer.digest() != before
+
+
 def distill(world: World, *, seed: int = 7, writes: bool = False, is_frozen: bool = True) -> tuple[str, Tensor]:
     net = model()
     torch.manual_seed(seed)

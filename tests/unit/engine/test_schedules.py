@@ -136,6 +136,20 @@ def test_precision_is_that_of_autocast(precision: Any) -> None:
     assert seen == {getattr(torch, precision)}
 
 
+def test_the_norm_is_that_of_gradients_that_are_not_scaled() -> None:
+    def norms(world: World | None, **options: Any) -> list[float | None]:
+        run = Run(world, **options)
+        return [run.trainer.step(batch).grad_norm for batch in run.loader.epoch(0)]
+
+    def scaled(world: World | None = None, **options: Any) -> list[float | None]:
+        return norms(world, scaler=torch.amp.GradScaler("cpu", init_scale=16.0), **options)
+
+    found = scaled(track_grad_norm=True)
+    assert found == norms(None, track_grad_norm=True)  # a power of two changes no bit
+    assert scaled(max_grad_norm=1e9) == found
+    assert run_ranks(2, lambda world: scaled(world, track_grad_norm=True)) == [found] * 2
+
+
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="precision is 'half', expected 'float32' or 'bfloat16' or 'float16'"):
         Run(None, precision="half")

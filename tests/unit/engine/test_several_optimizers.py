@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
+from lockstep.engine.freezing import Freeze
 from lockstep.errors import CheckpointError
 
 SHARDS = 4
@@ -145,6 +146,29 @@ def test_one_loss_steps_each_optimizer_when_its_turn_has_come() -> None:
         training.step(batch)
         changed = [not torch.equal(*pair) for pair in zip(before, ours.parameters(), strict=True)]
         assert changed == [number == 3, number == 3, True, True]
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_scaler_leaves_out_an_optimizer_whose_parameters_are_frozen(limit: float | None) -> None:
+    # It raised "No inf checks were recorded for this optimizer", after it had stepped the others.
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    optimizers = {str(number): torch.optim.SGD(net[number].parameters(), lr=0.01) for number in range(2)}
+    training = Trainer(
+        net,
+        optimizers,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        num_shards=SHARDS,
+        scaler=torch.amp.GradScaler("cpu", init_scale=16.0),
+        max_grad_norm=limit,
+        callbacks=[Freeze("0.*", until_epoch=1)],
+    )
+    for epoch in range(2):
+        before = [each.clone() for each in net.parameters()]
+        for batch in loader().epoch(epoch):
+            training.step(batch)
+        changed = [not torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
+        assert changed == [epoch == 1, epoch == 1, True, True]
 
 
 def test_a_step_that_fails_in_its_second_update_continues_there() -> None:
