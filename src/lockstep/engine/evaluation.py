@@ -4,10 +4,10 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Self, SupportsFloat, final
+from typing import Any, Protocol, Self, SupportsFloat, final
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,25 @@ def evaluate(
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
 
 
+class ModelOfRun(Protocol):
+    """A model and what calls of it depend on, as a `RunState` has them."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which it is called."""
+
+
 @final
 class SliceCalls:
     """Calls a function for slices, each from the same mode, buffers and random states whatever this worker ran before.
@@ -85,7 +104,7 @@ class SliceCalls:
         is_training: Whether the model is in training mode meanwhile.
     """
 
-    def __init__(self, state: RunState, function: Metric | Any, *, is_training: bool = False) -> None:
+    def __init__(self, state: ModelOfRun, function: Metric | Any, *, is_training: bool = False) -> None:
         self._state = state
         self._is_training = is_training
         self._function = UserFunction(function, OwnGenerators(state.model, function))

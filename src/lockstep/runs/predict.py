@@ -8,6 +8,7 @@ parts.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -22,10 +23,8 @@ from torch.utils.data import Subset
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
-from lockstep.devices.transfer import to_device
-from lockstep.engine.evaluation import evaluation_mode
+from lockstep.engine.evaluation import SliceCalls, evaluation_mode
 from lockstep.engine.raise_on_all import gather_results
-from lockstep.engine.shard_runs import seed_slice
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build_sampling import build_collate
@@ -110,7 +109,7 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
             writer.write()
 
     num_samples = request.start
-    with torch.no_grad(), evaluation_mode(model):
+    with torch.no_grad(), evaluation_mode(model), output_of.changing_nothing():
         while True:
             found = gather_results(world, predict, _PURPOSE)
             if found[0] is None:
@@ -176,18 +175,17 @@ class _Outputs:
 
     def __init__(self, request: PredictRequest, model: nn.Module, device: torch.device) -> None:
         self._request = request
-        self._model = model
-        self._device = device
-        dtype = getattr(torch, request.config.precision)
-        self._autocast = partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+        saved = _SavedModel(model=model, device=device, seed=request.config.seed, precision=request.config.precision)
+        self._calls = SliceCalls(saved, partial(_predict, has_targets=request.has_targets))
         path = request.transform
         self._transform = None if path is None else import_object("--output-function", path)
 
+    def changing_nothing(self) -> AbstractContextManager[object]:
+        """Return the context for calls, which puts back what they change in the model."""
+        return self._calls.changing_nothing()
+
     def __call__(self, batch: ShardedBatch, part: Slice) -> Columns:
-        seed_slice("evaluate", self._request.config.seed, batch, part)
-        inputs, target = self._split(to_device(part.data, self._device))
-        with self._autocast():
-            output = self._model(inputs)
+        output, target = self._calls(batch, part)
         if self._transform is not None:
             output = call_object("--output-function", self._transform, output)
         columns = _name_columns(output)
@@ -203,14 +201,29 @@ class _Outputs:
                 )
         return {name: _as_plain(values) for name, values in columns.items()}
 
-    def _split(self, data: Any) -> tuple[Any, Any]:
-        """Return the input and the target, or None, of collated samples."""
-        if self._request.has_targets and isinstance(data, tuple | list):
-            if len(data) == _PAIR:
-                return data[0], data[1]
-            if len(data) == 1:  # of a TensorDataset of inputs
-                return data[0], None
-        return data, None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedModel:
+    """A saved model, as slices are called with it."""
+
+    model: nn.Module
+    device: torch.device
+    seed: int
+    precision: str
+
+    def autocast(self) -> AbstractContextManager[object]:
+        dtype = getattr(torch, self.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def _predict(model: nn.Module, data: Any, *, has_targets: bool) -> tuple[Any, Any]:
+    """Return the output for collated samples, and their target or None."""
+    if has_targets and isinstance(data, tuple | list):
+        if len(data) == _PAIR:
+            return model(data[0]), data[1]
+        if len(data) == 1:  # of a TensorDataset of inputs
+            return model(data[0]), None
+    return model(data), None
 
 
 def _name_columns(output: Any, name: str = "output") -> Columns:
