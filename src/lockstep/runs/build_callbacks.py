@@ -18,10 +18,9 @@ WITHOUT_CALLBACKS: dict[str, Any] = {
     "early_stopping": None,
     "ema": None,
     "swa": None,
-    "max_steps": None,
     "max_time": None,
 }
-"""What a config is changed to where nothing is trained."""
+"""What a config is changed to where no run is trained to its end; `max_steps` stays, on which a schedule depends."""
 
 
 def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:

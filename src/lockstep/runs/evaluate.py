@@ -78,6 +78,9 @@ def load_parts(
         "drop_last": False,  # data that are not trained on may be smaller than a batch
         "weights": None,
         "lengths": None,
+        "scheduler": None,  # nor have they as many steps, on which a schedule depends
+        "scheduler_args": {},
+        "warmup": 0.0,
         **WITHOUT_CALLBACKS,
         **({"data": data, "data_args": {}} if ":" in data else {}),
     }

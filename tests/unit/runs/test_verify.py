@@ -1,10 +1,15 @@
 """What `lockstep verify` says of two states."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
+from tests.support.fitting import fit_to_the_end, importable
 from torch import Tensor
 
 from lockstep.engine.fingerprint import take_fingerprint
-from lockstep.runs.verify import ShortRun, find_deviating_rank, find_difference
+from lockstep.runs.config import parse_config
+from lockstep.runs.verify import ShortRun, find_deviating_rank, find_difference, run_steps
 
 FIRST = {"a": torch.zeros(2), "b": torch.ones(3)}
 
@@ -32,3 +37,28 @@ def test_the_rank_that_is_the_first_to_differ_is_found() -> None:
     runs = [ShortRun(digests=tuple(each), fingerprint=fingerprint, difference=None) for each in ("abc", "abx", "axx")]
     assert find_deviating_rank(runs) == 2
     assert find_deviating_rank(runs[:1] * 3) is None
+
+
+MODULE = """
+import torch
+import lockstep as ls
+
+def read(part):
+    yield from torch.randn(20, 3, generator=torch.Generator().manual_seed(part))
+
+def data():
+    return ls.Stream(range(2), read=read, transform=lambda inputs: (inputs, inputs.sum(0, keepdim=True)))
+"""
+VALUES: dict[str, Any] = {"model": "torch.nn:Linear", "model_args": {"in_features": 3, "out_features": 1}}
+VALUES |= {"data": "verified:data", "loss": "torch.nn.functional:mse_loss", "batch_size": 8, "num_shards": 2}
+VALUES |= {"scheduler": "cosine", "max_steps": 4}
+
+
+def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:
+    # Of a stream max_steps alone says how many steps the schedule has; without it the config was refused.
+    with importable("verified", MODULE, tmp_path):
+        trained = fit_to_the_end(tmp_path / "run", VALUES)
+        config = parse_config(VALUES, "config")
+        found = run_steps(config, torch.device("cpu"), 5, tmp_path, is_first=True)
+    assert found.digests[3] == trained.digest
+    assert len(set(found.digests[:4])) == 4
