@@ -237,10 +237,11 @@ class ShardedLoader:
     def fixed_assignment_epoch(self, *, each_once: bool = True) -> Iterator[ShardedBatch]:
         """Yield this worker's part of all batches of epoch 0, in which no shard moves to another worker.
 
-        So one worker adds up all values of a shard, in the order of the data. No batch is left out.
+        So one worker adds up all values of a shard, in the order of the data.
 
         Args:
-            each_once: Whether each sample comes once; False to draw samples by their weights, as for training.
+            each_once: Whether each sample comes once; False to draw samples by their weights and to leave out what
+                `drop_last` does, as for training.
         """
         self._samples.check_unchanged()
         return self._iterate(0, 0, is_fixed=True, each_once=each_once)
@@ -250,7 +251,7 @@ class ShardedLoader:
     ) -> Iterator[ShardedBatch]:
         bookmark = {} if is_fixed else self._bookmark
         samples = self._samples.epoch(
-            EpochBegin(epoch=epoch, first_step=step, keeps_last=is_fixed, each_once=each_once, bookmark=bookmark)
+            EpochBegin(epoch=epoch, first_step=step, keeps_last=each_once, each_once=each_once, bookmark=bookmark)
         )
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
         moves_shards = not is_fixed and not self._loading.is_under_way

@@ -108,6 +108,12 @@ def test_an_evaluation_that_ends_the_run_lets_the_mean_have_its_own_statistics(t
     assert [what for _, what in module.seen].count(["loss", "swa_loss"]) == 2 + 2
 
 
+def test_a_mean_gets_its_statistics_from_the_batches_of_the_training(tmp_path: Path) -> None:
+    # The last batch of 3 samples has a slice of one, of which BatchNorm raised an error at the end of the run.
+    result = train(tmp_path / "run", swa={"start_epoch": 0}, batch_size=7, drop_last=True, epochs=1)
+    assert result.test["swa_loss"] > 0
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
