@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.metric_names import conclude_mode
+from lockstep.engine.optimizers import separate_optimizers
 
 
 @final
@@ -54,14 +55,16 @@ class ReduceLROnPlateau(Callback):
             ValueError: The trainer has a scheduler, which would overwrite the rate in the next step, or another
                 optimizer.
         """
-        used = trainer.optimizer
-        if self.optimizer not in (used.values() if isinstance(used, Mapping) else (used,)):
+        used, scheduler = trainer.optimizer, trainer.scheduler
+        if not any(each is self.optimizer for each in separate_optimizers(used)):
             raise ValueError(
                 "ReduceLROnPlateau was made for another optimizer than the trainer's. Give it that one. (LS503)"
             )
-        if trainer.scheduler is not None and not isinstance(used, Mapping):
+        if isinstance(scheduler, Mapping):  # that of this one of several optimizers
+            scheduler = next((scheduler.get(name) for name, each in used.parts.items() if each is self.optimizer), None)
+        if scheduler is not None:
             raise ValueError(
-                f"ReduceLROnPlateau and the scheduler {type(trainer.scheduler).__name__} would both set the learning "
+                f"ReduceLROnPlateau and the scheduler {type(scheduler).__name__} would both set the learning "
                 "rate, and what the first has changed the second would overwrite in the next step. "
                 "Use one of them. (LS503)"
             )

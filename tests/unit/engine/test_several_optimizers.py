@@ -14,6 +14,7 @@ from lockstep.comm import World
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.engine.freezing import Freeze
+from lockstep.engine.plateau import ReduceLROnPlateau
 from lockstep.errors import CheckpointError
 
 SHARDS = 4
@@ -169,6 +170,28 @@ def test_a_scaler_leaves_out_an_optimizer_whose_parameters_are_frozen(limit: flo
             training.step(batch)
         changed = [not torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
         assert changed == [epoch == 1, epoch == 1, True, True]
+
+
+def test_a_metric_that_stagnates_lowers_the_rate_of_one_of_several_optimizers() -> None:
+    # Each of them was refused as that of another trainer.
+    net = networks()
+    optimizers = {name: torch.optim.SGD(net[name].parameters(), lr=0.1) for name in ("critic", "generator")}
+
+    def make(scheduled: str) -> Trainer:
+        plateau = ReduceLROnPlateau(optimizers["critic"], "loss", patience=0, factor=0.5)
+        scheduler = {scheduled: StepLR(optimizers[scheduled], 99)}
+        loss = {"critic": critic_loss, "generator": generator_loss}
+        return Trainer(net, optimizers, loss=loss, num_shards=SHARDS, scheduler=scheduler, callbacks=[plateau])
+
+    first, *_ = loader().epoch(0)
+    training = make("generator")
+    training.step(first)
+    for _ in range(2):
+        training.evaluate(loader(), lambda _model, _batch: {"loss": (1.0, 1)})
+    assert [group["lr"] for group in training.optimizer.param_groups] == [0.05, 0.1]
+    training.close()
+    with pytest.raises(ValueError, match="ReduceLROnPlateau and the scheduler StepLR would both"):
+        make("critic").step(first)
 
 
 def test_a_step_that_fails_in_its_second_update_continues_there() -> None:
