@@ -1,8 +1,8 @@
 """Which worker runs which shards in which step; this may change during a run."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import final
 
 from lockstep.data.cursor import Cursor
@@ -39,11 +39,9 @@ class ShardAssignment:
             self.last_requested = max(self.last_requested, cursor)
             return self._now if cursor >= self._since else self._before
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Block requests of other threads, so that `last_requested` does not change in this context."""
-        with self._asking:
-            yield
+    def held(self) -> AbstractContextManager[object]:
+        """Return a context that blocks requests of other threads, so that `last_requested` does not change in it."""
+        return self._asking
 
     def is_changing(self, cursor: Cursor) -> bool:
         """Whether a change is decided that does not hold yet in the step at `cursor`."""

@@ -1,10 +1,9 @@
 """`ShardedBatch`: one worker's part of the global batch of one step."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 from lockstep.comm import World
 from lockstep.data.assignment import ShardAssignment
@@ -82,15 +81,31 @@ class ShardedBatch:
         )
 
 
-@contextmanager
-def error_place_noted(cursor: Cursor, shard: int, indices: Sequence[int]) -> Iterator[None]:
-    """Add to an error of the user's code for which slice it was raised: epoch, step, shard and samples."""
-    try:
-        yield
-    except LockstepError:
-        raise
-    except Exception as error:
+@final
+class ErrorPlace:
+    """Adds to an error of the user's code for which slice it was raised: epoch, step, shard and samples.
+
+    Args:
+        cursor: The step.
+        shard: Of the slice.
+        indices: Its samples.
+    """
+
+    __slots__ = ("_cursor", "_indices", "_shard")
+
+    def __init__(self, cursor: Cursor, shard: int, indices: Sequence[int]) -> None:
+        self._cursor = cursor
+        self._shard = shard
+        self._indices = indices
+
+    def __enter__(self) -> None:
+        """Begin with the slice."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Add the note."""
+        if not isinstance(error, Exception) or isinstance(error, LockstepError):
+            return
+        cursor, indices = self._cursor, self._indices
         shown = ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")
         samples = f", samples {shown} of the data set" if indices else ""
-        error.add_note(f"At epoch {cursor.epoch}, step {cursor.step} (counted from 0), shard {shard}{samples}.")
-        raise
+        error.add_note(f"At epoch {cursor.epoch}, step {cursor.step} (counted from 0), shard {self._shard}{samples}.")

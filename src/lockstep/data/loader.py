@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.assignment import ShardAssignment
-from lockstep.data.batch import ShardedBatch, Slice, error_place_noted
+from lockstep.data.batch import ErrorPlace, ShardedBatch, Slice
 from lockstep.data.blocks import values_of
 from lockstep.data.contents import slice_number
 from lockstep.data.cursor import Cursor
@@ -354,7 +354,7 @@ def _same_world(world: World) -> World:
 
 
 def _take_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, indices: Sequence[int]) -> Slice:
-    with error_place_noted(cursor, shard, indices):
+    with ErrorPlace(cursor, shard, indices):
         data = _check_slice(next(loaded))
     return Slice(shard=shard, num_samples=len(indices), data=data, indices=indices)
 

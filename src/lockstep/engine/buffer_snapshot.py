@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import final
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.engine.flat_memory import FlatMemory
 from lockstep.torch_private import buffer_registry, foreach_copy_
+
+_SHAPE = attrgetter("shape")
 
 BufferParts = Sequence[dict[str, Tensor | None]]
 """The dictionaries in which modules keep their buffers, in the order of the modules."""
@@ -80,7 +83,7 @@ class BufferSnapshot:
         """Record the buffers that there are now, and their values."""
         names = [dict(part) for part in self._parts]
         buffers = unique_buffers(names)
-        places = list(map(_place, buffers))
+        places = _places(buffers)
         if places == self._places:
             copy_each(self.values, self.live)
         else:
@@ -99,9 +102,10 @@ class BufferSnapshot:
     def put_back(self) -> None:
         """Let the model's buffers be the recorded ones again, with their values."""
         self.restore_names()
-        for buffer, whole, place in zip(self._buffers, self._whole, self._places, strict=True):
-            if _place(buffer) != place:  # it was resized, or given other memory
-                buffer.data = whole
+        if _places(self._buffers) != self._places:
+            for buffer, whole, place in zip(self._buffers, self._whole, self._places, strict=True):
+                if _places([buffer]) != [place]:  # it was resized, or given other memory
+                    buffer.data = whole
         copy_each(self.live, self.values)
 
     @contextmanager
@@ -140,13 +144,17 @@ def without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    return id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.shape
+def _places(buffers: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
+    """Return of each buffer which tensor it is, the address of its memory, and its shape."""
+    try:
+        addresses = list(map(Tensor.data_ptr, buffers))
+    except RuntimeError:  # one is sparse, and has no memory of its own
+        addresses = [each.data_ptr() if each.layout is torch.strided else 0 for each in buffers]
+    return list(zip(map(id, buffers), addresses, map(_SHAPE, buffers), strict=True))
 
 
-@torch.no_grad()
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy the values of each source to its target."""
+    """Copy the values of each source to its target; none of them has a graph."""
     if targets:
         foreach_copy_(list(targets), list(sources))
 

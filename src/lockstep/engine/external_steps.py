@@ -6,7 +6,7 @@ A loop that still makes them would update twice per step, or decay twice as fast
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch.optim import Optimizer
@@ -16,15 +16,19 @@ from lockstep.torch_private import optimizer_step_pre_hooks
 
 @final
 class StepGuard:
-    """Refuses an optimizer's `step` outside of `allowed`, as long as there is a trainer of the optimizer."""
+    """Refuses an optimizer's `step`, as long as there is a trainer of the optimizer.
+
+    Attributes:
+        is_allowed: Whether it may step now.
+    """
 
     def __init__(self) -> None:
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._is_allowed = False
+        self.is_allowed = False
 
     def __call__(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Check a step of the optimizer, which calls this hook before it."""
-        if self._trainers and not self._is_allowed:
+        if self._trainers and not self.is_allowed:
             raise ValueError(
                 "optimizer.step() was called outside of Trainer.step, which has made the update already. Leave it out "
                 "of the loop, and zero_grad and backward with it. (LS517)"
@@ -37,15 +41,6 @@ class StepGuard:
     def remove(self, trainer: Any) -> None:
         """Forget a trainer of the optimizer, which takes no steps any more."""
         self._trainers.discard(trainer)
-
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Let the optimizer step in this context."""
-        self._is_allowed = True
-        try:
-            yield
-        finally:
-            self._is_allowed = False
 
 
 @final
@@ -69,10 +64,13 @@ class StepGuards:
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Let the optimizers step in this context."""
-        with ExitStack() as stack:
-            for guard in self._guards:
-                stack.enter_context(guard.allowed())
+        for guard in self._guards:
+            guard.is_allowed = True
+        try:
             yield
+        finally:
+            for guard in self._guards:
+                guard.is_allowed = False
 
 
 def _guard_steps(optimizer: Optimizer, trainer: Any) -> StepGuard:

@@ -12,6 +12,7 @@ from lockstep.data import Slice
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.step_values import ShardValues, check_values
 from lockstep.errors import LossError
+from lockstep.torch_private import tensor_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +65,20 @@ def read_loss(result: Any, part: Slice) -> SliceLoss:
     )
 
 
-def scale_by_weight(loss: Tensor, weight: float | Tensor, num_samples: int) -> Tensor:
-    """Return `loss * weight / num_samples`, in at least single precision where the weight is a tensor."""
+def begin_backward_at(loss: Tensor) -> Tensor:
+    """Return a tensor with the value of a loss at which a backward begins, and which no hook was put on yet."""
+    return loss.view_as(loss) if loss.grad_fn is None or tensor_hooks(loss) else loss
+
+
+def gradient_of_loss(loss: Tensor, weight: float | Tensor, num_samples: int) -> Tensor:
+    """Return the gradient with which the backward of a scalar loss begins: weight / samples of the global batch.
+
+    It is at most 1 where weights count samples, so that half precision does not overflow. The gradients have the bits
+    that `loss * (weight / num_samples)` gives them, in less time.
+    """
     if not isinstance(weight, Tensor):
-        return loss * (weight / num_samples)
-    return loss * (weight.double() / num_samples).to(torch.promote_types(loss.dtype, torch.float32))
+        return torch.full_like(loss, weight / num_samples, requires_grad=False)
+    return (weight.double() / num_samples).to(torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
 def _read_weight(weight: Any, shard: int) -> float | Tensor:

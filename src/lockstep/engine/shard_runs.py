@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch, Slice
-from lockstep.data.batch import error_place_noted
+from lockstep.data.batch import ErrorPlace
 from lockstep.devices.input_copies import InputCopies
 from lockstep.devices.transfer import to_device
 from lockstep.engine.buffers import ShardZeroBuffers
-from lockstep.engine.losses import read_loss, scale_by_weight
+from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.run_state import RunState
@@ -20,13 +20,13 @@ from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_table import StepTable
 from lockstep.engine.step_values import StepValues
 from lockstep.engine.stopwatch import Stopwatch
-from lockstep.engine.user_function import UserFunction, explained_errors
+from lockstep.engine.user_function import EXPLAINED_ERRORS, UserFunction
 from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
-from lockstep.torch_private import tree_leaves, version_of
+from lockstep.torch_private import run_backward, tree_leaves, version_of
 
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 """`loss(model, batch)` or `loss(model, batch, place)`: the mean loss of a slice (scalar), the pair of it and its weight
@@ -100,7 +100,7 @@ class ShardRuns:
                 versions = _versions_of(part.data) if number == 1 and before is not None else ()
                 event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
                 stopwatch.begin_shard(event)
-                with error_place_noted(batch.cursor, part.shard, part.indices):
+                with ErrorPlace(batch.cursor, part.shard, part.indices):
                     loss = self._run_shard(batch, part, task, table, data)
                 if number == 1 and before is not None:
                     # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
@@ -127,26 +127,26 @@ class ShardRuns:
             yield self._copies.finish(present)
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, table: StepTable, data: Any) -> Tensor:
-        """Run one shard's forward and backward; return its loss, without a graph.
-
-        Losses are scaled by weight / samples of the global batch, at most 1 where weights count samples, so that half
-        precision does not overflow.
-        """
+        """Run one shard's forward and backward; return its loss, without a graph."""
         found = read_loss(self.call_loss(batch, part, data), part)
         loss, weight = found.loss, found.weight
         table.note_values(part.shard, *self._values.add(part.shard, found.values))
         if isinstance(weight, Tensor) or weight > 0:
             table.add_loss(part.shard, loss, weight)
-            scaled = scale_by_weight(loss, weight, batch.num_samples)
+            root = begin_backward_at(loss)
         elif (zero := zero_over_parameters(loss)) is not None:
-            scaled = zero
+            root, weight = zero, batch.num_samples
         else:
             return loss.detach()
         if self._state.scaler is not None:
-            scaled = self._state.scaler.scale(scaled)
-        self._gradients.mark(scaled, task)
-        with explained_errors():
-            scaled.backward()
+            root = self._state.scaler.scale(root)
+        self._gradients.mark(root, task)
+        with EXPLAINED_ERRORS:
+            gradient = gradient_of_loss(root, weight, batch.num_samples)
+            if type(root) is Tensor:
+                run_backward(root, gradient)
+            else:  # a subclass may have a backward of its own
+                root.backward(gradient)
         return loss.detach()
 
     def _look_for_state(
@@ -168,7 +168,7 @@ class ShardRuns:
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""
         loss = read_loss(self.call_loss(batch, part, to_device(part.data, self._state.device)), part).loss
-        with explained_errors():
+        with EXPLAINED_ERRORS:
             loss.backward()
         return loss.detach()
 

@@ -102,7 +102,7 @@ class StepEngine:
     ) -> None:
         record_this_worker(world.rank, world.world_size)
         model, optimizer = state.model, state.optimizer
-        trained = TrainedModel(model)
+        self._trained = trained = TrainedModel(model)
         if descriptions is not None:
             check_same_model(trained, world)
             check_same_arguments(descriptions)
@@ -270,7 +270,7 @@ class StepEngine:
         state.scheduler_check.check()
         if self._row is not None:
             self._row.begin()
-        state.model.zero_grad(set_to_none=True)  # all of it, also what the optimizer does not train
+        self._trained.drop_gradients()  # all of them, also of what the optimizer does not train
         tasks = self._gradients.begin(batch.ranges)
         self._buffers.expect(len(tasks))
         self._written_parameters.begin()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lockstep.torch_private import flatten_dense
+
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
 _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -20,18 +22,15 @@ _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float64 scalar on `device` that is not finite if any number in the tensors is not (local)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    small: list[Tensor] = []
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if real.numel() < _SMALL_ELEMENTS:
-            small.append(real.reshape(-1))
+            small.setdefault((real.dtype, real.device), []).append(real)
         else:
             total += _sum(real).to(device)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for real in small:
-        by_kind.setdefault((real.dtype, real.device), []).append(real)
-    for alike in by_kind.values():
-        total += _sum(torch.cat(alike)).to(device)
+    for alike in small.values():
+        total += _sum(flatten_dense(alike)).to(device)
     return total
 
 

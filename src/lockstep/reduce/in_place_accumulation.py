@@ -14,13 +14,16 @@ the tree, and if no hook reads it that expects the gradient of one shard. `may_a
 
 [Note: a backward inside a backward] Autograd numbers the graph tasks of a process. If the number after a backward is
 not the next one, then something in it ran a backward of its own. This is sent to all workers; the step in which that is
-first found, if it is not the first, fails on all of them alike, whether anything was added in place there or not.
+first found, if it is not the first, fails on all of them alike, whether anything was added in place there or not. To
+look at the numbers takes as long as many additions. So once it is known that there are no such backwards, only the last
+one of a step is looked at, and in the others, where gradients are added in place, a second addition shows in the
+version of the sum.
 """
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, sub
 from typing import final
 
 import torch
@@ -87,9 +90,10 @@ class InPlaceAccumulation:
         self._task = NO_GRAPH_TASK
         self._target, self._rest, self._versions = None, {}, []
 
-    def watch(self, loss: Tensor) -> None:
-        """Watch the backward from `loss`."""
-        loss.register_hook(self._note_task)
+    def watch(self, loss: Tensor, *, is_last: bool) -> None:
+        """Watch the backward from `loss`, the last one of this worker in a step or another."""
+        if is_last or not self.adds_once:
+            loss.register_hook(self._note_task)
         self._is_waiting = any(map(is_not, map(_GRADIENT, self._parameters), repeat(None)))
         if self._is_waiting:
             waiting = {each: each.grad for each in self._parameters if each.grad is not None}
@@ -126,10 +130,11 @@ class InPlaceAccumulation:
         self._target, self._rest = None, {}
         if target is None:
             return take_gradients(self._parameters, self._sparse), 0
-        versions = zip(target.values(), map(version_of, target.values()), self._versions, strict=True)
-        untouched = [gradient for gradient, version, before in versions if version == before]
-        with torch.no_grad():
-            add_zero(untouched)
+        num_added = list(map(sub, map(version_of, target.values()), self._versions))
+        if max(num_added) > 1:
+            self.has_nested_backward = True
+        if not all(num_added):
+            add_zero([gradient for gradient, number in zip(target.values(), num_added, strict=True) if not number])
         found = take_gradients(self._parameters, self._sparse)
         summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in target.items()}
         return {**summed, **add_gradients(rest, found)}, 1

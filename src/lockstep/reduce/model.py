@@ -95,6 +95,11 @@ class TrainedModel:
             and all(map(eq, self._seen, map(_CHANGEABLE, self._parameters)))
         )
 
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient, trained or not, as `zero_grad` does; the model has not changed (local)."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that are not ignored, trainable or not."""
         return list(self._named())

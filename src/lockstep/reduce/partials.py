@@ -27,7 +27,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
+from lockstep.torch_private import FEWEST_STORAGE_USERS, count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
 
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
@@ -100,9 +100,11 @@ def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter]
         gradient = parameter.grad
         if gradient is not None:
             parameter.grad = None
-            if sparse is not None and gradient.is_sparse:
-                sparse.add(parameter)
-            taken[parameter] = as_dense(gradient)
+            if gradient.is_sparse or gradient.requires_grad:
+                if sparse is not None and gradient.is_sparse:
+                    sparse.add(parameter)
+                gradient = as_dense(gradient)
+            taken[parameter] = gradient
     gradient = None  # it would count as a user of its memory
     separate(taken)
     return taken
@@ -110,13 +112,16 @@ def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter]
 
 def separate(gradients: Gradients) -> None:
     """Give each dense gradient memory of its own. [Note: gradients in one memory] and [Note: memory of CUDA graphs]."""
-    # Counted here and not once, because a dispatch mode, such as torch's CUDA sanitizer, may change it.
-    users_of_own_memory = count_storage_users(torch.empty(1, device="cpu"))
     copies_all = has_cuda_graphs_of_compiler()
+    users_of_own_memory = 0
     for parameter, gradient in gradients.items():
         if gradient.is_sparse:
             continue
-        if copies_all or count_storage_users(gradient) > users_of_own_memory:
+        num_users = count_storage_users(gradient)
+        if num_users > FEWEST_STORAGE_USERS and not users_of_own_memory:
+            # A dispatch mode, such as torch's CUDA sanitizer, may count another one.
+            users_of_own_memory = count_storage_users(torch.empty(1, device="cpu"))
+        if copies_all or num_users > max(users_of_own_memory, FEWEST_STORAGE_USERS):
             gradients[parameter] = gradient.clone()
 
 
@@ -127,9 +132,8 @@ def as_dense(gradient: Tensor) -> Tensor:
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-@torch.no_grad()
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return the sum of two partials, in memory of theirs. [Note: an absent gradient]."""
+    """Return the sum of two partials, which have no graph, in memory of theirs. [Note: an absent gradient]."""
     both = [parameter for parameter in left if parameter in right]
     add_each([left[parameter] for parameter in both], [right[parameter] for parameter in both])
     alone = [gradient for parameter, gradient in left.items() if parameter not in right]

@@ -131,7 +131,7 @@ class ShardReducer:
 
     def mark(self, loss: Tensor, task: ShardTask) -> None:
         """Mark where the backward of a task begins (local)."""
-        self._in_place.watch(loss)
+        self._in_place.watch(loss, is_last=task == self._last)
         merge = None
         if task.num_sums:
             merge = self._in_place.offer(self._partials.kept[-1])

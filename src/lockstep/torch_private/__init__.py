@@ -30,6 +30,7 @@ from lockstep.torch_private.autograd import (
     is_inside_func_grad,
     post_accumulate_grad_hooks,
     queue_callback,
+    run_backward,
     run_backward_of_leaf,
     tensor_hooks,
 )
@@ -76,8 +77,10 @@ from lockstep.torch_private.groups import (
     store_of,
 )
 from lockstep.torch_private.memory import (
+    FEWEST_STORAGE_USERS,
     REFERENCES_OF_ONE_HOLDER,
     count_storage_users,
+    flatten_dense,
     foreach_add_,
     foreach_copy_,
     foreach_div_,
@@ -123,6 +126,7 @@ from lockstep.torch_private.values import (
 )
 
 __all__ = [
+    "FEWEST_STORAGE_USERS",
     "NO_GRAPH_TASK",
     "REFERENCES_OF_ONE_HOLDER",
     "AnyBatchNorm",
@@ -143,6 +147,7 @@ __all__ = [
     "device_types",
     "disable_compiler",
     "find_tensors",
+    "flatten_dense",
     "foreach_add_",
     "foreach_copy_",
     "foreach_div_",
@@ -188,6 +193,7 @@ __all__ = [
     "queue_callback",
     "register_backend",
     "root_mesh",
+    "run_backward",
     "run_backward_of_leaf",
     "separate_registries",
     "set_default_backend",

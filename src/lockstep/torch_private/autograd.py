@@ -27,6 +27,15 @@ For: seeing that a gradient belongs to the backward that is under way, and wheth
 """
 
 
+def run_backward(root: Tensor, gradient: Tensor) -> None:
+    """Run a backward from a tensor with a graph, which `gradient` has the shape, dtype and device of.
+
+    It does what `root.backward(gradient)` does, without what that checks in Python, which takes as long as the backward
+    of two small layers. For: the backward of each shard's loss, whose shape was checked.
+    """
+    _ENGINE.run_backward((root,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def run_backward_of_leaf(leaf: Tensor, gradient: Tensor) -> None:
     """Run a backward from a leaf to itself: its hooks are called, and nothing is accumulated.
 

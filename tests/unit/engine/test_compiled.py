@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
-from lockstep.engine.user_function import explained_errors
+from lockstep.engine.user_function import EXPLAINED_ERRORS
 from lockstep.errors import LossError
 
 ALONE = World(rank=0, world_size=1, group=None)
@@ -109,7 +109,7 @@ def test_a_forward_that_is_not_one_graph_is_an_error_with_what_to_do() -> None:
 
 def test_without_a_compiler_the_error_says_what_to_install() -> None:
     # torch's own words; a real one takes ten seconds of imports.
-    with pytest.raises(LossError, match="compiler that works"), explained_errors():
+    with pytest.raises(LossError, match="compiler that works"), EXPLAINED_ERRORS:
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: ()")
 
 

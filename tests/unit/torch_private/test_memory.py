@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lockstep.torch_private import (
     REFERENCES_OF_ONE_HOLDER,
     count_storage_users,
+    flatten_dense,
     foreach_add_,
     foreach_copy_,
     foreach_div_,
@@ -233,6 +234,13 @@ def test_adding_zero_turns_minus_zero_into_zero() -> None:
     tensor = torch.tensor([-0.0])
     foreach_add_([tensor], 0.0)
     assert torch.signbit(tensor).item() is False, "an absent gradient would depend on the number of workers"
+
+
+def test_flat_tensors_are_copies_in_order() -> None:
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.zeros(0), torch.tensor([8.0])]
+    flat = flatten_dense(tensors)
+    assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0, 7.0, 8.0], "a gradient that is not finite could be missed"
+    assert flat.untyped_storage()._cdata != tensors[0].untyped_storage()._cdata
 
 
 def test_copies_go_between_strides_and_types() -> None:
