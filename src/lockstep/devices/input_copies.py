@@ -41,11 +41,12 @@ class InputCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_asynchronous = is_asynchronous(device)
         self._stream: torch.Stream | None = None
 
     def start(self, value: Any) -> PendingCopy:
         """Begin to copy a value, as `to_device` does, on a stream of its own if it consists of tensors of the CPU."""
-        if not is_asynchronous(self._device) or not self._can_copy(value):
+        if not self._is_asynchronous or not self._can_copy(value):
             return PendingCopy(value, None)
         if self._stream is None:
             self._stream = torch.Stream(self._device)

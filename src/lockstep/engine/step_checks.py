@@ -140,7 +140,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
                 f"{name_step(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
                 'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
             )
-    if not sums.weight > 0:
+    if not any(weight > 0 for weight in sums.weights):
         raise LossError(
             f"The summed weight of the losses is {sums.weight} at {name_step(batch.cursor)}, expected more than "
             "zero: no shard had anything to learn from. (LS507)"

@@ -30,7 +30,7 @@ from lockstep.data import Cursor, ShardedBatch
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.device_row import DeviceRow
 from lockstep.reduce.status_message import has_cpu_backend
-from lockstep.shards import add_in_tree_order
+from lockstep.shards import sum_in_tree_order
 
 _BEGINNING: Final = Cursor()
 
@@ -129,12 +129,12 @@ class StepSums:
     @property
     def loss(self) -> float:
         """Sum of the losses, in the order of the tree."""
-        return _add(self.losses)
+        return sum_in_tree_order(self.losses)
 
     @property
     def weight(self) -> float:
         """Sum of the weights, in the order of the tree."""
-        return _add(self.weights)
+        return sum_in_tree_order(self.weights)
 
     @property
     def mean_loss(self) -> float:
@@ -279,8 +279,3 @@ def _to_status(numbers: Sequence[float]) -> WorkerStatus:
         planned=int(planned),
         end_requested=bool(end_requested),
     )
-
-
-def _add(values: Sequence[float]) -> float:
-    leaves = {(shard, shard + 1): value for shard, value in enumerate(values)}
-    return add_in_tree_order(leaves, len(values), lambda left, right: left + right)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.comm import World, calls_for, raise_if_broken
 from lockstep.errors import LossError
-from lockstep.shards import add_in_tree_order
+from lockstep.shards import sum_in_tree_order
 
 ShardValues = Mapping[str, tuple[float | Tensor, float | Tensor]]
 """The values of a slice by name: each a mean and its weight."""
@@ -122,7 +122,7 @@ class _Means:
             rows: list[list[list[float]]] = self.sums.tolist()
             self.sums = None
             for place, name in enumerate(self.names):
-                total, weight = (_add([row[place][column] for row in rows]) for column in (0, 1))
+                total, weight = (sum_in_tree_order([row[place][column] for row in rows]) for column in (0, 1))
                 self.means[name] = total / weight if weight else math.nan
         return self.means
 
@@ -152,8 +152,3 @@ def _is_number(value: Any) -> bool:
 
 def _number_of(names: Sequence[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
-
-
-def _add(values: Sequence[float]) -> float:
-    leaves = {(shard, shard + 1): value for shard, value in enumerate(values)}
-    return add_in_tree_order(leaves, len(values), lambda left, right: left + right)

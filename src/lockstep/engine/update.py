@@ -167,7 +167,7 @@ class _WriteRecord:
         self._parameters = parameters
         self._counts = list(map(version_of, parameters))
         self._values = self._list_state()
-        self._value_counts = list(map(_count, self._values))
+        self._value_counts = _count_writes(self._values)
         self._options = [dict(group) for group in state.optimizer.param_groups]
         self._bits = sum_of_bits(parameters) if reads_bits else None
 
@@ -178,7 +178,7 @@ class _WriteRecord:
             list(map(version_of, self._parameters)) != self._counts
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_count, values)) != self._value_counts
+            or _count_writes(values) != self._value_counts
             or not all(isinstance(value, Tensor | int | float | str | None) for value in values)
             or (self._bits is not None and bool(sum_of_bits(self._parameters) != self._bits))
         )
@@ -208,5 +208,5 @@ def _has_gradient(optimizer: Optimizer) -> bool:
     return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
 
 
-def _count(value: Any) -> int:
-    return version_of(value) if isinstance(value, Tensor) else 0
+def _count_writes(values: Sequence[Any]) -> list[int]:
+    return [version_of(value) if isinstance(value, Tensor) else 0 for value in values]

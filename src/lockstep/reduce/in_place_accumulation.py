@@ -55,7 +55,7 @@ def may_accumulate_in_place(
     """
     if not adds_once or is_waiting:
         return set()
-    return partial - (sparse | hooked)
+    return partial - (sparse | hooked) if sparse or hooked else partial
 
 
 @final
@@ -116,7 +116,8 @@ class InPlaceAccumulation:
         )
         if not chosen:
             return None
-        self._rest = {parameter: partial.pop(parameter) for parameter in partial.keys() - chosen}
+        left_out = partial.keys() - chosen if len(chosen) < len(partial) else ()
+        self._rest = {parameter: partial.pop(parameter) for parameter in left_out}
         self._target = partial
         for parameter, gradient in partial.items():
             parameter.grad = gradient
@@ -137,7 +138,7 @@ class InPlaceAccumulation:
             add_zero([gradient for gradient, number in zip(target.values(), num_added, strict=True) if not number])
         found = take_gradients(self._parameters, self._sparse)
         summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in target.items()}
-        return {**summed, **add_gradients(rest, found)}, 1
+        return ({**summed, **add_gradients(rest, found)} if rest or found else summed), 1
 
     def end_in_buckets(self) -> None:
         """End a shard whose gradients have gone to buckets."""

@@ -22,12 +22,15 @@ shard would overwrite the partial, so all gradients are copied as soon as the co
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import FEWEST_STORAGE_USERS, count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
+from lockstep.torch_private import USUAL_STORAGE_USERS, count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
+
+_ALONE: Final = torch.empty(1, device="cpu")
+"""Nothing else holds its memory."""
 
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
@@ -112,16 +115,15 @@ def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter]
 
 def separate(gradients: Gradients) -> None:
     """Give each dense gradient memory of its own. [Note: gradients in one memory] and [Note: memory of CUDA graphs]."""
+    dense = {parameter: gradient for parameter, gradient in gradients.items() if not gradient.is_sparse}
     copies_all = has_cuda_graphs_of_compiler()
-    users_of_own_memory = 0
-    for parameter, gradient in gradients.items():
-        if gradient.is_sparse:
-            continue
-        num_users = count_storage_users(gradient)
-        if num_users > FEWEST_STORAGE_USERS and not users_of_own_memory:
-            # A dispatch mode, such as torch's CUDA sanitizer, may count another one.
-            users_of_own_memory = count_storage_users(torch.empty(1, device="cpu"))
-        if copies_all or num_users > max(users_of_own_memory, FEWEST_STORAGE_USERS):
+    own_memory, *counts = count_storage_users([_ALONE, *dense.values()])
+    if not copies_all and max(counts, default=0) <= min(own_memory, USUAL_STORAGE_USERS):
+        return
+    # Counted anew, because a dispatch mode, such as torch's CUDA sanitizer, may change it.
+    (own_memory,) = count_storage_users([torch.empty(1, device="cpu")])
+    for (parameter, gradient), num_users in zip(dense.items(), counts, strict=True):
+        if copies_all or num_users > own_memory:
             gradients[parameter] = gradient.clone()
 
 

@@ -112,7 +112,7 @@ class ShardReducer:
         if self._reducer is not None:
             self._reducer.schedule.on_end_of_backward = call
 
-    def begin(self, ranges: Sequence[range]) -> list[ShardTask]:
+    def begin(self, ranges: Sequence[range]) -> Sequence[ShardTask]:
         """Begin with a step, for which no parameter has a gradient; return this worker's tasks (local).
 
         Args:

@@ -17,6 +17,7 @@ from lockstep.shards.tree import (
     partial_nodes,
     partial_nodes_by_size,
     plan_shard_tasks,
+    sum_in_tree_order,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "plan_shard_tasks",
     "shard_range",
     "split_evenly",
+    "sum_in_tree_order",
 ]

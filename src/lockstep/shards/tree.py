@@ -17,8 +17,9 @@ When the partials of all workers are added in the order of the tree, the result 
 which shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -79,7 +80,8 @@ def partial_nodes_by_size(shards: range, num_shards: int) -> list[Node]:
     return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_largest_first)
 
 
-def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
+@lru_cache
+def plan_shard_tasks(shards: range, num_shards: int) -> tuple[ShardTask, ...]:
     """Return the order in which a worker runs its shards, and how it adds their gradients on a stack of partials.
 
     After the last task the stack holds the sums of `partial_nodes_by_size`, in that order.
@@ -87,11 +89,11 @@ def plan_shard_tasks(shards: range, num_shards: int) -> list[ShardTask]:
     Raises:
         ValueError: The shards are not within `range(num_shards)`.
     """
-    return [
+    return tuple(
         ShardTask(shard, len(completed_nodes(shard, start, num_shards)) - 1)
         for start, stop in partial_nodes_by_size(shards, num_shards)
         for shard in range(start, stop)
-    ]
+    )
 
 
 def _largest_first(node: Node) -> tuple[int, int]:
@@ -111,6 +113,27 @@ def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable
         ValueError: No partial covers some shard.
     """
     return _sum_of_node(partials, (0, num_shards), num_shards, add)
+
+
+def sum_in_tree_order(values: Sequence[float]) -> float:
+    """Return the sum of a number of each shard, added in the order of the tree."""
+    sums = list(values)
+    for left, right in _additions(len(sums)):
+        sums[left] += sums[right]
+    return sums[0]
+
+
+@lru_cache
+def _additions(num_shards: int) -> list[tuple[int, int]]:
+    """Return which sums are added to which, in turn; a sum has the number of its first shard."""
+    found: list[tuple[int, int]] = []
+
+    def add(left: int, right: int) -> int:
+        found.append((left, right))
+        return left
+
+    add_in_tree_order({(shard, shard + 1): shard for shard in range(num_shards)}, num_shards, add)
+    return found
 
 
 def _sum_of_node(partials: Mapping[Node, T], node: Node, num_shards: int, add: Callable[[T, T], T]) -> T:

@@ -77,8 +77,8 @@ from lockstep.torch_private.groups import (
     store_of,
 )
 from lockstep.torch_private.memory import (
-    FEWEST_STORAGE_USERS,
     REFERENCES_OF_ONE_HOLDER,
+    USUAL_STORAGE_USERS,
     count_storage_users,
     flatten_dense,
     foreach_add_,
@@ -126,9 +126,9 @@ from lockstep.torch_private.values import (
 )
 
 __all__ = [
-    "FEWEST_STORAGE_USERS",
     "NO_GRAPH_TASK",
     "REFERENCES_OF_ONE_HOLDER",
+    "USUAL_STORAGE_USERS",
     "AnyBatchNorm",
     "AnyFuture",
     "GroupRequest",

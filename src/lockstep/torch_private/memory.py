@@ -1,6 +1,6 @@
 """Storages, versions and reference counts of tensors, and operations on lists of tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -22,12 +22,12 @@ buckets' held gradients, replicas' kept memory) and whether two gradients share 
 """
 
 
-def count_storage_users(tensor: Tensor) -> int:
-    """Return how many tensors and storage objects hold a tensor's memory, the one made for this question included."""
-    return storage_use_count(tensor.untyped_storage()._cdata)
+def count_storage_users(tensors: Iterable[Tensor]) -> list[int]:
+    """Return of each tensor how many tensors and storage objects hold its memory, the one made for this included."""
+    return list(map(storage_use_count, map(storage_address, map(Tensor.untyped_storage, tensors))))
 
 
-FEWEST_STORAGE_USERS: Final = 2
+USUAL_STORAGE_USERS: Final = 2
 """What `count_storage_users` says of memory that one tensor alone has: that tensor, and the storage object."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
