@@ -94,6 +94,7 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
         assert environment["PYTHONHASHSEED"] == "0"  # a vocabulary made from a set had another order on every rank
+        assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)  # each step got its memory page by page
         assert not read_is_launched(environment)
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
     assert len({environment["TORCHELASTIC_RUN_ID"] for environment in environments}) == 1

@@ -45,6 +45,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
+from lockstep.processes.freed_memory import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
 from lockstep.settings import (
     LAUNCHED,
@@ -365,6 +366,8 @@ def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) 
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
+    if job.placement.devices[0].name == "cpu":
+        defaults |= FREED_MEMORY_VARIABLES
     # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     python_path = with_drop_in(read_python_path()) if job.drop_in else read_python_path()

@@ -1,4 +1,4 @@
-"""Asking the kernel to end a process with its parent, and malloc to keep the memory that the process frees."""
+"""Asking the kernel to end a process with its parent."""
 
 import ctypes
 import os
@@ -7,9 +7,6 @@ import sys
 import threading
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 1 << 30
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -47,19 +44,3 @@ def terminate_only_for(owner_pid: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread inherits this mask
     threading.Thread(target=wait, daemon=True).start()
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep blocks of up to 1 GiB when they are freed (glibc; elsewhere does nothing).
-
-    By default malloc returns large blocks to the system, and each step gets them again, page by page. That costs a
-    quarter of a microsecond or more for every 4 KiB of activations and gradients. See mallopt(3).
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library
-        return
-    mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

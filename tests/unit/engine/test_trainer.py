@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import warnings
 from typing import Any
 
@@ -454,6 +455,43 @@ def test_a_backward_inside_a_backward_that_begins_late_is_refused_once() -> None
         training.step(batches[1])
         is_reentrant[0] = False
         training.step(batches[2])
+
+
+def test_a_backward_inside_that_adds_twice_to_a_sum_is_refused_also_before_the_last_shard() -> None:
+    calls = itertools.count()
+    # Of each step of four shards, the second one, from the second step on: its gradients are added in place.
+    training = trainer(checkpointed_net(is_reentrant=lambda: next(calls) // 2 == 5), num_shards=4)
+    batches = list(loader(num_shards=4).epoch(0))
+    training.step(batches[0])
+    with pytest.raises(LossError, match="has run another backward inside"):
+        training.step(batches[1])
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_loss_that_is_a_parameter_or_has_hooks_is_trained_as_any_other(num_shards: int) -> None:
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.tensor(1.0))
+
+    seen: list[float] = []
+
+    def hooked(model: nn.Module, _batch: Any) -> Tensor:
+        loss: Tensor = model.value * 2
+        loss.register_hook(lambda gradient: seen.append(float(gradient)))
+        return loss
+
+    for loss, gradient in ((lambda model, _batch: model.value, 1.0), (hooked, 2.0)):
+        model = Scalar()
+        training = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, num_shards=num_shards)
+        for batch in itertools.islice(loader(num_shards).epoch(0), 2):
+            training.step(batch)
+            assert model.value.grad is not None
+            assert model.value.grad.item() == pytest.approx(gradient)
+            assert not model.value._backward_hooks, "each step would leave another hook on the parameter"
+        assert model.value.item() == pytest.approx(1 - 0.2 * gradient)
+        training.close()
+    assert seen == pytest.approx([1 / num_shards] * 2 * num_shards)
 
 
 def test_a_step_after_one_that_failed_in_its_backward_knows_nothing_of_it() -> None:
