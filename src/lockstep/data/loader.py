@@ -64,8 +64,8 @@ class ShardedLoader:
             group, which is made if torchrun or another launcher started this worker and it is not there, or alone.
 
     Raises:
-        TypeError: A data set without a length or without indexing that is no stream, or a stream that can be read only
-            once.
+        TypeError: A data set without a length or without indexing that is no stream, a stream that can be read only
+            once, or a size or seed that is not a whole number.
         ValueError: A batch smaller than the number of shards, an empty data set, one that is smaller than a batch where
             the last batch is left out, or more workers than shards; weights or lengths that are not one for each
             sample, negative, or together with `shuffle=False`; weights that are all zero, or "balanced" where the
@@ -90,6 +90,9 @@ class ShardedLoader:
         pin_memory: bool = False,
         world: World | Callable[[], World] | None = None,
     ) -> None:
+        for name, value in {"batch_size": batch_size, "num_shards": num_shards, "seed": seed}.items():
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} is {value!r}, expected a whole number. (LS401)")
         if batch_size < num_shards:
             raise ValueError(
                 f"batch_size is {batch_size} and num_shards is {num_shards}: every shard needs a sample of each "

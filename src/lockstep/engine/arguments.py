@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import World
-from lockstep.engine.callbacks import Callback, check_callback
+from lockstep.engine.callbacks import Callback, check_callbacks
 from lockstep.engine.checks import check_batchnorm, check_model, check_optimizer
 from lockstep.engine.optimizer_checks import (
     check_can_be_saved,
@@ -188,8 +188,7 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
         _check_loss(loss)
     for name, scheduler in list_schedulers(arguments.scheduler, arguments.optimizer).items():
         check_scheduler(scheduler, optimizers[name])
-    for callback in arguments.callbacks:
-        check_callback(callback)
+    check_callbacks(arguments.callbacks)
     _check_norm(arguments.max_grad_norm)
     _check_choice("nonfinite", arguments.nonfinite, ("stop", "skip"))
     _check_choice("balance", arguments.balance, ("even", "speed"))

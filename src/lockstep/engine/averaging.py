@@ -3,7 +3,7 @@
 Each worker averages the same bits in the same order, so the average has the same bits on all, on any number of workers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -156,6 +156,33 @@ class SWA(AveragedWeights):
         super().load_state_dict({"tensors": {}, **state_dict})
         self.num_averaged = int(state_dict["num_averaged"])
         self._before_update = {name: value.detach().clone() for name, value in state_dict["before_update"].items()}
+
+
+def tensors_of(weights: AveragedWeights | None, callbacks: Sequence[Callback]) -> Mapping[str, Tensor]:
+    """Return what is to be evaluated in the place of the model's own tensors; nothing for None.
+
+    Args:
+        weights: An average.
+        callbacks: Those of the trainer.
+
+    Raises:
+        TypeError: It is no average.
+        ValueError: It has averaged nothing, and no trainer calls it.
+    """
+    if weights is None:
+        return {}
+    if not isinstance(weights, AveragedWeights):
+        raise TypeError(
+            f"weights is {weights!r}, expected an average of the weights: the ls.EMA or ls.SWA among the trainer's "
+            "callbacks. (LS526)"
+        )
+    if not weights.tensors and not any(weights is each for each in callbacks):
+        raise ValueError(
+            f"weights is an {type(weights).__name__} that has averaged nothing and is not among the trainer's "
+            "callbacks, so the model's own weights would be evaluated. Make the trainer with callbacks=[...] that "
+            "holds it. (LS526)"
+        )
+    return weights.tensors
 
 
 @torch.no_grad()

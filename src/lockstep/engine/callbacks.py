@@ -177,6 +177,19 @@ class Callbacks:
                 )
 
 
+def check_callbacks(value: Any) -> None:
+    """Check that a value is a sequence of callbacks.
+
+    Raises:
+        TypeError: It is not.
+        ValueError: See `check_callback`.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"callbacks is {value!r}, expected a list: callbacks=[...]. (LS525)")
+    for each in value:
+        check_callback(each)
+
+
 def check_callback(value: Any) -> None:
     """Check that a value is a callback.
 

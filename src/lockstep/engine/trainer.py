@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.comm import World, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
 from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type
-from lockstep.engine.averaging import SWA, AveragedWeights
+from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.checks import warn_of_other_conditions
@@ -163,7 +163,7 @@ class Trainer:
             bucket_limits=bucket_limits or BucketLimits(),
             on_worker_loss=on_worker_loss,
             min_workers=min_workers,
-            callbacks=tuple(callbacks),
+            callbacks=callbacks,
         )
         descriptions = check_arguments(arguments, world)
         if compile:
@@ -237,11 +237,13 @@ class Trainer:
 
         Raises:
             PeerFailedError: The metric has raised an error on another worker.
-            TypeError: Not a ShardedLoader, or the metric returned neither a sum and a weight nor several by name.
-            ValueError: Workers evaluate on different data, or a weight is below zero or not a number.
+            TypeError: Not a ShardedLoader, or no average, or the metric returned neither a sum and a weight nor several
+                by name.
+            ValueError: Workers evaluate on different data, or a weight is below zero or not a number; or the average
+                has averaged nothing, and is not among the callbacks.
         """
         self._state.check_last_step()
-        tensors = {} if weights is None else weights.tensors
+        tensors = tensors_of(weights, self._state.callbacks.all())
         found = self._present.repeatable(lambda world: evaluate(self._state, world, loader, metric, tensors))
         self.moments.look_at_evaluation(found, name)
         return found

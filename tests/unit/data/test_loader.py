@@ -81,6 +81,14 @@ def test_the_last_batch_is_smaller_and_says_so() -> None:
     assert len(loader()) == 3
 
 
+@pytest.mark.parametrize("sizes", [{"num_shards": "4"}, {"batch_size": 20.5}, {"batch_size": True}, {"seed": 1.0}])
+def test_a_size_that_is_no_whole_number_is_told_when_the_loader_is_made(sizes: dict[str, Any]) -> None:
+    options = {"batch_size": 8, "num_shards": 1} | sizes
+    name, value = next(iter(sizes.items()))
+    with pytest.raises(TypeError, match=f"{name} is {value!r}, expected a whole number"):
+        ShardedLoader(range(20), **options)
+
+
 def test_drop_last_leaves_out_the_smaller_last_batch_of_an_epoch_and_not_of_an_evaluation() -> None:
     dropping = loader(drop_last=True)
     batches = list(dropping.epoch(0))

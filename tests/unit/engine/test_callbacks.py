@@ -376,6 +376,24 @@ def test_states_of_other_callbacks_are_refused(tmp_path: Path) -> None:
         with_average.trainer.evaluate(with_average.loader, error_of, weights=other_average())
 
 
+def test_an_average_that_nobody_keeps_is_not_evaluated_as_the_model() -> None:
+    run = Run(None)
+    run.trainer.step(next(run.loader.epoch(0)))
+    for average in (ls.EMA(), ls.SWA(0)):
+        with pytest.raises(ValueError, match="has averaged nothing and is not among the trainer's callbacks"):
+            run.trainer.evaluate(run.loader, error_of, weights=average)
+    with pytest.raises(TypeError, match="weights is 'ema', expected an average of the weights"):
+        run.trainer.evaluate(run.loader, error_of, weights="ema")
+    loaded = ls.EMA(0.5)
+    loaded.load_state_dict({"tensors": dict(Run(None).trainer.model.named_parameters())})
+    assert run.trainer.evaluate(run.loader, error_of, weights=loaded) != run.trainer.evaluate(run.loader, error_of)
+
+
+def test_one_callback_that_is_not_in_a_list_is_told() -> None:
+    with pytest.raises(TypeError, match=r"callbacks is .*EMA.*, expected a list: callbacks=\[...\]"):
+        Run(None, callbacks=ls.EMA())
+
+
 def other_average() -> ls.EMA:
     ema = ls.EMA()
     ema.tensors = {"last.weight": torch.zeros(6, 5)}
