@@ -477,7 +477,7 @@ def test_a_loss_that_is_a_parameter_or_has_hooks_is_trained_as_any_other(num_sha
     seen: list[float] = []
 
     def hooked(model: nn.Module, _batch: Any) -> Tensor:
-        loss: Tensor = model.value * 2
+        loss: Any = model.value * 2
         loss.register_hook(lambda gradient: seen.append(float(gradient)))
         return loss
 
