@@ -1,7 +1,7 @@
 """Slowdowns in real trainings: are the slowest part, the worker and the reason named? `faulty.py` is what is started.
 
 `python -m torture.slow [NAME...]` runs it alone: each job runs for some seconds, and is looked at with
-`lockstep doctor --slow --json` meanwhile. Healthy jobs among other processes must not be said to stand still.
+`lockstep doctor --slow --json` meanwhile.
 """
 
 import contextlib

@@ -18,7 +18,6 @@ Where workers continue without one that is lost, each exchange after the table c
 one may have failed here alone, and the worker then has all to finish the step but what that exchange returns.
 """
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import final
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import World, broadcast_tensors, raise_if_broken
-from lockstep.data import ShardedBatch, Slice
+from lockstep.data import ShardedBatch
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_same_arguments
@@ -47,6 +46,7 @@ from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState
+from lockstep.engine.shard_numbers import number_shards
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
     NestedBackwardCheck,
@@ -204,35 +204,17 @@ class StepEngine:
             batch: With the slices of all these shards.
             order: The shards.
         """
-        slices = {part.shard: part for part in batch.slices}
-        found: dict[int, dict[str, str]] = {}
         self._enter(StepPhase.PREPARE)
         self._random.save()
         self._buffers.begin()
         try:
             with self._hooks.taken_off():
-                for shard in order:
-                    with self._buffers.of_step_begin():
-                        found[shard] = self._number_shard(batch, slices[shard])
+                return number_shards(self._state, self._runs, self._buffers, batch, order)
         finally:
             self._buffers.undo()
             self._random.restore()
             self._state.model.zero_grad(set_to_none=True)
             self._enter(StepPhase.IDLE)
-        return found
-
-    def _number_shard(self, batch: ShardedBatch, part: Slice) -> dict[str, str]:
-        numbers: dict[str, str] = {}
-        for update in self._state.plan.updates(self._state.global_step):
-            prefix = f"{update.name}: " if update.name else ""
-            self._state.model.zero_grad(set_to_none=True)
-            self._runs.begin(update)
-            loss = self._runs.compute(batch, part)
-            numbers[f"{prefix}the loss"] = _hash_bits(loss)
-            for name, each in self._state.model.named_parameters():
-                if each.grad is not None:
-                    numbers[f"{prefix}the gradient of {name}"] = _hash_bits(each.grad)
-        return numbers
 
     def close(self) -> None:
         """Release hooks, threads and buckets, and the gradients that lie in them (local); not during a step."""
@@ -409,11 +391,6 @@ class StepEngine:
         return WorkerNumbers(
             options=self._comparison.options_number(), values=self._comparison.values_number(), gradients=gradients
         )
-
-
-def _hash_bits(tensor: Tensor) -> str:
-    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return hashlib.sha256(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _raise(error: GroupError) -> StepAgreement:

@@ -17,7 +17,9 @@ class _InheritedGarbage:
     """What becomes of the garbage collector around a fork."""
 
     def __init__(self) -> None:
-        self._thread = threading.local()  # two threads may fork at once
+        self._lock = threading.RLock()  # the handler of a signal may fork as well
+        self._num_forks = 0  # threads may fork at once
+        self._was_enabled = False
         self._is_left_alone = False
 
     def leave_alone(self) -> None:
@@ -28,15 +30,21 @@ class _InheritedGarbage:
 
     def _pause(self) -> None:
         """Collect nothing in what else Python calls at a fork, which may come before `_freeze`."""
-        self._thread.was_enabled = gc.isenabled()
-        gc.disable()
+        with self._lock:
+            self._num_forks += 1
+            if self._num_forks == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
 
     def _go_on(self) -> None:
-        if self._thread.was_enabled:
-            gc.enable()
+        with self._lock:
+            if self._num_forks == 1 and self._was_enabled:
+                gc.enable()
+            self._num_forks -= 1
 
     def _freeze(self) -> None:
         gc.freeze()
+        self._lock, self._num_forks = threading.RLock(), 1  # another thread may have held it, and is not here
         self._go_on()
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import select
 import signal
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep.comm
+from lockstep.processes.inherited_garbage import INHERITED_GARBAGE
 
 assert lockstep.comm  # it is what asks for this
 
@@ -38,3 +40,26 @@ def test_a_child_does_not_wait_in_the_destructor_of_an_old_group(is_enabled: boo
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert (code, is_unchanged) == (3 if is_enabled else 4, True)
+
+
+@pytest.mark.parametrize("end", ["_go_on", "_freeze"])
+def test_of_two_threads_that_fork_at_once_each_child_collects_garbage_again(end: str) -> None:
+    garbage = type(INHERITED_GARBAGE)()
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        garbage._pause()
+        other = threading.Thread(target=garbage._pause)
+        other.start()
+        other.join()
+        assert not gc.isenabled()
+        last = threading.Thread(target=getattr(garbage, end))  # in the parent, or in the child of the other thread
+        last.start()
+        last.join()
+        if end == "_go_on":
+            assert not gc.isenabled()
+            garbage._go_on()
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable() if was_enabled else gc.disable()
