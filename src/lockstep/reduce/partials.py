@@ -22,15 +22,13 @@ shard would overwrite the partial, so all gradients are copied as soon as the co
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from functools import cache
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.torch_private import USUAL_STORAGE_USERS, count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
-
-_ALONE: Final = torch.empty(1, device="cpu")
-"""Nothing else holds its memory."""
 
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""
@@ -117,7 +115,7 @@ def separate(gradients: Gradients) -> None:
     """Give each dense gradient memory of its own. [Note: gradients in one memory] and [Note: memory of CUDA graphs]."""
     dense = {parameter: gradient for parameter, gradient in gradients.items() if not gradient.is_sparse}
     copies_all = has_cuda_graphs_of_compiler()
-    own_memory, *counts = count_storage_users([_ALONE, *dense.values()])
+    own_memory, *counts = count_storage_users([_tensor_alone(), *dense.values()])
     if not copies_all and max(counts, default=0) <= min(own_memory, USUAL_STORAGE_USERS):
         return
     # Counted anew, because a dispatch mode, such as torch's CUDA sanitizer, may change it.
@@ -125,6 +123,12 @@ def separate(gradients: Gradients) -> None:
     for (parameter, gradient), num_users in zip(dense.items(), counts, strict=True):
         if copies_all or num_users > own_memory:
             gradients[parameter] = gradient.clone()
+
+
+@cache
+def _tensor_alone() -> Tensor:
+    """Return a tensor whose memory nothing else holds."""
+    return torch.empty(1, device="cpu")
 
 
 def as_dense(gradient: Tensor) -> Tensor:
