@@ -3,7 +3,8 @@
     make bench-trainer       or: python benchmarks/trainer.py [--rounds 15] [--parts loop,job,features]
 
 loop: `ls.Trainer` with 4 shards, one worker, compared with a loop that adds up the gradients of the same 4 slices; the
-network of the digits, the same batches through a DataLoader. With 4 processes each process trains alone.
+network of the digits, the same batches through a DataLoader. With 4 processes each process trains alone. A loop
+with one backward per batch shows what slices cost by themselves.
 
 job: `lockstep train examples/digits.yaml` compared with benchmarks/torch_digits.py under torchrun: samples per second
 of the training, the evaluations and saves between the epochs left out on both sides. The runs alternate.
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +72,22 @@ def make_loader(*, is_test: bool = False) -> ls.ShardedLoader:
 # -- A plain loop ------------------------------------------------------------------------------------------------------
 
 
-def make_plain() -> Loop:
-    """Make a loop that adds up gradients."""
+def make_plain(num_slices: int = NUM_SHARDS) -> Loop:
+    """Make a loop that adds up the gradients of slices."""
     model, optimizer = build()
     loader = make_loader()
     data = datasets()[0]
 
     def train(epoch: int) -> float:
-        slices = [list(part.indices) for batch in loader.epoch(epoch) for part in batch.slices]
+        parts = [part.indices for batch in loader.epoch(epoch) for part in batch.slices]
+        together = NUM_SHARDS // num_slices
+        slices = [list(chain(*parts[first : first + together])) for first in range(0, len(parts), together)]
         began, total = time.perf_counter(), 0.0
         for number, (images, digits) in enumerate(DataLoader(data, batch_sampler=slices), start=1):
-            loss = loss_of(model, (images, digits)) / NUM_SHARDS
+            loss = loss_of(model, (images, digits)) / num_slices
             loss.backward()
             total += loss.item()
-            if number % NUM_SHARDS == 0:
+            if number % num_slices == 0:
                 optimizer.step()
                 optimizer.zero_grad()
         return time.perf_counter() - began
@@ -107,8 +111,8 @@ def make_trainer() -> Loop:
 
 
 def time_loops(_run: ls.Run, rounds: int) -> dict[str, list[float]]:
-    """Return seconds per step of the slowest process, for both sides and every round (collective)."""
-    sides: dict[str, Loop] = {"plain": make_plain(), "trainer": make_trainer()}
+    """Return seconds per step of the slowest process, for each side and round (collective)."""
+    sides: dict[str, Loop] = {"whole": make_plain(num_slices=1), "plain": make_plain(), "trainer": make_trainer()}
     return alternate(sides, rounds, len(make_loader()))
 
 
@@ -254,13 +258,15 @@ def print_job(rounds: int, epochs: int) -> None:
 
 def print_loops(rounds: int) -> None:
     """Print how long a step takes."""
-    print_row("processes", "plain loop, ms", "trainer, ms", "trainer / plain loop")
-    print_row(*["---"] * 4)
+    print_row("processes", "one backward, ms", "plain loop, ms", "trainer, ms", "plain / one", "trainer / plain")
+    print_row(*["---"] * 6)
     for processes in (1, 4):
         log(f"loop, {processes} processes ...")
         seconds = ls.launch(time_loops, rounds, devices=f"cpu:{processes}")[0]
         cells = [f"{mark(seconds[side])}{1000 * statistics.median(seconds[side]):.1f}" for side in seconds]
-        print_row(str(processes), *cells, show_ratio(seconds, "trainer", "plain"))
+        print_row(
+            str(processes), *cells, show_ratio(seconds, "plain", "whole"), show_ratio(seconds, "trainer", "plain")
+        )
 
 
 def print_features(rounds: int) -> None:
