@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
@@ -171,7 +172,14 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
     assert len(by_shard) == sum(len(gathered) for _, _, gathered in found), "a shard was run by two workers"
     ordered = [by_shard[shard] for shard in sorted(by_shard)]
     names = list(dict.fromkeys(name for shard in ordered for name in shard))
-    return {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
+    means = {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
+    for name in [name for name, mean in means.items() if not mean.weight] if world.rank == 0 else []:
+        warnings.warn(
+            f"The metric {name} has counted nothing: its weight was 0 for every sample of the data set, so its value "
+            "is NaN. Return how many samples (tokens, pixels) each sum is of. (LS528)",
+            stacklevel=2,
+        )
+    return means
 
 
 @contextmanager

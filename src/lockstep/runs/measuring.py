@@ -1,7 +1,9 @@
 """Evaluating a run on all its data sets, with all its metrics and weights; and which names that gives."""
 
 import difflib
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights
@@ -13,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.runs.build import RunParts, first_samples
 from lockstep.runs.build_sampling import build_collate
 from lockstep.runs.config import Config
+from lockstep.runs.data_sets import TEST
 from lockstep.runs.retention import check_metric_name
 
 
@@ -66,10 +69,19 @@ def measure_all(parts: RunParts) -> dict[str, Mean]:
     with parts.trainer.moments.one_evaluation():
         for set_name, loader in parts.evaluated.items():
             for average, weights in [("", None), *parts.averages.items()]:
-                name = "_".join(filter(None, [average, "" if set_name == "test" else set_name]))
-                means = measure(parts, loader, weights=weights, name=name)
-                found.update({f"{name}_{key}" if name else key: mean for key, mean in means.items()})
+                prefix = _prefix(average, set_name)
+                means = measure(parts, loader, weights=weights, name=prefix)
+                found.update({_full_name(prefix, key): mean for key, mean in means.items()})
     return found
+
+
+def _prefix(average: str, set_name: str) -> str:
+    """Return what comes before the names of metrics: `ema_val`; empty for the model's own weights and the test set."""
+    return "_".join(filter(None, [average, "" if set_name == TEST else set_name]))
+
+
+def _full_name(prefix: str, metric: str) -> str:
+    return f"{prefix}_{metric}" if prefix else metric
 
 
 def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
@@ -83,8 +95,10 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
     So a metric of the user's that fails does so before the first step, not after the first epoch.
 
     Raises:
-        ConfigError: One will not.
+        ConfigError: One will not, or two values would have one name.
     """
+    prefixes = [_prefix(average, set_name) for set_name in parts.evaluated for average in ["", *parts.averages]]
+    _check_different(prefixes, parts)
     named = _metrics_of_callbacks(config, parts)
     has_own = config.metric is not None or bool(config.metrics)
     if config.keep_best is None and not named and not has_own:
@@ -99,11 +113,12 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
             shuffle=False,
             collate_fn=build_collate(config),
         )
-        with parts.trainer.moments.no_evaluation():
+        with parts.trainer.moments.no_evaluation(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The metric .* has counted nothing")  # in these few samples
             names = list(measure(parts, few))
         for average in ["", *parts.averages]:
-            prefix = "_".join(filter(None, [average, "" if set_name == "test" else set_name]))
-            known += [f"{prefix}_{name}" if prefix else name for name in names]
+            known += [_full_name(_prefix(average, set_name), name) for name in names]
+    _check_different(known, parts)
     check_metric_name(config.keep_best, dict.fromkeys(known, 0.0))
     for key, name in named.items():
         if name not in known:
@@ -114,6 +129,17 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
                 + (f"Expected {' or '.join(known)}." if known else "It needs a test set: data returned None.")
                 + " (LS808)"
             )
+
+
+def _check_different(names: Sequence[str], parts: RunParts) -> None:
+    """Check that no name, or beginning of names, stands for two things."""
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        averages = f" and the averages {', '.join(parts.averages)}" if parts.averages else ""
+        raise ConfigError(
+            f"{twice!r} would be the name of two results: of the data sets {', '.join(parts.evaluated)}{averages}, "
+            "whose names come before those of the metrics. Give the data set, or the metric, another name. (LS808)"
+        )
 
 
 def _metrics_of_callbacks(config: Config, parts: RunParts) -> dict[str, str]:
@@ -130,7 +156,7 @@ def split_by_set(parts: RunParts, values: Mapping[str, float]) -> tuple[dict[str
     others = tuple(
         f"{prefix}{name}_"
         for name in parts.evaluated
-        if name != "test"
+        if name != TEST
         for prefix in ["", *map("{}_".format, parts.averages)]
     )
     is_other = {name: name.startswith(others) for name in values}

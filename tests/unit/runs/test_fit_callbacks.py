@@ -1,5 +1,6 @@
 """Callbacks, averages and early ends of a run that a config describes, in one process."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ def worst(output, target):
 def single(output, target):
     return (output - target).abs().mean()
 
+def nothing(output, target):
+    return 0.0, 0
+
+def ema_loss(output, target):
+    return float((output - target).square().sum()), len(target)
+
+def named_ema():
+    found = data()
+    return {"ema": found.pop("val"), **found}
+
 def data():
     import calling
     half, _ = calling.data()
@@ -224,6 +235,8 @@ def test_several_metrics_on_several_sets(tmp_path: Path) -> None:
         ({"keep_best": "-val_los"}, "keep_best is '-val_los', but no such metric is measured on the test set. Did you"),
         ({"early_stopping": {"metric": "val_losss", "mode": "min"}}, "Did you mean 'val_loss'?"),
         ({"metrics": ["measured:worst", "measured:worst"]}, "names two metrics called 'worst'"),
+        ({"data": "measured:named_ema", "ema": {}, "metrics": []}, "'ema' would be the name of two results"),
+        ({"ema": {}, "metrics": ["measured:ema_loss"]}, "'ema_loss' would be the name of two results"),
         ({"metrics": ["measured:METRIC"]}, "'measured' has no 'METRIC'"),
         ({"metrics": [{"torchmetrics:ConfusionMatrix": {"tsk": 1}}]}, "metrics could not be constructed"),
     ],
@@ -233,6 +246,15 @@ def test_unknown_metrics_are_refused_before_the_first_step(tmp_path: Path, value
         train(tmp_path / "run", **SETS | values)
     assert said in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("_metrics")
+def test_a_metric_that_counts_nothing_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="The metric nothing has counted nothing") as caught:
+        result = train(tmp_path / "run", metrics=["measured:nothing"], early_stopping={"metric": "loss"})
+    assert math.isnan(result.test["nothing"])
+    assert rows(tmp_path / "run")[-1]["test_nothing"] is None
+    assert len([each for each in caught if "nothing" in str(each.message)]) == 3  # one an epoch, none before the first
 
 
 @pytest.mark.usefixtures("_metrics")
