@@ -204,7 +204,8 @@ class ShardedLoader:
         if epoch < 0 or start_step < 0 or (num_steps is not None and start_step > num_steps):
             have = "" if num_steps is None else f" and have {num_steps} steps"
             raise ValueError(
-                f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0{have}. (LS404)"
+                f"Epoch {epoch}, step {start_step} is not in this data: epochs count from 0{have}. A run that is "
+                "resumed needs the data and the batch size that it was saved with. (LS404)"
             )
         return self._iterate(epoch, start_step)
 

@@ -87,6 +87,12 @@ class BatchSequenceCheck:
         Raises:
             ValueError: It is of another loader, of other data, or not the next one of a restored run.
         """
+        if self.source is not None and batch.source != self.source and self._is_restored:
+            raise ValueError(
+                f"The restored run was trained on a loader of {self.source}, and the batch is of one of "
+                f"{batch.source}: samples would be seen twice, or never. Make the loader as it was; for other data, or "
+                "another batch size, begin a new run with the weights of this one. (LS512)"
+            )
         if self.source is not None and batch.source != self.source:
             raise ValueError(
                 f"The batch is of a loader of {batch.source}, and this run trains on one of {self.source}. A run has "

@@ -40,6 +40,7 @@ from lockstep.engine.restoring import (
     restored_on_error,
 )
 from lockstep.engine.state_file import Scheduler
+from lockstep.engine.step_result import StepOutcome
 from lockstep.errors import LossError, UnusableStateError, clause
 from lockstep.torch_private import has_compiled_part
 
@@ -100,6 +101,7 @@ class RunState:
         self.may_be_unread = True
         self.waits_for_device = False
         self._unsaved = UnsavedBuffers(self.model)
+        self._updates_made: dict[str, Callable[[], StepOutcome]] = {}
         self._unusable_because = ""
         self._failed_step = ""
         self._unsaved_attributes = list(map(UnsavedAttributes, separate_optimizers(self.optimizer)))
@@ -139,6 +141,15 @@ class RunState:
     def num_updates(self, number: int) -> None:
         if isinstance(self.optimizer, OptimizerSet):
             self.optimizer.num_updates = number
+
+    def updates_made(self) -> dict[str, Callable[[], StepOutcome]]:
+        """Return what reads the outcomes of the updates of the present step that were made, by name; to be added to.
+
+        They outlast an engine: a step that has failed after some of them is continued, and its loss may be theirs.
+        """
+        if not self.num_updates:
+            self._updates_made = {}
+        return self._updates_made
 
     @property
     def progress(self) -> int:

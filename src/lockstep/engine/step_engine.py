@@ -155,7 +155,7 @@ class StepEngine:
         """Train on one global batch (collective); `Trainer.step` says what it raises."""
         self._recorder.set_step(self._state.global_step)
         updates = self._state.plan.updates(self._state.global_step)
-        reads: dict[str, Callable[[], StepOutcome]] = {}
+        reads = self._state.updates_made()
         should_stop = False
         for number, update in enumerate(updates, start=1):
             with self._hooks.taken_off():

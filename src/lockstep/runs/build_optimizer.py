@@ -61,10 +61,14 @@ def _count_steps(config: Config, train_set: Any) -> int:
     if samples is None and isinstance(train_set, Stream):
         if config.max_steps is not None:
             return config.max_steps
+        if config.schedule == "constant" and config.warmup >= 1:
+            return int(config.warmup) + 1  # the rate is constant from there on, however long the run is
+        is_alone = config.schedule == "constant"
+        what = "warmup, a part of the run," if is_alone else f"scheduler is {config.schedule!r}, which"
         raise ConfigError(
-            f"scheduler is {config.schedule!r}, which needs the number of steps, and the training set is a stream "
-            "whose length is not known. Give ls.Stream the lengths of its parts or steps_per_epoch, or set max_steps. "
-            "(LS409)"
+            f"{what} needs the number of steps, and the training set is a stream whose length is not known. Give "
+            "ls.Stream the lengths of its parts or steps_per_epoch, or set max_steps"
+            + ("; or give warmup a number of steps. (LS409)" if is_alone else ". (LS409)")
         )
     if samples is None:
         raise ConfigError(f"data is {config.data!r}, whose train set has no len(): a loader needs it. (LS806)")

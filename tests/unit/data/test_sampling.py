@@ -219,5 +219,5 @@ def test_the_model_is_the_same_on_any_number_of_workers_and_after_a_stop(options
     _, saved = run_ranks(3, lambda world: train(world, None, 2, options))[0]
     for size in (1, 2):
         assert set(run_ranks(size, lambda world: train(world, saved, None, options)[0])) == whole
-    with pytest.raises(ValueError, match="is of a loader of"):
+    with pytest.raises(ValueError, match="was trained on a loader of"):
         train(ALONE, saved, None, {"weights": [1.0] * 40})

@@ -332,6 +332,8 @@ def test_a_restored_run_begins_where_it_stood() -> None:
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"continues at epoch 0, step 1.*loader\.epoch\(trainer\.cursor\.epoch"):
         second.step(next(loader().epoch(0)))
+    with pytest.raises(ValueError, match=r"restored run was trained on a loader of 22 samples.* one of 21.*as it was"):
+        second.step(next(loader(length=21).epoch(0, second.cursor.step)))
     second.step(next(loader().epoch(0, second.cursor.step)))
 
 

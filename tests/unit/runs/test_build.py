@@ -9,11 +9,13 @@ import torch
 
 from lockstep.checkpoint import Checkpoint, load_checkpoint
 from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.data import Stream
 from lockstep.errors import CheckpointError, ConfigError, DataFileError
 from lockstep.events import NULL_RECORDER
 from lockstep.report import MetricsFile
 from lockstep.report.metrics_file import read_metrics
 from lockstep.runs.build import RunParts, build_parts
+from lockstep.runs.build_optimizer import build_scheduler
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit
 from lockstep.runs.resuming import restore_run
@@ -184,6 +186,21 @@ def test_the_last_batch_is_left_out_of_the_training_data_alone() -> None:
     assert parts.test is not None
     assert len(parts.train) == 1
     assert sum(batch.num_samples for batch in parts.test.fixed_assignment_epoch()) == 8
+
+
+def test_a_warm_up_in_steps_needs_no_length_of_a_stream() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    streamed = Stream([[1, 2], [3]], read=iter)
+    scheduler = build_scheduler(parse_config(VALUES | {"warmup": 3}, "a test"), optimizer, streamed)
+    assert scheduler is not None
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"warmup, a part of the run, needs the number of steps"):
+        build_scheduler(parse_config(VALUES | {"warmup": 0.1}, "a test"), optimizer, streamed)
 
 
 def test_weights_are_of_the_training_data_alone() -> None:
