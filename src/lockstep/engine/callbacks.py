@@ -55,6 +55,9 @@ class Callback:
     def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
         """Look at the result of an evaluation (every worker), but not of one that is made within this moment.
 
+        A run that has ended in the middle of an epoch (`max_steps`, `max_time`) is evaluated there, and one that goes
+        on without an end is not: what decides should leave such an evaluation out, see `is_of_cut_epoch`.
+
         Args:
             trainer: The trainer.
             values: The means, by name.
@@ -85,6 +88,14 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` has returned."""
+
+
+def is_of_cut_epoch(trainer: Any) -> bool:
+    """Whether an evaluation is made because the run has ended in the middle of an epoch.
+
+    What it decides would change a run that is resumed there, as against one that was never ended.
+    """
+    return bool(trainer.is_ending and trainer.cursor.step)
 
 
 MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

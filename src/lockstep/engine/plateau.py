@@ -6,7 +6,7 @@ from typing import Any, Literal, final
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
-from lockstep.engine.callbacks import Callback
+from lockstep.engine.callbacks import Callback, is_of_cut_epoch
 from lockstep.engine.metric_names import conclude_mode
 from lockstep.engine.optimizers import separate_optimizers
 
@@ -82,11 +82,12 @@ class ReduceLROnPlateau(Callback):
             )
         self._missed = None
 
-    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the name is the moment's
+    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
         """Give the metric to the scheduler."""
         if self.metric in values:
             self._missed = []
-            self.scheduler.step(float(values[self.metric]))
+            if not is_of_cut_epoch(trainer):
+                self.scheduler.step(float(values[self.metric]))
         elif self._missed is None:
             self._missed = list(values)
 

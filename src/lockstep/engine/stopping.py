@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
-from lockstep.engine.callbacks import Callback
+from lockstep.engine.callbacks import Callback, is_of_cut_epoch
 from lockstep.engine.metric_names import conclude_mode
 
 
@@ -72,6 +72,8 @@ class EarlyStopping(Callback):
             self._seen_names = list(values)
             return
         self._was_seen = True
+        if is_of_cut_epoch(trainer):
+            return
         value = float(values[self.metric])
         sign = 1.0 if self.mode == "max" else -1.0
         is_better = self.best is None or sign * value > sign * self.best + self.min_delta

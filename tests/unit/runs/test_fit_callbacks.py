@@ -86,6 +86,18 @@ def test_max_steps_ends_the_run_with_an_evaluation_and_a_checkpoint(
         assert again.digest == result.digest
 
 
+def test_the_evaluation_of_a_cut_epoch_decides_nothing_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"early_stopping": {"patience": 2, "min_delta": 9.0}, "epochs": 4, "ema": {}}
+    values |= {"scheduler": "plateau", "scheduler_args": {"patience": 0, "factor": 0.5, "threshold": 9.0}}
+    whole = train(tmp_path / "whole", **values)
+    for steps in (4, 6, 7):
+        resume = None if steps == 4 else tmp_path / "run" / f"step-0000000{4 if steps == 6 else 6}.ckpt"
+        assert train(tmp_path / "run", resume, max_steps=steps, **values).end_reason == f"max_steps is {steps}"
+    resumed = train(tmp_path / "run", tmp_path / "run" / "step-00000007.ckpt", **values)
+    assert (resumed.digest, resumed.test, resumed.end_reason) == (whole.digest, whole.test, whole.end_reason)
+    assert rows(tmp_path / "run")[-1]["learning_rate"] == rows(tmp_path / "whole")[-1]["learning_rate"] < 1e-3
+
+
 def test_early_stopping_and_own_callbacks(tmp_path: Path) -> None:
     values: dict[str, Any] = {"early_stopping": {"patience": 1, "min_delta": 9.0}, "ema": {}}
     result = train(tmp_path / "run", callbacks=["calling:Note", {"calling:Note": {"word": "other"}}], **values)
