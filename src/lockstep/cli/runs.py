@@ -19,6 +19,7 @@ from lockstep.runs.listing import ListedRun, find_differences, list_runs
 _WIDTH_IN_FILES = 200
 _SHOWN_DIGITS = 16
 _MAX_SHOWN = 8
+_MAX_MEASURED = 4
 _STYLES = {"running": "green", "finished": "", "stopped": "yellow", "interrupted": "yellow"}
 
 
@@ -58,7 +59,7 @@ def _show(found: Sequence[ListedRun], differences: Sequence[Mapping[str, Any]]) 
             Text(str(run.path)),
             Text(run.state, _STYLES.get(run.state, "red")),
             _progress(run),
-            Text("\n".join(f"{name} {_format(name, value)}" for name, value in run.metrics.items())),
+            Text("\n".join(_measured(run))),
             (run.digest or "")[:_SHOWN_DIGITS],
             (run.started or "")[:16].replace("T", " "),
             Text("\n".join(_differing(differs))),
@@ -78,10 +79,20 @@ def _progress(run: ListedRun) -> str:
     return f"{done}, step {run.step}" if run.step else done
 
 
+def _measured(run: ListedRun) -> list[str]:
+    """Return a line for each metric, those first by which the run decides."""
+    deciding = [str(run.config.get(key)).removeprefix("-") for key in ("keep_best", "early_stopping.metric")]
+    names = [*(name for name in dict.fromkeys(deciding) if name in run.metrics), *run.metrics]
+    return _cut([f"{name} {_format(name, run.metrics[name])}" for name in dict.fromkeys(names)], _MAX_MEASURED)
+
+
 def _differing(differs: Mapping[str, Any]) -> list[str]:
-    lines = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in differs.items()]
-    more = len(lines) - _MAX_SHOWN
-    return [*lines[:_MAX_SHOWN], f"and {more} more"] if more > 0 else lines
+    return _cut([f"{key}={json.dumps(value).strip(chr(34))}" for key, value in differs.items()], _MAX_SHOWN)
+
+
+def _cut(lines: list[str], limit: int) -> list[str]:
+    more = len(lines) - limit
+    return [*lines[:limit], f"and {more} more"] if more > 0 else lines
 
 
 def _format(name: str, value: float | None) -> str:

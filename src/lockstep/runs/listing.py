@@ -26,6 +26,10 @@ _NOT_COMPARED = frozenset(
 """Keys that say nothing of what a run computes, only what it saves and shows."""
 
 
+_NOT_MEASURED = frozenset({"kind", "epoch", "global_step", "train_loss", "samples_per_second", "learning_rate"})
+"""What a row of an epoch has besides what the evaluation has measured."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
     """One run."""
@@ -98,7 +102,8 @@ def _look(path: Path) -> ListedRun:
     rows = _read_last_rows(path)
     if holder is not None and "step" in rows:
         epoch, step = max((epoch, step), (rows["step"]["epoch"], rows["step"]["step"] + 1))
-    metrics = {name.removeprefix("test_"): value for name, value in rows.get("epoch", {}).items() if "test_" in name}
+    row = rows.get("epoch", {})
+    metrics = {name.removeprefix("test_"): value for name, value in row.items() if name not in _NOT_MEASURED}
     state, reason = _find_state(path, holder, is_over=bool(epochs) and epoch >= epochs)
     return ListedRun(
         path=path,

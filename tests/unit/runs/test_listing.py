@@ -8,16 +8,18 @@ import torch
 
 from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
 from lockstep.checkpoint.step_files import checkpoint_name
-from lockstep.cli.runs import _format
+from lockstep.cli.runs import _format, _measured
 from lockstep.runs.ending import forget_ending, read_ending, write_ending
 from lockstep.runs.listing import ListedRun, find_differences, list_runs
 from lockstep.runs.run_lock import lock_run
 
 
-def make_run(folder: Path, *, epoch: int, lr: float = 0.1, step: int = 0, started: str = "2026-01-01") -> Path:
+def make_run(
+    folder: Path, *, epoch: int, lr: float = 0.1, step: int = 0, started: str = "2026-01-01", **more: Any
+) -> Path:
     folder.mkdir(parents=True)
     config = {"model": "m:N", "data": "m:d", "epochs": 3, "optimizer_args": {"lr": lr}, "run_dir": str(folder)}
-    config |= {"data_args": {}}
+    config |= {"data_args": {}} | more
     (folder / "config.yaml").write_text("model: m:N\n")
     worker = {"host": "h", "device": "cpu", "pid": 7}
     (folder / "environment.json").write_text(json.dumps([{"started": started, "workers": [worker]}]))
@@ -82,6 +84,17 @@ def test_a_run_that_goes_on_has_no_ending(tmp_path: Path) -> None:
     forget_ending(tmp_path)
     assert read_ending(tmp_path) is None
     write_ending(tmp_path / "removed", "failed", "why")
+
+
+def test_the_metrics_by_which_a_run_decides_are_shown_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", epoch=3, keep_best="-ema_val_loss", early_stopping={"metric": "val_loss"})
+    names = ["loss", "f1", "auc", "dice", "iou", "wer"]
+    row = {"train_loss": 1.0, "samples_per_second": 5.0, "learning_rate": 0.1, "kind": "epoch", "global_step": 20}
+    row |= {"epoch": 2, "latest_loss": 0.75} | {f"test_{name}": 0.5 for name in names}
+    (folder / "metrics.jsonl").write_text(json.dumps(row | {"val_loss": 0.25, "ema_val_loss": None}) + "\n")
+    (run,) = list_runs([tmp_path])
+    assert list(run.metrics) == ["latest_loss", *names, "val_loss", "ema_val_loss"]
+    assert _measured(run) == ["ema_val_loss not finite", "val_loss 0.25", "latest_loss 0.75", "loss 0.5", "and 5 more"]
 
 
 def test_each_accuracy_is_shown_in_percent() -> None:
