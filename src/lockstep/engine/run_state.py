@@ -91,6 +91,8 @@ class RunState:
         self.cursor = Cursor()
         self.global_step = 0
         self.device: torch.device = next(each.device for each in self.model.parameters() if each.requires_grad)
+        if self.scaler is not None:  # it begins with the first loss, and a worker without samples has none
+            self.scaler.scale(torch.zeros((), device=self.device))
         self.data = BatchSequenceCheck()
         self.callbacks = Callbacks(arguments.callbacks)
         self.is_ending = False

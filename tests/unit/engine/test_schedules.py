@@ -150,6 +150,24 @@ def test_the_norm_is_that_of_gradients_that_are_not_scaled() -> None:
     assert run_ranks(2, lambda world: scaled(world, track_grad_norm=True)) == [found] * 2
 
 
+def test_a_worker_whose_first_step_has_no_samples_for_it_can_scale() -> None:
+    # As after a resume before the last batch: the scaler of that worker had never seen a loss.
+    def train(world: World | None) -> str:
+        torch.manual_seed(0)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+        trainer = ls.Trainer(model, optimizer, loss=loss, num_shards=4, precision="float16", world=world)
+        data = torch.utils.data.TensorDataset(torch.ones(2, 2))
+        for epoch in range(2):
+            for batch in ls.ShardedLoader(data, batch_size=4, num_shards=4, world=world).epoch(epoch):
+                trainer.step(batch)
+        return trainer.digest()
+
+    alone = run_ranks(1, lambda _: train(None))
+    assert run_ranks(4, train) == alone * 4
+
+
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="precision is 'half', expected 'float32' or 'bfloat16' or 'float16'"):
         Run(None, precision="half")
