@@ -217,6 +217,7 @@ class Ending:
     """What `EarlyStopping` needs of a trainer."""
 
     reason = ""
+    is_ending = False
 
     def request_end(self, reason: str) -> None:
         self.reason = reason
