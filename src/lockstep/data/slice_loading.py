@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.keyed import KeyedDataset, SliceKeys
 from lockstep.data.slice_keys import Keys, SlicePlan
 from lockstep.processes.lifetime import die_with_parent, terminate_only_for
+from lockstep.torch_private.loaders import without_interruption
 
 _PREFETCH_FACTOR = 2
 """How many slices each loading process is ahead; torch's default."""
@@ -63,12 +64,12 @@ class SliceLoading:
             if not self._num_workers and not self._pin_memory:
                 yield map(self.load, keys())
             elif is_inner or not self._keeps_processes:
-                yield iter(self._make_loader(SlicePlan(keys), persistent=False))
+                yield without_interruption(iter(self._make_loader(SlicePlan(keys), persistent=False)))
             else:
                 if self._processes is None:
                     self._processes = self._make_loader(self._plan, persistent=True)
                 self._plan.keys = keys
-                yield iter(self._processes)
+                yield without_interruption(iter(self._processes))
         finally:
             self.is_under_way = is_inner
 

@@ -6,7 +6,10 @@ import signal
 import time
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import lockstep as ls
 from lockstep.data.ended_processes import loading_processes_explained
 from lockstep.launch.out_of_memory import OomKills
 
@@ -34,6 +37,22 @@ def test_the_signal_is_named_and_notes_are_kept() -> None:
     with pytest.raises(RuntimeError, match="killed by SIGSEGV, while it loaded") as raised:
         fail_with_a_killed_process(signal.SIGSEGV, counts, error)
     assert raised.value.__notes__ == ["At epoch 0"]
+
+
+def test_a_killed_process_is_told_where_the_next_samples_are_asked_for() -> None:
+    # Torch raised it wherever the main thread was: in the middle of an update, which made the state unusable.
+    data = TensorDataset(torch.zeros(64, 1))
+    loader = ls.ShardedLoader(data, batch_size=2, num_shards=1, num_workers=1, collate_fn=list)
+    batches = loader.epoch(0)
+    next(batches)
+    (process,) = multiprocessing.active_children()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(
+        os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+    )  # as an update that goes on meanwhile: nothing is raised here
+    with pytest.raises(RuntimeError, match=rf"The loading process {process.pid} was killed by SIGKILL"):
+        list(batches)
 
 
 def test_errors_of_the_data_set_pass() -> None:
