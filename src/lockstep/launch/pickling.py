@@ -9,6 +9,8 @@ are sent by reference, as the names of module and attribute, like imported funct
     operators                                                      torch.ops.aten.add, torch.ops.aten.add.Tensor
     classes that have another name in their module                 torch.nn.attention.SDPBackend
     torch's default generators                                     torch.default_generator
+
+Code keeps the name of its file, by which a worker's traceback finds the lines of source. (cloudpickle 3.1.3 drops it.)
 """
 
 import functools
@@ -16,7 +18,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Protocol, final
 
 import cloudpickle
@@ -24,6 +26,8 @@ import cloudpickle
 _MAIN = frozenset({"__main__", "__mp_main__"})
 """Modules that are the started script. In a worker they are another script."""
 _CACHED_FUNCTION = type(functools.cache(len))
+_NO_FILE = "<sent separately>"
+"""The file of code whose true one is beside it in the pickle."""
 
 
 class Writable(Protocol):
@@ -66,6 +70,8 @@ def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
             return _resolve, ("torch.ops", str(obj))
         if obj is torch.default_generator:
             return _resolve, ("torch", "default_generator")
+    if isinstance(obj, CodeType) and obj.co_filename != _NO_FILE:
+        return _make_code, (obj.replace(co_filename=_NO_FILE), obj.co_filename)
     if isinstance(obj, functools.cached_property):  # it holds a lock before Python 3.12
         return _make_cached_property, (obj.func, obj.attrname)
     # pickle sends only its name, which the worker does not find.
@@ -107,6 +113,10 @@ def _resolve(module: str, path: str) -> object:
     for name in filter(None, path.split(".")):
         found = getattr(found, name)
     return found
+
+
+def _make_code(code: CodeType, file: str) -> CodeType:
+    return code.replace(co_filename=file)
 
 
 def _make_lru_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -56,6 +57,22 @@ def test_a_module_that_is_registered_to_go_by_value_does() -> None:
         assert pickle.loads(pack(colorsys)) is not colorsys
     finally:
         cloudpickle.unregister_pickle_by_value(colorsys)
+
+
+def test_code_keeps_the_name_of_its_file_within_other_code_too() -> None:
+    # cloudpickle 3.1.3 replaces it, so tracebacks of workers had no lines of source and no crash the user's place.
+    def sent(x: int) -> Callable[[], int]:
+        return lambda: x
+
+    class Sent:
+        def method(self) -> None:
+            pass
+
+    function, method = pickle.loads(pack((sent, Sent().method)))
+    assert function(3)() == 3
+    codes = [function.__code__, function(3).__code__, method.__code__]
+    assert [code.co_filename for code in codes] == [__file__] * 3
+    assert function.__code__ == sent.__code__
 
 
 def test_a_cached_function_of_a_module_is_sent_by_name() -> None:
