@@ -575,6 +575,10 @@ def gather_and_scatter_have_a_root(rank: int, size: int, group: Any) -> Claims:
             outputs = [torch.zeros(length) for _ in range(size)] if rank == root else None
             dist.gather(values[rank], outputs, root, group)
             yield f"gather {length} to {root}", outputs, values if rank == root else None
+            # As torch 2.15 calls it, whose `dist.gather_single` gives other ranks an empty tensor.
+            whole_output = torch.zeros(size, length).T.contiguous().T if rank == root else torch.empty(0)
+            group.gather_single(whole_output, values[rank], root).wait()
+            yield f"gather_single {length} to {root}", list(whole_output), values if rank == root else []
             output = torch.zeros(length)
             dist.scatter(output, values if rank == root else None, root, group)
             yield f"scatter {length} from {root}", output, values[rank]

@@ -278,7 +278,7 @@ COLLECTIVES: Final = (
         tensors=_outputs_and_inputs,
         compared=Compared.INPUTS,
         check=operations.check_outputs_of_all,
-        run=operations.run_gather_single,
+        run=operations.run_all_gather_single,
     ),
     Collective(
         name="all_gather_coalesced",
@@ -300,7 +300,7 @@ COLLECTIVES: Final = (
         compared=Compared.INPUTS,
         is_coalesced=True,
         check=operations.check_outputs_of_all,
-        run=operations.run_gather_single,
+        run=operations.run_all_gather_single,
     ),
     Collective(
         name="reduce_scatter",
@@ -366,6 +366,17 @@ COLLECTIVES: Final = (
         root="to",
         check=operations.check_gather,
         run=operations.run_gather,
+    ),
+    Collective(
+        name="gather_single",  # of torch 2.15
+        summary="Collect one tensor of every rank, one after another in rank order, in one tensor on the root.",
+        methods=("gather_single", "gather_into_tensor"),
+        parameters=_PAIR,
+        tensors=_outputs_and_inputs,
+        compared=Compared.INPUTS,
+        root="to",
+        check=operations.check_gather_single,
+        run=operations.run_gather_single,
     ),
     Collective(
         name="scatter",

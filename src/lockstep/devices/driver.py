@@ -4,6 +4,7 @@ A separate process asks it, because the first call to the driver fixes the value
 that calls, and makes CUDA unusable in its later forks. No CUDA context is created.
 """
 
+import ctypes
 import subprocess
 import sys
 
@@ -24,6 +25,15 @@ for number in range(count.value):
         sys.exit(1)
     print(uuid.raw.hex())
 """
+
+
+def is_driver_installed() -> bool:
+    """Return whether the library of the CUDA driver can be loaded; it is not called."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def ask_driver() -> frozenset[str] | None:

@@ -19,7 +19,7 @@ import pynvml
 
 from lockstep.devices.capacity import count_cores, measure_memory
 from lockstep.devices.choose import choose_devices
-from lockstep.devices.driver import ask_driver
+from lockstep.devices.driver import ask_driver, is_driver_installed
 from lockstep.devices.holders import look_up_holder, read_process_ids
 from lockstep.devices.inventory import Gpu, Inventory
 from lockstep.devices.nvml import NoGpusError, read_gpus
@@ -61,7 +61,7 @@ def take_inventory(
         problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
         gpus = _mark_visible(gpus, visible, ask)
     except NoGpusError as error:
-        gpus = () if torch_problem else _read_by_torch(visible.devices)
+        gpus = () if torch_problem or not _can_have_driver() else _read_by_torch(visible.devices)
         problem = "" if gpus else str(error)
         is_faulty = error.is_fault and not gpus
     if problem and (others := (read_others or _read_other_accelerators)()):
@@ -110,6 +110,14 @@ def _find_torch_problem() -> str:
     if build.get("cuda", "") is None and build.get("hip", "") is None:
         return f"this torch ({build['__version__']}) is built without CUDA"
     return ""
+
+
+def _can_have_driver() -> bool:
+    """Return whether torch may use a GPU without NVML: one of AMD, or with the driver of CUDA alone.
+
+    What pip installs is built for CUDA on machines without any GPU too, whose scripts would wait for torch's import.
+    """
+    return _torch_build().get("hip") is not None or is_driver_installed()
 
 
 def _read_nccl_version() -> tuple[int, ...]:

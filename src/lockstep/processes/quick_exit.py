@@ -11,7 +11,7 @@ from itertools import compress
 from lockstep.settings import read_is_profiled
 
 _FILES = {io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper}
-_WITHOUT_WORK_AT_THE_END = {"numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
+_WITHOUT_WORK_AT_THE_END = {"cuda", "numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
 """Packages whose native code has nothing to save when the process ends."""
 
 

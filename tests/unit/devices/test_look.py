@@ -177,11 +177,22 @@ def test_cards_that_only_torch_sees_are_taken_from_it(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, names: list[str]
 ) -> None:
     # AMD's GPUs have no NVML; torch counts what the variable shows.
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     inventory = look_at(broken=refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), variable=variable)
     assert [gpu.index for gpu in inventory.gpus] == [0, 1]
     assert [gpu.cuda_name for gpu in inventory.gpus] == names
     assert inventory.problem == ""
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_torch_is_asked_for_cards_only_where_a_driver_is(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
+    # The build that pip installs is for CUDA. Without a GPU, the launcher imported it and kept the script waiting.
+    monkeypatch.setattr("lockstep.devices.look.is_driver_installed", lambda: has_driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    inventory = look_at(broken=refusal(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert len(inventory.gpus) == (2 if has_driver else 0)
 
 
 @pytest.mark.parametrize(("kind", "variable"), [("xpu", "ZE_AFFINITY_MASK"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])

@@ -43,6 +43,8 @@ _DANGEROUS_GLOBALS = re.compile(
     r"(os|posix|nt|sys|subprocess|shutil|socket|importlib|runpy|ctypes|pty|code|webbrowser|types|pickle|operator)\..*"
     r"|builtins\.(eval|exec|compile|open|getattr|__import__|apply)"
 )
+_UNKNOWN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
+_NESTED = "torch._utils._rebuild_nested_tensor"
 _DEVICE_TENSOR_CLASSES = re.compile(r"torch\.(?!sparse\.)\w+\.(sparse\.)?\w+Tensor")
 """Tensor classes of one device type. Calling them allocates memory on that device, whatever `map_location` says."""
 _SHARDED_TENSOR_CLASSES = re.compile(r"torch\.distributed\.(tensor|_tensor|_shard|device_mesh)\b.*")
@@ -143,6 +145,12 @@ def _load(path: Path, *, mmap: bool) -> Any:
         if any(not _HARMLESS_GLOBALS.fullmatch(name) for name in names):
             described = _describe_refusal(path, "a file of torch.save", names)
             raise CheckpointError(f"{described} (LS721)") from error
+        if (unknown := _UNKNOWN_GLOBAL.search(str(error))) is not None and unknown[1] in names:
+            kind = "a nested tensor" if unknown[1] == _NESTED else f"what {unknown[1]} makes"
+            raise CheckpointError(
+                f"{path} holds {kind}, which torch {torch.__version__} does not read safely. Save plain dense tensors. "
+                "(LS724)"
+            ) from error
         if isinstance(error, pickle.UnpicklingError):  # torch's message would say how to load it without protection
             reason = "its content is not a pickle of tensors"
         else:

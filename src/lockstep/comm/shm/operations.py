@@ -43,6 +43,12 @@ def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
         raise ValueError(f"gather {_root_and_rank(exchange, call, 'to')} gives output tensors, expected none. (LS209)")
 
 
+def check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+    """Check, on the root alone, that the output has room for the input of every rank."""
+    if exchange.rank == call.root:
+        _require_multiple(exchange, call, call.outputs[0], call.inputs[0])
+
+
 def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     """Check for one output, and on the root alone one input like it for each rank."""
     _require_one(call.outputs)
@@ -141,6 +147,14 @@ def run_gather_rows(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+    """Collect the input of all ranks, one after another, in the output on the root; other ranks' outputs stay."""
+    if exchange.rank == call.root:
+        run_all_gather_single(exchange, call)
+    else:
+        collectives.gather(exchange, None, flatten(call.inputs[0]), call.description)
+
+
+def run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     """Collect each input of all ranks, one after another, in its output."""
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         flat = flatten(output)

@@ -10,8 +10,9 @@ from lockstep.doctor.scripts.source import ScriptSource, keyword, last_name
 
 _COLLECTIVES: Final = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
-    *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
-    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object"),
+    *("gather_into_tensor", "gather_single", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter", "scatter_object_list"),
 }
 _WRAPPERS: Final = ("DistributedDataParallel", "DDP")
 _SAVING: Final = {"save_pretrained", "save_model", "save_file"}
