@@ -93,6 +93,7 @@ PYTHONS_NAMES = {"_Unpickler", "_abc_caches_clear", "_config", "_current_frames"
 NAMES_IN_FILES = {
     "lockstep.checkpoint.interop.distributed": {"_get_layout"},
     "lockstep.checkpoint.interop.names": {"_orig_mod"},
+    "lockstep.checkpoint.interop.pickled": {"torch._utils._rebuild_nested_tensor"},
     "lockstep.checkpoint.interop.recognize": {"_metadata"},
     "*": {"_make"},  # of a named tuple
 }

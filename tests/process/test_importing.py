@@ -15,6 +15,54 @@ except SystemExit as ended:
     print(lockstep.Trainer.__name__, lockstep.__version__)
 """
 
+IMPORT_ALL = """
+import importlib, sys
+import lockstep_command
+lockstep_command._put_off_package_init()
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+WITHOUT_TORCH = {
+    "": (
+        "__main__ channel checkpoint cli devices doctor errors events explanations launch plugins processes recipes "
+        "recording report runs secrets settings shards variables version"
+    ),
+    "channel": "client lines server table",
+    "checkpoint": "atomic_write interop peek step_files throttle",
+    "checkpoint.interop": "fit folders names",
+    "cli": (
+        "check command configs doctor evaluate explain failures init main predict redirected report resume_option run "
+        "runs saved_options scale script_trial train train_ending"
+    ),
+    "devices": "capacity choose describe driver holders inventory look nvml own_memory placement request visible",
+    "doctor": (
+        "activity chrome_trace crashes diagnosis examination finding neighbours processes report sampling scripts slow "
+        "slow_causes stacks stall_watch usage"
+    ),
+    "doctor.scripts": "data_rules device_rules finding rank_rules rules source",
+    "launch": (
+        "continuation control descriptors drop_in elastic environment exits external fencing forwarding guardian "
+        "launch_recorder launcher lines main_thread membership messages nesting notebook out_of_memory output pickling "
+        "port_guard readiness requests restarts results scaling script_entry scripts sessions signal_forwarding "
+        "signals started_worker starting store supervision tcp_owner unpicklable worker_pool"
+    ),
+    "processes": (
+        "freed_memory identity inherited_garbage lifetime loopback quick_exit stop_signals temporary_files "
+        "thread_stack threads_left"
+    ),
+    "recording": "file_format files moments opening own reading recorder stacks timeline",
+    "report": "curves metrics_file page progress succession tables trackers",
+    "report.page": "colours document figures forecast measured run_data step_parts tables texts time_shares words",
+    "report.trackers": "following known mlflow protocol tensorboard wandb",
+    "runs": (
+        "changes config config_mistakes ending importing listing opening own_run parts run_directory run_lock "
+        "saved_runs training_options yaml_text"
+    ),
+    "shards": "assignment balance seeds tree",
+}
+"""Modules by package: the launcher, the doctor and the commands that need no model begin a second or two earlier."""
+
 
 def test_importing_does_no_work_on_tensors() -> None:
     # With TORCH_CUDA_SANITIZER=1 every operation looks for a CUDA device, so `import lockstep` needed one.
@@ -34,3 +82,13 @@ def test_help_imports_neither_torch_nor_a_command() -> None:
     assert "predict " in done.stdout
     assert "0 []" in done.stdout, done.stderr
     assert "Trainer 0." in done.stdout  # the package is imported when a name of it is used
+
+
+def test_what_the_launcher_needs_loads_without_torch() -> None:
+    names = [
+        ".".join(filter(None, ("lockstep", package, name)))
+        for package, each in WITHOUT_TORCH.items()
+        for name in each.split()
+    ]
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -56,6 +56,13 @@ def test_python_compiles_and_names_what_exists(text: str) -> None:
             check_call(node)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_name_of_the_package_that_a_page_spells_out_exists(page: Path) -> None:
+    for module, name in re.findall(r"\b(lockstep(?:\.[a-z_]+)+)[.:]([A-Za-z]\w*)", page.read_text("utf-8")):
+        package, _, last = module.rpartition(".")
+        assert is_there(module, name) or (package and is_there(package, last)), f"{module} has no {name}"
+
+
 def is_there(module: str, name: str) -> bool:
     """Whether a module has a name; of one that needs what is not installed, whether its source defines it."""
     try:
