@@ -15,11 +15,9 @@ class RunStarted:
     """Training begins, or is resumed."""
 
     world_size: int
-    """Number of workers."""
     device: str
     """Device of the worker that records."""
     num_shards: int
-    """Number of shards of the run."""
     num_parameters: int
     """Trainable parameters, in elements."""
     num_train_samples: int | None
@@ -91,7 +89,6 @@ class CheckpointSaved:
     """A checkpoint is complete and on the disk."""
 
     path: Path
-    """The file."""
     global_step: int
     """Updates since the run began."""
 
@@ -103,7 +100,6 @@ class WorkerEnded:
     rank: int
     """Its rank before."""
     pid: int
-    """Its process."""
     reason: str
     """How it ended: "killed by SIGKILL"."""
 
@@ -115,7 +111,6 @@ class WorkersChanged:
     generation: int
     """Number of the present set of workers; the first is 0."""
     lost: tuple[WorkerEnded, ...]
-    """Who has ended."""
     joined: tuple[tuple[int, int], ...] = ()
     """Who is new: rank now, and process."""
     left: tuple[tuple[int, int], ...] = ()
@@ -141,7 +136,6 @@ class RecordingTakenOver:
     """This process records from now on, in place of one that has ended."""
 
     run: RunStarted
-    """How the run began."""
     global_step: int
     """Updates since the run began."""
 
@@ -158,25 +152,18 @@ class Recorder(Protocol):
 
 @final
 class NullRecorder:
-    """A recorder that records nothing."""
-
     def record(self, event: Event) -> None:
         """Do nothing with the event."""
 
 
 @final
 class Recorders:
-    """Several recorders, as one.
-
-    Args:
-        recorders: In the order in which they receive an event.
-    """
+    """Several recorders, as one."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = recorders
 
     def record(self, event: Event) -> None:
-        """Give the event to each of them."""
         for each in self._recorders:
             each.record(event)
 

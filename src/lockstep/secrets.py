@@ -19,7 +19,6 @@ _HIDDEN = "***"
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the environment variable of that name may hold a secret."""
     return _SECRET.search(name) is not None
 
 
@@ -29,11 +28,7 @@ def hide_password(value: str) -> str:
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without what may be secret: values of such names, users in addresses.
-
-    Args:
-        arguments: A command, as `sys.argv` has it.
-    """
+    """Return the arguments of a command without what may be secret: values of such names, users in addresses."""
     shown = []
     is_value = False
     for argument in arguments:

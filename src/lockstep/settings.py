@@ -50,11 +50,7 @@ _NO = frozenset({"0", "false", "no", "off"})
 
 
 def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that launchers set for a worker, by name, without empty ones.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return the variables that launchers set for a worker, by name, without empty ones."""
     source = os.environ if environ is None else environ
     return {name: source[name] for name in LAUNCHER_VARIABLES if source.get(name)}
 
@@ -64,9 +60,6 @@ def read_job(environ: Mapping[str, str] | None = None) -> str | None:
 
     That is the number of a Slurm job and step, which a requeued job keeps, or the run id of torchrun, which restarts of
     its workers keep.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
     torchrun = source.get("TORCHELASTIC_RUN_ID", "")
@@ -78,32 +71,19 @@ def read_job(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def write_place(rank: int, world_size: int) -> None:
-    """Set the variables that hold the place of a worker of `ls.launch`, for code that reads them.
-
-    Args:
-        rank: Its rank.
-        world_size: How many workers there are, all on this host.
-    """
+    """Set the variables that hold the place of a worker of `ls.launch`, for code that reads them."""
     os.environ["RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
 
 def read_is_profiled(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process may hold a library that was put into it from outside, such as a profiler.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return whether this process may hold a library that was put into it from outside, such as a profiler."""
     source = os.environ if environ is None else environ
     return any(source.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
 
 
 def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process is a worker that `ls.launch` started.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return whether this process is a worker that `ls.launch` started."""
     source = os.environ if environ is None else environ
     return bool(source.get(LAUNCHED)) and source[LAUNCHED] == source.get("MASTER_PORT")
 
@@ -127,9 +107,6 @@ def read_channel(environ: Mapping[str, str] | None = None) -> int | None:
 
     A process that a worker starts has the variable too, but its parent is another one. So has the worker of another
     launcher that a worker has started; the port of its rendezvous is another one, too.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
     descriptor, _, rest = source.get(_CHANNEL, "").partition(",")
@@ -148,22 +125,13 @@ class VisibleDevices:
 
 
 def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDevices:
-    """Read the variables that hide GPUs from this process.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Read the variables that hide GPUs from this process."""
     source = os.environ if environ is None else environ
     return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
 
 
 def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set.
-
-    Args:
-        kind: Type of the device.
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set."""
     return (os.environ if environ is None else environ).get(VISIBLE_VARIABLES[kind])
 
 
@@ -185,9 +153,6 @@ def read_recording_settings(environ: Mapping[str, str] | None = None) -> Recordi
     """Read whether, where and how much is recorded.
 
     A value that is none counts as not set: nothing depends on the recording.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
     """
     source = os.environ if environ is None else environ
     launcher, _, directory = source.get(_RECORDING_DIRECTORY, "").partition(",")
@@ -210,23 +175,12 @@ def recording_variable(directory: str) -> dict[str, str]:
 
 
 def read_token(environ: Mapping[str, str] | None = None) -> str:
-    """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set."""
     return (os.environ if environ is None else environ).get("LOCKSTEP_TOKEN", "")
 
 
 def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
-    """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-
-    Raises:
-        UsageError: The value is not one of those for yes or no.
-    """
+    """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set."""
     text = (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "")
     value = text.strip().lower()
     if not value:
@@ -240,14 +194,7 @@ def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
 
 
 def read_cpu_backend(environ: Mapping[str, str] | None = None) -> str:
-    """Return what carries CPU tensors between workers of one host: LOCKSTEP_CPU_BACKEND, "shm" if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-
-    Raises:
-        UsageError: It is neither "shm" nor "gloo".
-    """
+    """Return what carries CPU tensors between workers of one host: LOCKSTEP_CPU_BACKEND, "shm" if it is not set."""
     text = (os.environ if environ is None else environ).get("LOCKSTEP_CPU_BACKEND", "")
     value = text.strip().lower() or "shm"
     if value not in {"shm", "gloo"}:
@@ -259,14 +206,7 @@ def read_cpu_backend(environ: Mapping[str, str] | None = None) -> str:
 
 
 def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """Return after how long without a reduction the ranks report their progress: LOCKSTEP_STALL_SECONDS; 0 for never.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-
-    Raises:
-        UsageError: It is not a number.
-    """
+    """Return after how long without a reduction the ranks report their progress: LOCKSTEP_STALL_SECONDS; 0 for never."""
     text = (os.environ if environ is None else environ).get("LOCKSTEP_STALL_SECONDS", "60")
     try:
         return max(float(text), 0.0)
@@ -277,11 +217,7 @@ def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
 
 
 def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that torch's DistributedDataParallel logs; "N/A" for those that are not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return the environment variables that torch's DistributedDataParallel logs; "N/A" for those that are not set."""
     source = os.environ if environ is None else environ
     names = (
         "MASTER_PORT",
@@ -295,11 +231,7 @@ def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
-    """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it."""
     source = os.environ if environ is None else environ
     name = source.get("GLOO_SOCKET_IFNAME", "")
     return "" if name == source.get(_CHOSEN_INTERFACE) else name
@@ -311,11 +243,7 @@ def set_gloo_interface(name: str) -> None:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return only the variables that change how a run computes or communicates, and those of its launcher.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return only the variables that change how a run computes or communicates, and those of its launcher."""
     source = os.environ if environ is None else environ
     names = (name for name in sorted(source) if name in RECORDED or name.startswith(RECORDED_PREFIXES))
     found = {name: source[name] for name in names if not is_secret_variable(name)}
@@ -323,11 +251,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set."""
     return (os.environ if environ is None else environ).get("OMP_NUM_THREADS")
 
 
@@ -344,12 +268,6 @@ def worker_environment(
     unless the user has set them. Python's hash of a str depends on PYTHONHASHSEED, which is random by default: then a
     vocabulary that is built from a set has another order in every process. cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the
     first matrix product, which may come before the trainer that asks for deterministic operators.
-
-    Args:
-        overrides: Variables that replace those of this process.
-        environ: Mapping to use instead of this process' environment.
-        defaults: Variables for which this process' values have precedence.
-        seed: The number from which PYTHONHASHSEED is made.
     """
     source = os.environ if environ is None else environ
     read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
@@ -358,31 +276,18 @@ def worker_environment(
 
 
 def read_cublas_workspace(environ: Mapping[str, str] | None = None) -> str:
-    """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set."""
     return (os.environ if environ is None else environ).get(CUBLAS_VARIABLE, "")
 
 
 def read_kernel_variables(device_type: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables from which a device's libraries choose their kernels; empty for those that are not set.
-
-    Args:
-        device_type: "cpu", "cuda", ...
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return the variables from which a device's libraries choose their kernels; empty for those that are not set."""
     source = os.environ if environ is None else environ
     return {name: source.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
 
 
 def read_python_path(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return PYTHONPATH; None if it is not set.
-
-    Args:
-        environ: Mapping to read instead of this process' environment.
-    """
+    """Return PYTHONPATH; None if it is not set."""
     return (os.environ if environ is None else environ).get("PYTHONPATH")
 
 

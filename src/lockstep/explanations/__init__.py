@@ -33,12 +33,6 @@ def all_codes() -> list[str]:
 
 
 def page_of(code: str, language: str = ENGLISH) -> str:
-    """Return the text of a page.
-
-    Args:
-        code: One of `all_codes()`.
-        language: `ENGLISH` or `CHINESE`.
-    """
     return (_FOLDER / f"{code}{language}").read_text(encoding="utf-8")
 
 
