@@ -78,11 +78,7 @@ _STEP = _use_grad_for_differentiable(lambda: None).__code__
 
 @final
 class _InductorImport(MetaPathFinder):
-    """Sets the compiler's switch for repeatable code when the compiler is imported.
-
-    Attributes:
-        deterministic: What to set it to; None to leave it alone.
-    """
+    """Sets the compiler's switch for repeatable code when the compiler is imported; None leaves it alone."""
 
     def __init__(self) -> None:
         self.deterministic: bool | None = None

@@ -42,11 +42,7 @@ def store_of(group: ProcessGroup) -> Store | None:
 
 
 def default_group() -> ProcessGroup:
-    """Return the default group itself, where `dist.group.WORLD` is typed as possibly absent (local).
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the default group itself, where `dist.group.WORLD` is typed as possibly absent (local)."""
     return distributed_c10d._get_default_group()
 
 
@@ -153,11 +149,7 @@ def device_types(group: ProcessGroup) -> list[torch.device]:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that does a group's calls for tensors on a device.
-
-    Raises:
-        RuntimeError: It has none.
-    """
+    """Return the backend that does a group's calls for tensors on a device."""
     return group._get_backend(device)
 
 
@@ -175,10 +167,6 @@ def gloo_announcements(store: Store, size: int) -> list[bytes]:
     """Return what the ranks of a Gloo backend have put into its store, for each network interface: where each listens.
 
     For: finding the connections of a group, to end its calls when a rank is lost.
-
-    Args:
-        store: The store that the backend was made with.
-        size: Number of ranks.
     """
     found: list[bytes] = []
     while store.check(keys := [f"{len(found)}/{rank}" for rank in range(size)]):
@@ -187,13 +175,7 @@ def gloo_announcements(store: Store, size: int) -> list[bytes]:
 
 
 def gloo_options(*, devices: Sequence[Any], timeout: timedelta, num_threads: int) -> Any:
-    """Return options of Gloo with an interface of one's own choice, for which torch has no public name.
-
-    Args:
-        devices: From `ProcessGroupGloo.create_device`.
-        timeout: How long its calls wait.
-        num_threads: How many threads do calls.
-    """
+    """Return options of Gloo, for which torch has no public name; `devices` are of `ProcessGroupGloo.create_device`."""
     options: Any = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
     options._devices = list(devices)
     options._timeout = timeout
@@ -210,10 +192,8 @@ def gloo_num_threads() -> int:
 def make_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a backend for accelerators, by its name in torch (collective, with some backends).
 
-    For: groups written in Python that have one within: torch makes none for those.
-
-    Raises:
-        RuntimeError: This torch lacks it, or there is no device for it.
+    For: groups written in Python that have one within: torch makes none for those. A RuntimeError
+    says that this torch lacks it, or that there is no device for it.
     """
     maker: Any = getattr(distributed_c10d, f"ProcessGroup{name.upper()}", None)
     if maker is not None:

@@ -136,12 +136,7 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def check_comm_hook(wrapper: parallel.DistributedDataParallel, hook: Callable[..., Any]) -> None:
-    """Check a communication hook's signature as torch's DDP does.
-
-    Raises:
-        ValueError: A parameter or the return value is annotated with another type than torch expects.
-        KeyError: Its second parameter is not called `bucket`.
-    """
+    """Check a communication hook's signature as torch's DDP does; KeyError if its second parameter is not `bucket`."""
     _check_comm_hook(wrapper, hook)
 
 

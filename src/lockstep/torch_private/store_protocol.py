@@ -11,10 +11,6 @@ _MAGIC = 0x3C85F7CE
 
 
 def greeting(number: int) -> tuple[bytes, bytes]:
-    """Return what to send to a store of this host's byte order, and its answer.
-
-    Args:
-        number: Any number of 32 bits, which the store sends back.
-    """
+    """Return what to send to a store of this host's byte order, and its answer, which has `number` (32 bits)."""
     asked = struct.pack("=BI", _VALIDATE, _MAGIC) + struct.pack("=BI", _PING, number)
     return asked, struct.pack("=I", number)
