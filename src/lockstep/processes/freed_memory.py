@@ -25,11 +25,7 @@ FREED_MEMORY_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def keep_freed_memory(mallopt: Callable[[int, int], int] | None = None) -> None:
-    """Let malloc keep blocks of up to 1 GiB when they are freed, or of 32 MiB; without glibc does nothing (local).
-
-    Args:
-        mallopt: That of the C library; for tests.
-    """
+    """Let malloc keep blocks of up to 1 GiB when they are freed, or of 32 MiB; without glibc does nothing (local)."""
     mallopt = _find_mallopt() if mallopt is None else mallopt
     if mallopt is not None and (
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_OF_OLD)

@@ -13,9 +13,6 @@ def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends, `kill -9` included (Linux; elsewhere does nothing).
 
     See prctl(2), PR_SET_PDEATHSIG. The parent may have ended before that call, so this is checked afterwards.
-
-    Args:
-        parent_pid: The parent as it was when this process was started.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -73,9 +73,6 @@ def warn_of_late_workspace(multiply: Callable[[], object]) -> None:
 
     When the first matrix product is computed, torch records whether CUBLAS_WORKSPACE_CONFIG is set. Later products
     raise if it was not. That CUDA is initialized is not enough: moving a model to the GPU computes no product.
-
-    Args:
-        multiply: Computes a matrix product with cuBLAS.
     """
     try:
         multiply()

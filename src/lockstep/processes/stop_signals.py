@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import final
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that are requests to stop."""
 FORWARDED_SIGNAL = signal.SIGUSR1
 """The signal with which a launcher forwards a request to its workers. Repeated signals do not end a worker."""
 
@@ -74,12 +73,7 @@ def handle_stop_signals(
     """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
     A signal that was ignored before stays ignored. This does nothing outside the main thread, because only the main
-    thread may set handlers.
-
-    Args:
-        request: The request to make.
-        clock: Returns the time in seconds. [Note: one request, several signals].
-        on_sigterm: Called in a signal handler at the first SIGTERM, instead of making the request; None to make it.
+    thread may set handlers. `on_sigterm` is called in the signal handler, instead of making the request.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

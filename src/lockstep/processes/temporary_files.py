@@ -9,10 +9,6 @@ from multiprocessing import process
 
 
 def keep_temporary_files_in(folder: str) -> None:
-    """Let `multiprocessing` use this folder, here and in all processes that this one starts (local).
-
-    Args:
-        folder: The folder; empty to leave that to `multiprocessing`.
-    """
+    """Let `multiprocessing` use this folder, here and in processes that this one starts; nothing if empty (local)."""
     if folder:
         process.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -24,17 +24,11 @@ class StackLine:
     file: str
     """The file, as its code was compiled."""
     number: int
-    """Number of the line."""
     function: str
-    """Name of the function."""
 
 
 def stack_of_thread(thread_id: int | None) -> list[StackLine]:
-    """Return what a thread of this process runs, the innermost line first, at most 100 lines; empty if there is none.
-
-    Args:
-        thread_id: `Thread.ident`, or `threading.get_ident()`.
-    """
+    """Return what the thread with this `Thread.ident` runs, innermost line first, at most 100 lines; empty for none."""
     with (
         tempfile.TemporaryFile()
         if not hasattr(os, "memfd_create")
