@@ -61,7 +61,6 @@ class EventKind(IntEnum):
     SAVING = 9
     """A checkpoint is copied or written; the text says which of them."""
     EVALUATING = 10
-    """An evaluation."""
     FORWARD = 11
     """A forward through a wrapper."""
     BACKWARD = 12
@@ -75,7 +74,6 @@ class EventKind(IntEnum):
     LINE = 16
     """The line of the user's code from which the event before was waited for."""
     STALL = 17
-    """A stall was reported."""
     REDUCING = 18
     """From the last gradient of a backward until all are reduced: what communication adds to a step."""
     USAGE = 19
@@ -89,11 +87,9 @@ class FileHeader:
     """Who wrote a file."""
 
     version: int
-    """Version of the layout."""
     capacity: int
     """How many events the ring holds."""
     pid: int
-    """The process."""
     stack_signal: int
     """The signal on which it writes its Python stacks; 0 for none."""
     start_ticks: int
@@ -105,7 +101,6 @@ class FileHeader:
     opened_ns: int
     """The same by its monotonic clock, on which all events are."""
     host: str
-    """Name of the host."""
     program: str
     """Name of the program, without folder and arguments."""
     boot: str
@@ -113,7 +108,6 @@ class FileHeader:
     rank: int
     """Its present rank."""
     world_size: int
-    """Number of workers."""
     generation: int
     """Number of the present set of workers."""
     ended_ns: int
@@ -147,11 +141,7 @@ def pack_fixed(header: FileHeader) -> bytes:
 
 
 def parse_header(data: bytes) -> FileHeader:
-    """Return the header that the first bytes of a file hold.
-
-    Raises:
-        ValueError: These are not the first bytes of a recording, or of a version that this program does not know.
-    """
+    """Return the header that the first bytes of a file hold; `ValueError` if it is no recording of this version."""
     if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         raise ValueError("not a file of a recording, or one that was being made.")
     fixed = FIXED.unpack_from(data)

@@ -17,12 +17,9 @@ _NUM_KEPT: Final = 20
 
 
 def make_file(path: Path, size: int) -> mmap.mmap:
-    """Make a file of `size` bytes, all zero, and map it.
+    """Make a file of `size` bytes, all zero, and map it; `OSError` if it exists, or there is no space.
 
     Its blocks are allocated now: on a full disk, writing to a page of a file without blocks ends the process (SIGBUS).
-
-    Raises:
-        OSError: It exists, cannot be made, or there is no space.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
     try:
@@ -38,8 +35,7 @@ def make_file(path: Path, size: int) -> mmap.mmap:
 def private_folder() -> Path:
     """Return the folder with the recordings of jobs without a run directory; made if it is not there.
 
-    Raises:
-        OSError: It cannot be made, or belongs to another user, who could read or replace what is written there.
+    `OSError`: it cannot be made, or belongs to another user, who could read or replace what is written there.
     """
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -52,11 +48,7 @@ def private_folder() -> Path:
 def make_private_recording(name: str) -> Path:
     """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
 
-    Args:
-        name: Of the job, the same in all its workers on this host; ends in `-` and the process that started it.
-
-    Raises:
-        OSError: It cannot be made.
+    The name ends in `-` and the process that started the job: while that runs, the recording is not removed.
     """
     folder = private_folder()
     recording = folder / name

@@ -20,11 +20,7 @@ _BEGIN_WORD = 1
 def last_moment(path: Path) -> tuple[FileHeader, int] | None:
     """Return who wrote a file, and when it has last begun or ended an event, in nanoseconds of its clock (local).
 
-    Returns:
-        None if it is not a file of a recording, or is being made.
-
-    Raises:
-        OSError: It cannot be read.
+    None if it is not a file of a recording, or is being made.
     """
     with path.open("rb") as file:
         try:

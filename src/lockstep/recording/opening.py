@@ -29,15 +29,8 @@ def open_recorder(
 ) -> bool:
     """Let a recorder write to a new file of a recording; return whether that is possible (local).
 
-    A recording is no reason to end a training: where a file cannot be made, nothing is recorded.
-
-    Args:
-        recorder: The recorder.
-        directory: The recording; made if it is not there.
-        worker: Number of this worker among those that were started; `LAUNCHER` for the launcher.
-        rank: Its rank.
-        world_size: How many workers there are.
-        capacity: How many events are kept, a power of two.
+    A recording is no reason to end a training: where a file cannot be made, nothing is recorded. `worker` is `LAUNCHER`
+    for the launcher; `capacity` is a power of two.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

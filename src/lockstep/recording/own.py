@@ -20,21 +20,13 @@ _OWN: Final = WorkerRecorder()
 
 
 def own_recorder() -> WorkerRecorder:
-    """Return the recorder of this process (local)."""
     return _OWN
 
 
 def ensure_own_recorder(rank: int, world_size: int) -> bool:
     """Record what this process does, if nothing else has begun to and the user allows it (local).
 
-    The recording is where the launcher wants it, or in the private folder.
-
-    Returns:
-        Whether it has begun to, and no launcher of ours wants it.
-
-    Args:
-        rank: Its rank.
-        world_size: How many workers there are.
+    The recording is where the launcher wants it, or in the private folder. Return whether it has begun in the latter.
     """
     if _OWN.is_open:
         return False
@@ -62,8 +54,7 @@ def _remove(directory: Path) -> None:
 def new_recording(wanted: Path | None) -> Path | None:
     """Return where a launcher's workers record; None if the user wants no recording, or there is no place (local).
 
-    Args:
-        wanted: The folder; None for one in the private folder. One that is not kept is there, too.
+    One that is not kept is in the private folder, whatever is wanted.
     """
     settings = read_recording_settings()
     if not settings.is_wanted:

@@ -32,8 +32,6 @@ EVENT_TYPE: Final = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneEvent:
-    """One event of a worker."""
-
     number: int
     """Number among the events of its process."""
     begin: int
@@ -54,21 +52,16 @@ class OneEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileEvents:
-    """What one file holds."""
-
     path: Path
-    """The file."""
     header: FileHeader
     """Who wrote it."""
     table: NDArray[Any]
     """The events in the order of their numbers, as a structured array with the fields of `OneEvent`; texts by place."""
     texts: bytes
-    """The texts."""
     num_torn: int
     """How many events were being written, and are left out."""
 
     def text(self, place: int) -> str:
-        """Return a text by its place."""
         return read_text(self.texts, place)
 
     def event(self, position: int) -> OneEvent:
@@ -78,11 +71,7 @@ class FileEvents:
         return OneEvent(text=self.text(int(row["text"])), **fields)
 
     def under_way(self, kinds: Sequence[EventKind] = ()) -> list[OneEvent]:
-        """Return the events that have not ended, oldest first.
-
-        Args:
-            kinds: Only of these kinds; all without.
-        """
+        """Return the events that have not ended, of these kinds or of all, oldest first."""
         positions = np.flatnonzero(self.table["end"] == 0)
         found = [self.event(int(position)) for position in positions]
         return [each for each in found if not kinds or each.kind in kinds]
@@ -94,12 +83,7 @@ class FileEvents:
 
 
 def read_file(path: Path) -> FileEvents:
-    """Read one file; it may be written meanwhile.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is not a file of a recording, or of a version that this program does not know.
-    """
+    """Read one file, which may be written meanwhile; `ValueError` if it is no recording of this version."""
     header, first, texts = _copy(path)
     _, second, texts = _copy(path)
     table, num_torn = _parse(first, second)
@@ -110,9 +94,6 @@ def read_recording(directory: Path) -> list[FileEvents]:
     """Read the files of a recording, those of workers by their numbers and then the launcher's.
 
     A file that is damaged, or of another version, is left out.
-
-    Raises:
-        OSError: A file cannot be read.
     """
     found = []
     for path in sorted(directory.glob("*.rec")):

@@ -57,16 +57,8 @@ class WorkerRecorder:
     """Records what this process does: in a file between `open` and `close`, else in memory of its own.
 
     So whoever needs to know how long something took reads it here, with or without a file. [Note: one clock]
-
-    Attributes:
-        begin: `begin(kind, index, size, text)` begins an event and returns its number. Arguments by position only.
-        end: `end(number)` ends it.
-        mark: `mark(kind, index, size, text)` records an event without a duration.
-        set_step: `set_step(step)`: events from now on belong to this step.
-        moments: `moments(number)` returns when an event began and ended, in nanoseconds; 0 for an end that is not yet
-            there, and (0, 0) if newer events have replaced it.
-        is_open: Whether events are written to a file.
-        directory: The recording; None while it is not open.
+    `moments(number)` returns when an event began and ended, in nanoseconds: 0 for an end that is not there yet, and
+    (0, 0) if newer events have replaced it. `set_step(step)` holds for the events from then on.
     """
 
     def __init__(self) -> None:
@@ -80,11 +72,7 @@ class WorkerRecorder:
         self._text_lock = threading.Lock()
 
     def open(self, path: Path, header: FileHeader) -> None:
-        """Record into a new file from now on (local).
-
-        Raises:
-            OSError: It exists, cannot be made, or there is no space.
-        """
+        """Record into a new file from now on; `OSError` as of `make_file` (local)."""
         self.close()
         memory = make_file(path, file_bytes(header.capacity))
         memory[CHANGING_START : CHANGING_START + CHANGING.size] = CHANGING.pack(

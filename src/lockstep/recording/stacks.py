@@ -29,10 +29,7 @@ _FILES: Final[list[int]] = []
 def write_stacks_on_signal(path: Path) -> int:
     """Let this process write the Python stack of its main thread to a file when it gets a signal, or crashes (local).
 
-    On the next signal it writes the stacks of all threads.
-
-    Returns:
-        The signal; 0 where there is none, or where the program uses it.
+    On the next signal it writes the stacks of all threads. Return the signal; 0 where there is none, or it is in use.
     """
     if sys.platform == "win32" or not hasattr(signal, "SIGRTMIN"):
         return 0
@@ -55,12 +52,7 @@ def write_stacks_on_signal(path: Path) -> int:
 def request_stacks(path: Path, pid: int, number: int, seconds: float, thread: int | None = None) -> str:
     """Ask a process for its Python stacks; return them, or nothing if it does not answer (local).
 
-    Args:
-        path: Where it writes them.
-        pid: The process; the caller knows that it is the one that registered the signal.
-        number: The signal.
-        seconds: How long to wait.
-        thread: The thread that is to write them, by its number in the system; None for the main one.
+    The process must have registered the signal: it ends any other. `thread` is the system's number, None for the main.
     """
     try:
         before = path.stat().st_size

@@ -28,7 +28,6 @@ class ClockOffset:
     """What is subtracted from the times of a file to have them on the clock of the first one."""
 
     nanoseconds: int
-    """The difference."""
     error_ns: int | None
     """How far off it may be; 0 on one host, None if that is not known."""
 
@@ -36,9 +35,7 @@ class ClockOffset:
 def bound_offset(here: Mapping[int, tuple[int, int]], there: Mapping[int, tuple[int, int]]) -> tuple[int, int] | None:
     """Return the least and the greatest difference of two clocks that common collectives allow; None for too few.
 
-    Args:
-        here: Begin and end of each collective by its number, by one clock.
-        there: The same by another.
+    `here` and `there` are the begin and the end of each collective, by its number.
     """
     common = here.keys() & there.keys()
     if len(common) < _FEWEST:
