@@ -23,12 +23,7 @@ class ChannelClosedError(OSError):
 
 @final
 class Channel:
-    """A worker's channel; any thread may use it.
-
-    Args:
-        descriptor: The worker's end, which this takes over.
-        on_event: Called in the reading thread with each message that the launcher sends by itself.
-    """
+    """A worker's channel; any thread may use it. It owns `descriptor`; `on_event` is called in the reading thread."""
 
     def __init__(self, descriptor: int, on_event: Callable[[Message], None]) -> None:
         os.set_inheritable(descriptor, False)
@@ -45,17 +40,9 @@ class Channel:
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def request(self, user: object, operation: str, seconds: float | None = None, **fields: Any) -> Any:
-        """Send a request to the launcher and return its answer.
+        """Send a request to the launcher and return its answer; wait for ever where `seconds` is None.
 
-        Args:
-            user: For whom; see `abandon`.
-            operation: An operation of `Table`.
-            seconds: How long to wait for the answer; None for as long as the launcher lives.
-            fields: The operation's arguments.
-
-        Raises:
-            ChannelClosedError: The launcher has ended, or the request was given up.
-            TimeoutError: There was no answer in time.
+        `ChannelClosedError`: the launcher has ended, or `user` was abandoned. `TimeoutError`: no answer came in time.
         """
         number = next(self._numbers)
         answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -78,11 +65,7 @@ class Channel:
         return answer["value"]
 
     def report(self, what: str, **fields: Any) -> None:
-        """Send the launcher a report, which has no answer.
-
-        Raises:
-            ChannelClosedError: The launcher has ended.
-        """
+        """Send the launcher a report, which has no answer; `ChannelClosedError` if it has ended."""
         self._send({"report": what, **fields})
 
     def keep_alive(self, user: object) -> None:

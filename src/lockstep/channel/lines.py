@@ -33,12 +33,7 @@ class LineReader:
         self._begun = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[Message]:
-        """Yield the messages that are complete with this piece.
-
-        Raises:
-            TypeError: A line is not a JSON object.
-            ValueError: A line is not JSON.
-        """
+        """Yield the messages that are complete with this piece; `ValueError` or `TypeError` at a line that is none."""
         self._begun += piece
         while (end := self._begun.find(b"\n")) >= 0:
             line = bytes(self._begun[:end])

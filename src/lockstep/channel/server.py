@@ -34,12 +34,7 @@ class ChannelServer:
     """Serves the channels of the workers of one launch.
 
     A worker that does not read, because it is stopped, delays no other: what it has not read is kept for it.
-
-    Args:
-        on_request: Called in the serving thread with every request of a worker.
-
-    Attributes:
-        reports: What workers reported: pairs of a worker's number and a message.
+    `on_request` is called in the serving thread at every request of a worker.
     """
 
     def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
@@ -87,7 +82,6 @@ class ChannelServer:
         settled.wait()
 
     def close(self) -> None:
-        """Close all channels."""
         self._command("close", 0, None)
         self._thread.join()
         for descriptor in (self._wake_reader, self._wake_writer, self._report_reader, self._report_writer):

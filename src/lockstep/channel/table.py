@@ -12,12 +12,9 @@ from lockstep.channel.lines import Message
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer to one worker."""
-
     worker: int
     """Number of the worker."""
     message: Message
-    """What it gets."""
 
 
 @dataclass(slots=True)
@@ -40,10 +37,7 @@ class Table:
     def answer(self, worker: int, request: Message) -> list[Reply]:
         """Carry out a request; return the answers that can be given now, to this worker and to others that waited.
 
-        Raises:
-            KeyError: It lacks a field.
-            TypeError: It has no key.
-            ValueError: There is no such operation.
+        `KeyError`, `TypeError` or `ValueError`: it is no request of a `Store`.
         """
         operation, number = request.get("op"), request.get("id")
         if operation in {"get", "wait", "multi_get"}:
