@@ -16,12 +16,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def count_cores(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use, 1 or more.
-
-    Args:
-        membership: The file that says in which control group this process is.
-        groups: Where control groups are mounted.
-    """
+    """Return how many cores this process may use, 1 or more."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
@@ -34,12 +29,7 @@ def count_cores(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> int:
 
 
 def measure_memory(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> tuple[int, int]:
-    """Return how much main memory this process may use, and how much of that is left, in bytes.
-
-    Args:
-        membership: The file that says in which control group this process is.
-        groups: Where control groups are mounted.
-    """
+    """Return how much main memory this process may use, and how much of that is left, in bytes."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for folder in _own_groups(membership, groups):

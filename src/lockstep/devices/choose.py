@@ -45,19 +45,7 @@ def choose_devices(
     force: bool = False,
     max_workers: int | None = None,
 ) -> Placement:
-    """Return which device each worker gets.
-
-    Args:
-        request: Which devices.
-        workers: How many workers, where the request leaves that open; a list or a count must agree with it.
-        inventory: What the machine has.
-        force: Take GPUs that others hold, too.
-        max_workers: The most that `auto` without a count takes; an explicit count is not reduced.
-
-    Raises:
-        DeviceError: The request cannot be read, contradicts `workers`, or asks for devices that do not exist or are not
-            free.
-    """
+    """Return which device each worker gets; `max_workers` limits only `auto` without a count."""
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise DeviceError(f"workers is {workers!r}, but a run needs a whole number of workers, 1 or more. (LS905)")
     wanted = with_workers(request if isinstance(request, Auto | Cpu | Named) else parse_request(request), workers)
@@ -138,11 +126,6 @@ def _choose_named(wanted: Named, inventory: Inventory, *, force: bool) -> Placem
 
 
 def _find(name: GpuName, inventory: Inventory) -> Gpu:
-    """Return the GPU of that number or UUID.
-
-    Raises:
-        DeviceError: No GPU has this name, several have, or it is hidden.
-    """
     if inventory.problem or not inventory.gpus:
         why = inventory.problem or "no GPU can be seen here"
         raise DeviceError(f'device_ids asks for GPU {name}, but {why}. Use "cpu:2" to train on the CPU. (LS902)')

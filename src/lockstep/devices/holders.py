@@ -34,7 +34,6 @@ class ProcessIds:
 
 
 def read_process_ids() -> ProcessIds:
-    """Return how ids are read in this process."""
     own = _read_own_ids()
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - of the namespace, not of the link
@@ -51,12 +50,6 @@ def look_up_holder(
 
     The driver's pid may belong to a process outside this container, or to one that has ended. Then the fields are None,
     which is not an error.
-
-    Args:
-        pid: Its process id, from the driver.
-        memory_bytes: How much GPU memory it has, from the driver.
-        is_graphics: Whether it only draws, from the driver.
-        process_ids: How the id is read; None to find out.
     """
     ids = read_process_ids() if process_ids is None else process_ids
     user, command, since = None, None, None

@@ -23,8 +23,6 @@ from lockstep.devices.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A value that is being copied."""
-
     value: Any
     """Where it is copied on the copy stream: the copy. Else the value itself."""
     ended: torch.Event | None
@@ -33,11 +31,7 @@ class PendingCopy:
 
 @final
 class InputCopies:
-    """Copies values to one device; on a synchronous one when they are asked for.
-
-    Args:
-        device: Where the values are needed.
-    """
+    """Copies values to one device; on a synchronous one when they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

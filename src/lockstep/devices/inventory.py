@@ -21,7 +21,6 @@ class Holder:
     is_graphics: bool = False
     """Whether it only draws, as a desktop does."""
     is_self: bool = False
-    """Whether it is this process itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,6 @@ class Inventory:
     driver: str | None
     """Version of the NVIDIA driver."""
     cuda_visible_devices: str | None
-    """The variable, if it is set."""
     num_cores: int
     """Cores that this process may use."""
     memory_total_bytes: int

@@ -42,16 +42,7 @@ def take_inventory(
     measure_own: Callable[[], Mapping[str, int]] = measure_own_memory,
     read_others: Callable[[], tuple[Gpu, ...]] | None = None,
 ) -> Inventory:
-    """Return what this machine has.
-
-    Args:
-        nvml: The module pynvml, or a fake.
-        visible: The variables that hide devices; None to read them from the environment.
-        ask: Asks the CUDA driver which GPUs it shows.
-        torch_problem: Why torch can use no GPU, empty if it can; None to find out.
-        measure_own: Measures the memory that this process has on GPUs.
-        read_others: Finds the accelerators that torch uses where it can use no GPU of CUDA; None to ask torch.
-    """
+    """Return what this machine has. What is None is found out; an empty `torch_problem`: torch can use GPUs."""
     visible = read_visible_devices() if visible is None else visible
     torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
     driver, is_faulty = None, False
@@ -89,12 +80,7 @@ def place_workers(
     force: bool = False,
     max_workers: int | None = None,
 ) -> Placement:
-    """Take the inventory and choose devices, see `choose_devices`; a placement is returned as it is.
-
-    Raises:
-        DeviceError: The request cannot be read, contradicts `workers`, or asks for devices that do not exist or are not
-            free.
-    """
+    """Take the inventory and choose devices, see `choose_devices`; a placement is returned as it is."""
     if isinstance(request, Placement):
         num_workers = len(request.devices)
         if workers not in {None, num_workers}:

@@ -20,8 +20,7 @@ class LookUpHolder(Protocol):
 class NoGpusError(Exception):
     """NVML cannot be used. The text gives the reason and fits the end of a sentence.
 
-    Attributes:
-        is_fault: Whether that is a fault that can be repaired; False for a machine without GPUs.
+    `is_fault`: it can be repaired; False for a machine without GPUs.
     """
 
     def __init__(self, message: str, *, is_fault: bool) -> None:
@@ -30,15 +29,7 @@ class NoGpusError(Exception):
 
 
 def read_gpus(nvml: ModuleType, look_up: LookUpHolder) -> tuple[tuple[Gpu, ...], str | None]:
-    """Return all GPUs, in PCI order, and the version of the driver.
-
-    Args:
-        nvml: The module pynvml, or a fake.
-        look_up: Finds user and command of a process.
-
-    Raises:
-        NoGpusError: There is no driver, or a call to it fails.
-    """
+    """Return all GPUs, in PCI order, and the version of the driver; `NoGpusError` if it is absent, or a call fails."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

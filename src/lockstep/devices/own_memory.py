@@ -29,13 +29,7 @@ def measure_own_memory() -> dict[str, int]:
 
 
 def assign_own(gpus: tuple[Gpu, ...], own: Mapping[str, int], pid: int) -> tuple[Gpu, ...]:
-    """Return the GPUs with this process among the holders of those that it uses.
-
-    Args:
-        gpus: As the driver describes them.
-        own: What `measure_own_memory` returned.
-        pid: Of this process.
-    """
+    """Return the GPUs with this process among the holders of those that it uses; `own` is from `measure_own_memory`."""
     return tuple(_with_own(gpu, own, pid) for gpu in gpus)
 
 

@@ -23,7 +23,6 @@ class Device:
 
 
 CPU = Device(name="cpu", visible="", label="CPU")
-"""The device of a worker that uses no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,6 @@ class Placement:
     """One device per worker, in rank order."""
 
     devices: tuple[Device, ...]
-    """The device of rank 0, of rank 1, ..."""
     reason: str
     """One line: which devices these are, and why the others were not chosen."""
     hint: str = ""
@@ -42,7 +40,6 @@ class Placement:
         return _variables(self.devices[0].name, ",".join(device.visible for device in self.devices if device.visible))
 
     def first(self, num_workers: int) -> "Placement":
-        """Return the placement of the first `num_workers` workers alone."""
         return replace(self, devices=self.devices[:num_workers])
 
 

@@ -19,7 +19,6 @@ FORMS = (
     'use "auto", "auto:3", "auto:3@20GiB" (free memory), "cpu", "cpu:2", or a list of GPU numbers or UUIDs such as '
     '[0, 2] or ["GPU-5b2c"]'
 )
-"""The forms of a request, for messages."""
 
 _COUNTED = re.compile(r"(auto|cpu)\s*(?::\s*([+-]?\d+))?\s*(?:(?:>=|@)(.*))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
@@ -39,16 +38,12 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Workers on the CPU."""
-
     count: int | None = None
     """How many; None for the value of `workers`, or one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """These GPUs."""
-
     groups: tuple[tuple[GpuName, ...], ...]
     """The GPUs of each worker, in rank order; usually one each."""
 
@@ -57,11 +52,6 @@ Request = Auto | Cpu | Named
 
 
 def parse_request(request: DeviceRequest) -> Request:
-    """Read a request.
-
-    Raises:
-        DeviceError: It has none of the forms.
-    """
     if request is None:
         return Auto()
     if isinstance(request, str):
@@ -74,11 +64,6 @@ def parse_request(request: DeviceRequest) -> Request:
 
 
 def with_workers(request: Request, workers: int | None) -> Request:
-    """Return the request with this number of workers.
-
-    Raises:
-        DeviceError: The request has another number.
-    """
     if workers is None:
         return request
     if isinstance(request, Named):
@@ -97,11 +82,7 @@ def with_workers(request: Request, workers: int | None) -> Request:
 
 
 def resized(request: Request, workers: int) -> Request:
-    """Return a request for the same kind of devices and another number of workers; of named GPUs it has the first.
-
-    Raises:
-        DeviceError: Fewer GPUs are named.
-    """
+    """Return a request for the same kind of devices and another number of workers; of named GPUs it has the first."""
     if not isinstance(request, Named):
         return replace(request, count=workers)
     if len(request.groups) < workers:

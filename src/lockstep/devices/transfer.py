@@ -12,11 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with every tensor in it on `device`. Containers are made anew; other values are not changed.
 
-    Args:
-        value: A tensor, or tuples, named tuples, lists and mappings of tensors. Of any other object with a `to` method
-            (a packed sequence, a user's batch class), the result of `value.to(device)` is used.
-        device: The target. Tensors of the CPU go to an asynchronous one through pinned memory: a copy from other memory
-            would wait for all that the device has to do.
+    What else has a method `to`, as a user's batch class may, moves itself. Tensors of the CPU go through pinned memory:
+    a copy from other memory would wait for all that the device has to do.
     """
     if isinstance(value, Tensor):
         if value.device == device:

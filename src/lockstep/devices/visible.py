@@ -19,11 +19,7 @@ def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
     """Return whether only the driver can tell which GPUs the variable shows.
 
     That is so for numbers in CUDA's own order, and where the name of a GPU means the first of its MIG instances.
-
-    Args:
-        variable: CUDA_VISIBLE_DEVICES.
-        order: CUDA_DEVICE_ORDER, if it is set.
-        gpus: The GPUs of this machine, in PCI order.
+    `order` is CUDA_DEVICE_ORDER.
     """
     if any(gpu.instance is not None for gpu in gpus):
         return variable.startswith("GPU-") or bool(_read_numbers(variable))
@@ -31,12 +27,7 @@ def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
 
 
 def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    """Return the GPUs that the variable shows, if its numbers are those of nvidia-smi.
-
-    Args:
-        variable: CUDA_VISIBLE_DEVICES.
-        gpus: The GPUs of this machine, in PCI order.
-    """
+    """Return the GPUs that the variable shows, if its numbers are those of nvidia-smi."""
     if variable.startswith(_UUID_KINDS):
         return _find_by_uuid(variable, gpus)
     numbers = _read_numbers(variable)
