@@ -6,14 +6,7 @@ from lockstep.errors import counted
 
 
 def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
-    """Split `range(total)` into contiguous parts whose lengths differ by at most one; the longer parts come first.
-
-    Returns:
-        `num_parts` pairs (start, stop). Some parts are empty if `total` is smaller than `num_parts`.
-
-    Raises:
-        ValueError: `total` is negative, or `num_parts` is less than 1.
-    """
+    """Split `range(total)` into contiguous (start, stop), of lengths that differ by at most one, the longer first."""
     if num_parts < 1 or total < 0:
         raise ValueError(
             f"Cannot split {total} indices into {num_parts} parts. Expected 0 or more indices and 1 or more parts."
@@ -28,9 +21,6 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
 
     If `num_shards` is not a multiple of `world_size`, ranges differ in length by one. Bounds are rounded down, as the
     tree does when it halves a range, so that each range consists of few subtrees.
-
-    Raises:
-        ValueError: The rank is not below `world_size`, or there are more workers than shards.
     """
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -46,9 +36,5 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
 
 
 def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
-    """Return the shards of every worker, in rank order.
-
-    Raises:
-        ValueError: There are more workers than shards.
-    """
+    """Return the shards of every worker, in rank order."""
     return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))

@@ -9,11 +9,7 @@ def balance_ranges(
 ) -> tuple[range, ...]:
     """Return the shards that every worker should run, so that the slowest worker finishes as early as possible.
 
-    Args:
-        seconds_per_shard: Time that each worker needs for one shard, in rank order; more than zero.
-        current: The shards that each worker runs now, in rank order; at least one each.
-        min_gain: The fraction of a step's time that new ranges must save. If they save less, the current ranges are
-            returned, so that noise in the measurements does not move shards back and forth.
+    Where that saves less than the fraction `min_gain` of a step's time, it is `current`: noise is to move no shards.
     """
     num_shards = current[-1].stop
     counts = [1] * len(current)

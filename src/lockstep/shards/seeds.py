@@ -9,10 +9,7 @@ def derive_seed(purpose: str, *numbers: int) -> int:
     """Return a seed in [0, 2**63) that depends on every argument and on nothing else.
 
     Different arguments give unrelated seeds. Digests depend on this function, so its results may never change.
-
-    Args:
-        purpose: What the random numbers are used for, e.g. `"shard"` or `"sample"`.
-        numbers: The run's seed, then the position: epoch, step, shard or sample.
+    `numbers` are the run's seed, then the position: epoch, step, shard or sample.
     """
     text = ":".join([purpose, *map(str, numbers)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -33,31 +33,23 @@ class ShardTask:
     """One shard that a worker runs, and how its gradient is added to the worker's stack of partials."""
 
     shard: int
-    """Number of the shard."""
     num_sums: int
     """How many times, after the gradient was pushed, the two partials on top of the stack are replaced by their sum."""
 
 
 def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
-    """Return the maximal subtrees within the shards `range(start, stop)`, in shard order.
-
-    Raises:
-        ValueError: The shards are not within `range(num_shards)`.
-    """
+    """Return the maximal subtrees within the shards `range(start, stop)`, in shard order."""
     if not 0 <= start <= stop <= num_shards:
         raise ValueError(f"Shards {start} to {stop} are not within the {num_shards} shards of the run. (LS210)")
     return list(_nodes_within((0, num_shards), start, stop))
 
 
 def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
-    """Return the subtrees that are complete once shard `shard` has been run, and were not complete before.
+    """Return the subtrees that are complete once shard `shard` has been run, and were not before: the leaf first.
 
     The worker has run `range(start, shard + 1)`, in order, and keeps a stack of partials. After each shard it pushes
     the shard's gradient. Then, for each node of this list but the first, it replaces the two partials on top by their
     sum. So the stack holds only the partials of the shards that were run.
-
-    Returns:
-        The leaf `(shard, shard + 1)` first, then its ancestors that end with it and begin at `start` or later.
     """
     path: list[Node] = []
     node: Node | None = (0, num_shards)
@@ -73,9 +65,6 @@ def partial_nodes_by_size(shards: range, num_shards: int) -> list[Node]:
     A worker runs them in this order, because it then keeps the fewest gradients at a time. With even ranges of k shards
     it keeps at most ceil(log2 k) + 1 gradients, including the one that is being computed. In 72 of the 366,145 even
     ranges of up to 129 shards it keeps one more.
-
-    Raises:
-        ValueError: The shards are not within `range(num_shards)`.
     """
     return sorted(partial_nodes(shards.start, shards.stop, num_shards), key=_largest_first)
 
@@ -85,9 +74,6 @@ def plan_shard_tasks(shards: range, num_shards: int) -> tuple[ShardTask, ...]:
     """Return the order in which a worker runs its shards, and how it adds their gradients on a stack of partials.
 
     After the last task the stack holds the sums of `partial_nodes_by_size`, in that order.
-
-    Raises:
-        ValueError: The shards are not within `range(num_shards)`.
     """
     return tuple(
         ShardTask(shard, len(completed_nodes(shard, start, num_shards)) - 1)
@@ -102,16 +88,7 @@ def _largest_first(node: Node) -> tuple[int, int]:
 
 
 def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable[[T, T], T]) -> T:
-    """Add partials in the order of the tree.
-
-    Args:
-        partials: Sums of subtrees that together cover every shard once.
-        num_shards: Number of shards of the run.
-        add: Adds the left and the right sum of a node. It may write the result into the left one.
-
-    Raises:
-        ValueError: No partial covers some shard.
-    """
+    """Add partials, which cover every shard once, in the order of the tree; `add` may write into the left one."""
     return _sum_of_node(partials, (0, num_shards), num_shards, add)
 
 
