@@ -34,7 +34,6 @@ class CheckedBackends:
     waits: bool
     """Whether every call waits for all ranks to make it."""
     compares: bool = True
-    """Whether calls are compared at all."""
 
 
 def register_backends() -> None:

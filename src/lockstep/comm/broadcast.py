@@ -16,12 +16,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, source: in
     """Overwrite `tensors` with those of rank `source` of the group (collective).
 
     The values are written without autograd's knowledge: version counters stay, so that a graph which saved a
-    buffer before the broadcast can still run its backward.
-
-    Args:
-        tensors: Dense tensors, the same number, shapes and dtypes on every rank; any dtype, any layout.
-        group: The group; every rank of it must call.
-        source: Rank within the group.
+    buffer before the broadcast can still run its backward. Number, shapes and dtypes are the same on every rank.
     """
     for chunk in _chunks_of_each_device(tensors):
         _start_chunk(chunk, group, source, waits=True)()

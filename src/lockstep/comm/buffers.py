@@ -12,14 +12,7 @@ from lockstep.errors import GroupError
 
 
 def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
-    """Return a flat tensor of zeros that the group reduces with as few copies as it can (local).
-
-    Args:
-        num_elements: Its length.
-        dtype: Its dtype.
-        device: Where it lies.
-        group: The group that will reduce it; one that owns memory, and can still be used, gives some of it.
-    """
+    """Return a flat tensor of zeros that the group reduces with as few copies as it can (local)."""
     if device.type == "cpu" and capabilities_of(group).owns_memory:
         with suppress(GroupError):  # a rank is lost: the first call says so, unless the workers are replaced before
             return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)

@@ -17,11 +17,7 @@ from lockstep.recording.file_format import GROUP_SHIFT
 
 @final
 class CallEvents:
-    """Records the calls of one group.
-
-    Args:
-        names: The ranks of the group, by their numbers in the default group.
-    """
+    """Records the calls of one group, whose ranks have these `names` in the default group."""
 
     def __init__(self, names: Sequence[int]) -> None:
         self._recorder = own_recorder()

@@ -26,8 +26,7 @@ _PURPOSE: Final = ContextVar("what the calls of this thread are for", default=""
 def calls_for(purpose: str) -> Iterator[None]:
     """Add a purpose to the descriptions of the calls within: the user who reads them did not write these calls.
 
-    Args:
-        purpose: The same on every rank; ranks compare it, so that a call of the user's is not taken for one of these.
+    It is the same on every rank: they compare it.
     """
     before = _PURPOSE.set(purpose)
     try:
@@ -37,13 +36,7 @@ def calls_for(purpose: str) -> Iterator[None]:
 
 
 def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str = "") -> bytes:
-    """Describe a call in one line.
-
-    Args:
-        operation: Name of the collective, as in torch.distributed.
-        tensors: Dtype and shape of each tensor that must agree between ranks.
-        detail: What else must agree: the reduce operation, the root.
-    """
+    """Describe a call in one line, by what must agree between ranks (`detail`: the reduce operation, the root)."""
     return _describe(operation, tensors, detail, _PURPOSE.get())
 
 
@@ -68,19 +61,13 @@ def pack_text(text: bytes) -> Tensor:
 
 
 def unpack_text(page: Tensor) -> bytes:
-    """Return the text that `pack_text` packed."""
     return bytes(page.tolist()).rstrip(b"\0")
 
 
 def explain_mismatch(
     calls: Mapping[int, bytes], lines: Mapping[int, str] = MappingProxyType({})
 ) -> CollectiveMismatchError:
-    """Return the error for ranks that make different calls.
-
-    Args:
-        calls: Description of the call of every rank.
-        lines: The line of the user's code that makes it, on the ranks where there is one.
-    """
+    """Return the error for ranks that make different calls."""
     ranks: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         line = lines.get(rank)

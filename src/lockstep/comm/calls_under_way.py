@@ -24,7 +24,6 @@ class CallsUnderWay:
         self._works: deque[Any] = deque()
 
     def add(self, work: Work) -> None:
-        """Note a collective."""
         with self._lock:
             self._forget_completed()
             self._works.append(work)
@@ -38,10 +37,7 @@ class CallsUnderWay:
         """Return when none can write into its tensors any more; call it when all connections are closed.
 
         Gloo never ends one of which a part of a message has arrived: it hangs until the group's timeout, writes
-        nothing, and destroying the group would wait for it. A thread does that then.
-
-        Args:
-            group: What is to be held as long as one has not ended.
+        nothing, and destroying the group would wait for it. A thread, which holds `group`, does that then.
         """
         deadline = time.monotonic() + _END_SECONDS
         with self._lock:

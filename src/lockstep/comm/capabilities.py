@@ -19,8 +19,6 @@ from lockstep.shards.tree import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCapabilities:
-    """What a group can do."""
-
     owns_memory: bool = False
     """It allocates CPU tensors that it reduces without copying them; see `OwnsMemory`."""
     adds_in_order: bool = False
@@ -88,9 +86,6 @@ def raise_if_broken(group: ProcessGroup | None) -> None:
 
     To be called after every read of what a call wrote on a device, and before the value is used: a call that was ended
     because a rank was lost leaves any value. Groups of torch's own, without checks, raise nothing here.
-
-    Raises:
-        PeerLostError: A rank was lost.
     """
     if group is not None and capabilities_of(group).reports_exits:
         cast("ReportsExits", group).raise_if_broken()

@@ -51,14 +51,7 @@ class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
-
-    Args:
-        inner: The group that makes the calls.
-        comparer: Compares a call between the ranks.
-        backends: Names of the backends by device, for `backend_names`.
-        names: What messages call each rank: its rank in the default group.
-        sockets: The connections of Gloo, if it is one of the backends.
-        compares: Whether calls are compared. If not, the group only names lost ranks in errors.
+    `names` are the ranks in the default group. Without `compares` it only names lost ranks in errors.
     """
 
     def __init__(
@@ -121,12 +114,7 @@ class CheckedProcessGroup(ProcessGroup):
         self._compare_then(self._comparer.compare_calls, call, lambda: None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective).
-
-        Args:
-            timeout: How long to wait; None for the group's.
-            wait_all_ranks: Whether rank 0 waits for all ranks before it names those that are missing.
-        """
+        """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective)."""
         self._require_inner().monitored_barrier(timeout, wait_all_ranks)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
@@ -149,7 +137,6 @@ class CheckedProcessGroup(ProcessGroup):
 
     @property
     def capabilities(self) -> GroupCapabilities:
-        """What the group can do beside torch's collectives (local)."""
         hosts = known_hosts(self)
         return GroupCapabilities(
             is_host_local=hosts is not None and hosts.is_one_host, compares_calls=self._compares, reports_exits=True
@@ -160,7 +147,6 @@ class CheckedProcessGroup(ProcessGroup):
         return super().__repr__() if self._close.alive else describe_destroyed(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return `"checked"`."""
         return "checked"
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -201,11 +187,7 @@ class CheckedProcessGroup(ProcessGroup):
             self._abort_thread = start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
 
     def shutdown(self) -> None:
-        """Leave the group; torch calls it on destroy (local).
-
-        Raises:
-            GroupError: Calls of the group were ended by force, and one may still write into its tensors.
-        """
+        """Leave the group; torch calls it on destroy (local). GroupError: an ended call may still write."""
         if self._close.alive:
             self._comparer.send_exit_notice()
             if self._broken is not None and self._sockets is not None:
@@ -283,7 +265,6 @@ class CheckedProcessGroup(ProcessGroup):
 
 
 def type_of_backend(name: str) -> ProcessGroup.BackendType:
-    """Return torch's type of a backend with this name."""
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 

@@ -32,22 +32,10 @@ def check_group(
     waits: bool = True,
     compares: bool = True,
 ) -> CheckedProcessGroup:
-    """Make a checked group (collective over its ranks).
+    """Make a checked group in a store of its own (collective over its ranks).
 
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        timeout: How long a call may take.
-        backends: Name of torch's backend for each device type.
-        members: Who the ranks are.
-        set_up: When the group must be made, and what is known of its hosts.
-        waits: Whether every call waits for all ranks to make it. Otherwise, on one host, a call costs little more, and
-            the group cannot be used after a mismatch.
-        compares: Whether calls are compared. If not, lost ranks are named all the same, where ranks share memory.
-
-    Raises:
-        GroupError: Some rank did not connect in time.
-        RuntimeError: This torch lacks a backend.
+    Without `waits`, on one host, a call costs less, and the group cannot be used after a mismatch. Without `compares`
+    lost ranks are named all the same.
     """
     place = PrefixStore("compare/shm", store)
     shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
@@ -62,7 +50,6 @@ class _Connected:
     """Torch's backends of a group."""
 
     inner: ProcessGroup
-    """The group of them."""
     sockets: GlooSockets | None
     """The connections of Gloo, if it is one of them."""
 

@@ -14,13 +14,8 @@ class CollectiveCall:
     """What one call of a collective is about; `Collective.read` makes it.
 
     Not a frozen dataclass: one is made for each call, and a frozen one costs a microsecond more.
-
-    Args:
-        name: Name of the collective, as in torch.distributed.
-        arguments: What the group's method got.
-        outputs: The tensors that the call fills.
-        inputs: The tensors that it reads; those of `outputs` where it works in place.
-        options: The arguments after the tensors: torch's options object, or reduce operation, root and timeout.
+    `inputs` is `outputs` where the call works in place; `options` are the arguments after the tensors: torch's options
+    object, or reduce operation, root and timeout.
     """
 
     __slots__ = ("arguments", "description", "inputs", "name", "options", "outputs", "reductions", "root")

@@ -39,11 +39,7 @@ class Compared(Enum):
 
 
 def refuse_one_output_twice(call: CollectiveCall) -> None:
-    """Refuse `[torch.zeros(2)] * world_size`: what one rank has sent would overwrite what another has.
-
-    Raises:
-        ValueError: One tensor is given for several outputs.
-    """
+    """Refuse `[torch.zeros(2)] * world_size`: what one rank has sent would overwrite what another has."""
     outputs = call.outputs
     if len(outputs) > 1 and outputs is not call.inputs and len(set(map(id, outputs))) < len(outputs):
         raise ValueError(
@@ -54,8 +50,6 @@ def refuse_one_output_twice(call: CollectiveCall) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective."""
-
     name: str
     """Its name in torch.distributed, for messages."""
     summary: str
@@ -80,15 +74,7 @@ class Collective:
     """Makes the call in shared memory."""
 
     def read(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveCall:
-        """Return what a call is about.
-
-        Args:
-            arguments: What the group's method got.
-            keywords: What it got by name.
-
-        Raises:
-            TypeError: An argument is missing, unknown, or one too many.
-        """
+        """Return what a call is about."""
         num_tensors = len(self.parameters) - 1
         if keywords or len(arguments) < num_tensors:
             arguments = self._bind(arguments, keywords)
@@ -105,12 +91,7 @@ class Collective:
         return call.outputs if self.compared is Compared.OUTPUTS else call.inputs
 
     def describe(self, call: CollectiveCall, names: Sequence[int]) -> bytes:
-        """Describe a call by all that must agree between ranks.
-
-        Args:
-            call: The call.
-            names: What messages call each rank: its rank in the default group.
-        """
+        """Describe a call by all that must agree between ranks; `names` are the ranks in the default group."""
         details: list[str] = []
         if self.reduces:
             details.append(call.reductions[0].name if call.reductions else operation_name(call.op))

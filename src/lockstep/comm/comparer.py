@@ -16,21 +16,14 @@ class CallComparer(Protocol):
     def publish_call(self, call: bytes) -> None:
         """Compare a call with those that the other ranks have made by now, without waiting for them.
 
-        Raises:
-            CollectiveMismatchError: They differ. Ranks that have made theirs raise it in `check`.
-            PeerLostError: A rank is lost.
+        If they differ, this rank raises here, and those that have made theirs in `check`.
         """
 
     def check(self) -> None:
         """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call (collective).
-
-        Raises:
-            CollectiveMismatchError: They differ; on every rank alike.
-            PeerLostError: A rank is lost.
-        """
+        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
 
     def raise_if_broken(self) -> None:
         """Raise the error of a group of which a rank is known to be lost (local)."""

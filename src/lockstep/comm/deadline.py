@@ -33,7 +33,6 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
         return time.monotonic() >= self.end
 
     @property

@@ -54,9 +54,7 @@ class WatchedGroup:
 class DeviceWatch:
     """The thread that watches the ranks of one group; it starts with the first call on a device.
 
-    Args:
-        group: What to watch. It must not keep the group itself alive.
-        stall_seconds: After how long a call that has not ended is logged; 0 for never.
+    `group` must not keep the process group alive. A call that does not end in `stall_seconds` is logged; 0 for never.
     """
 
     def __init__(self, group: WatchedGroup, stall_seconds: float) -> None:
@@ -68,12 +66,7 @@ class DeviceWatch:
         self._last: tuple[Work, str, float] | None = None
 
     def add(self, work: Work, call: str) -> None:
-        """Watch a call; those before it on this device end before it does.
-
-        Args:
-            work: The backend's work.
-            call: What it is, for messages.
-        """
+        """Watch a call; those before it on this device end before it does."""
         self._last = work, call, time.monotonic()
         if self._thread is None:
             with self._lock:
@@ -84,7 +77,6 @@ class DeviceWatch:
                     self._thread.start()
 
     def close(self) -> None:
-        """End the thread (local)."""
         self._closed.set()
         self._last = None
         thread = self._thread

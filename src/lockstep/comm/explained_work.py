@@ -19,15 +19,9 @@ _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
 class ExplainedWork(Work):
     """A call that runs in a backend of torch.
 
-    Gloo reports a lost rank as "Connection reset by peer".
-
-    Args:
-        inner: The backend's work.
-        explain: Returns the error for the rank that was lost, if the backend's error comes from that.
-        check: Raises if the call will not end; called from time to time during a wait. None not to check.
-        after_wait: Called after each wait.
-        wait_for_message: Waits for a message, where such a wait may have to be ended; None for other calls.
-        is_on_cpu: Whether the backend is one for CPU tensors.
+    Gloo reports a lost rank as "Connection reset by peer". `explain` returns the error for a lost rank if that is
+    the cause. `check`, called from time to time during a wait, raises if the call will not end. `wait_for_message`
+    makes the waits of a message that must be ended from outside.
     """
 
     def __init__(
@@ -49,13 +43,6 @@ class ExplainedWork(Work):
         self._check = check
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done.
-
-        Raises:
-            CollectiveMismatchError: Another rank makes a different call.
-            PeerLostError: A rank was lost.
-            RuntimeError: Another error of the backend.
-        """
         try:
             return self._wait(timeout)
         finally:
@@ -97,12 +84,10 @@ class ExplainedWork(Work):
         return done
 
     def is_success(self) -> bool:
-        """Return whether it is done without an error."""
         succeeded: bool = self._inner.is_success()
         return succeeded
 
     def exception(self) -> Any:
-        """Return why it failed, or None."""
         return self._inner.exception()
 
     def result(self) -> Any:
@@ -114,7 +99,6 @@ class ExplainedWork(Work):
         self._inner.synchronize()
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait until it is done."""
         self._inner.block_current_stream()
 
     def source_rank(self) -> int:

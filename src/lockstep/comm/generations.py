@@ -58,7 +58,6 @@ class LostWorker:
     rank: int
     """Its rank in the generation before."""
     pid: int
-    """Its process."""
     reason: str
     """How it ended: "was killed by SIGKILL"."""
 
@@ -70,7 +69,6 @@ class ChangedWorker:
     rank: int
     """Its rank: in the new generation if it arrives, in the one before if it leaves."""
     pid: int
-    """Its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +76,9 @@ class NextGeneration:
     """What the launcher has decided."""
 
     number: int
-    """Number of the generation."""
     rank: int | None
     """The rank of this worker; None for one that leaves."""
     world_size: int
-    """How many workers there are."""
     lost: tuple[LostWorker, ...] = ()
     """Who has ended since the generation before."""
     is_planned: bool = False
@@ -90,43 +86,29 @@ class NextGeneration:
     arrived: tuple[ChangedWorker, ...] = ()
     """Who is new, and gets the state of the run from the others."""
     leaving: tuple[ChangedWorker, ...] = ()
-    """Who leaves."""
 
 
 @final
 class Generations:
-    """The generations of a run, as one of its workers follows them.
-
-    Args:
-        descriptor: This worker's end of its channel to the launcher.
-        backend: With which a group is made.
-
-    Attributes:
-        number: The present generation.
-        is_joiner: Whether this worker is new in a run, and has not joined the others yet.
-        has_left: Whether this worker has left the others, and is to end.
-        help_others: Called when there is a new generation, but this worker makes no calls any more; None where
-            nothing can be done for the others.
-        on_ready: Called when this worker reports that it can continue with others.
-        on_stay: Called in the thread that reads the channel, when the launcher does not let this worker leave.
-        on_joined: Called when this worker has joined a generation.
-        look_at_main_thread: Returns whether the main thread waits for others (`waits`), and the line that runs
-            (`place`). Called in the thread that reads the channel.
-        num_calls: Returns how many calls that all workers make alike are complete here. Called there too.
-        member: What `lockstep.engine.member` keeps for this worker.
-    """
+    """The generations of a run, as one of its workers follows them."""
 
     def __init__(self, descriptor: int, backend: str) -> None:
         self.number = 0
         self.is_joiner = False
+        """Whether this worker is new in a run, and has not joined the others yet."""
         self.has_left = False
         self.help_others: Callable[[], None] | None = None
+        """Called when there is a new generation, but this worker makes no calls any more."""
         self.on_joined: Callable[[NextGeneration], None] = _ignore
         self.on_ready: Callable[[], None] = _do_nothing
         self.on_stay: Callable[[], None] = _do_nothing
+        """Called in the thread that reads the channel, when the launcher does not let this worker leave."""
         self.look_at_main_thread: Callable[[], dict[str, Any]] = _know_nothing
+        """Returns whether the main thread waits for others (`waits`), its line (`place`). Called in that thread too."""
         self.num_calls: Callable[[], int] = _count_nothing
+        """Returns how many calls that all workers make alike are complete here. Called in that thread too."""
         self.member: object = None
+        """What `lockstep.engine.member` keeps for this worker."""
         self._backend = backend
         self._changed = threading.Condition()
         self._next: NextGeneration | None = None
@@ -139,16 +121,7 @@ class Generations:
         self._store = ChannelStore(self._channel)
 
     def make_first(self, rank: int, world_size: int, prefix: str = "") -> None:
-        """Make the group of the first generation (collective).
-
-        Args:
-            rank: The rank of this worker.
-            world_size: How many workers there are.
-            prefix: Of the keys in the launcher's store; for a new worker, whose first group is its own.
-
-        Raises:
-            GroupError: It cannot be made.
-        """
+        """Make the first group (collective); with a `prefix` for a new worker, whose first group is its own."""
         store = PrefixStore(prefix, self._store) if prefix else self._store
         init_process_group(self._backend, store=store, rank=rank, world_size=world_size)
 
@@ -203,11 +176,7 @@ class Generations:
             self.is_joiner = self._is_set_aside
 
     def report(self, what: str, **fields: Any) -> None:
-        """Report something to the launcher (local).
-
-        Raises:
-            ChannelClosedError: The launcher has ended.
-        """
+        """Report something to the launcher (local); ChannelClosedError if that has ended."""
         self._channel.report(what, **fields)
 
     def report_ready(self, *, max_workers: int, min_workers: int = 1) -> None:
@@ -234,14 +203,7 @@ class Generations:
             return lost
 
     def wait_for_next(self, error: BaseException) -> None:
-        """Wait for the generation after one in which a call has failed.
-
-        Args:
-            error: How it has failed. It is raised again where the launcher sees no loss.
-
-        Raises:
-            GroupError: The run cannot continue.
-        """
+        """Wait for the generation after one in which a call has failed; raise `error` if the launcher sees no loss."""
         deadline = time.monotonic() + _DECISION_SECONDS
         with self._changed:
             self._unchanged = False
@@ -271,16 +233,8 @@ class Generations:
     def meet_at_boundary(self, number: int, world_size: int, before_leaving: Callable[[], object]) -> bool:
         """Wait until all present workers are at the step before which a change is planned (collective).
 
-        Args:
-            number: The planned generation.
-            world_size: How many workers there are now.
-            before_leaving: Called before the others go on without this worker.
-
-        Returns:
-            Whether this worker stays. One that leaves can end now: no other needs it.
-
-        Raises:
-            GroupError: A worker was lost before that; the plan is given up.
+        Returns whether this worker stays; if not, `before_leaving` is called before the others go on. GroupError: a
+        worker was lost before that, and the plan is given up.
         """
         deadline = time.monotonic() + _DECISION_SECONDS
         with self._changed:
@@ -306,8 +260,7 @@ class Generations:
     def join_next(self) -> tuple[World, NextGeneration]:
         """Leave the group of the present generation and make that of the next one (collective for its workers).
 
-        Raises:
-            GroupError: The group cannot be made: another worker was lost meanwhile, as a rule.
+        GroupError: as a rule, another worker was lost meanwhile.
         """
         joined = self._take_next()
         self.number = joined.number

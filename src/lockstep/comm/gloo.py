@@ -36,11 +36,7 @@ closes the connections of a process before it reports its end, and a rank that i
 
 @contextmanager
 def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> Iterator[None]:
-    """Connect the ranks by Gloo before `deadline`, if much of the time is used, and until the block ends (collective).
-
-    Raises:
-        GroupError: They cannot be connected within that time.
-    """
+    """Connect the ranks by Gloo before `deadline`, if much of the time is used, until the block ends (collective)."""
     negligible = max(_NEGLIGIBLE_SECONDS, _NEGLIGIBLE_SHARE * deadline.limit.total_seconds())
     is_late = deadline.used_seconds > negligible
     world_size = len(members.names)
@@ -72,18 +68,7 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
 def connect_gloo(
     store: Store, size: int, make: Callable[[], Any], find_lost: FindLost = find_none_lost
 ) -> tuple[Any, GlooSockets]:
-    """Make a Gloo backend (collective over its ranks); return its connections too.
-
-    Args:
-        store: The store that `make` gives Gloo, for this alone.
-        size: How many ranks there are.
-        make: Makes it, with this store.
-        find_lost: Returns the error for a rank that is known to be lost.
-
-    Raises:
-        GroupError: A rank was lost meanwhile.
-        RuntimeError: They cannot be connected.
-    """
+    """Make a Gloo backend on `store`, which is for it alone (collective over its ranks); return its connections too."""
     backend = _connect(size, make, find_lost)
     return backend, GlooSockets(backend, gloo_announcements(store, size))
 
@@ -103,15 +88,7 @@ class _ConnectionAttempt:
         self._make = make
 
     def result(self, find_lost: FindLost) -> Any:
-        """Return what was made.
-
-        Args:
-            find_lost: Returns the error for a rank that is known to be lost.
-
-        Raises:
-            BaseException: What making it has raised.
-            GroupError: The group was given up, or a rank is lost.
-        """
+        """Return what was made, or raise what making it raised, or that the group was given up or a rank is lost."""
         start_thread_left_alone(self._run, name="lockstep-gloo")
         OPEN_GROUPS.add(self)
         failure: RuntimeError | None = None

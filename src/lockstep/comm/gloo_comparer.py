@@ -25,14 +25,7 @@ _LOOK_SECONDS: Final = 0.02
 
 @final
 class GlooComparer:
-    """The calls of ranks on several hosts, all of which wait for each other in every call.
-
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        timeout: How long a comparison may take.
-        names: What messages call each rank: its rank in the default group.
-    """
+    """The calls of ranks on several hosts, all of which wait for each other in every call; `store` is theirs alone."""
 
     def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
         self.waits = True
@@ -67,7 +60,6 @@ class GlooComparer:
         """Do nothing: ranks wait for each other in every comparison (local)."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a comparison may take (local)."""
         self._gloo.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
@@ -148,7 +140,6 @@ class GlooComparer:
             self.report_failure(error)
 
     def close(self) -> None:
-        """Free the Gloo group (local)."""
         self._gloo = None
 
     def _exchange(self, text: bytes) -> list[bytes]:

@@ -45,13 +45,7 @@ _IPV6: Final = struct.Struct("=H2s4s16s")
 
 @final
 class GlooSockets:
-    """The connections of one group.
-
-    Args:
-        backend: The group.
-        announced: What the ranks have put into the store, for each network interface: the addresses where they listen
-            are in it.
-    """
+    """The connections of one group, found by what its ranks have `announced` in the store. [Note: whose socket]."""
 
     def __init__(self, backend: Any, announced: Sequence[bytes]) -> None:
         self._backend = backend
@@ -76,11 +70,7 @@ class GlooSockets:
         return count
 
     def wait_until_closed(self) -> None:
-        """Return when Gloo has closed what was shut down: from then on nothing is received.
-
-        Raises:
-            GroupError: It has not, after a long time.
-        """
+        """Return when Gloo has closed what was shut down: from then on nothing is received."""
         began = time.monotonic()
         has_timed_out = False
         while not self._shut_down.isdisjoint(target for _, target in _descriptors()):

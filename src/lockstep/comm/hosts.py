@@ -47,7 +47,6 @@ class GroupMembers:
     names: Sequence[int]
     """Their numbers in messages: their ranks in the default group."""
     find_lost: FindLost = find_none_lost
-    """Return the error for a member that is known to be lost, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +83,7 @@ class GroupHosts:
         )
 
     def why_not_shared(self, names: Sequence[int]) -> str:
-        """Return why the ranks cannot share memory; empty if they can.
-
-        Args:
-            names: What messages call each rank.
-        """
+        """Return why the ranks cannot share memory; empty if they can."""
         for rank, identity in enumerate(self.identities):
             if identity.startswith("alone"):
                 return f"rank {names[rank]} cannot share memory ({identity.removeprefix('alone, ')})"
@@ -103,12 +98,7 @@ class GroupHosts:
 
 
 def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
-    """Publish which host this rank is on, and return those of all (collective).
-
-    Raises:
-        GroupError: Some rank did not connect in time, the store is lost, or it holds what no rank wrote.
-        PeerLostError: A rank was lost before all had connected.
-    """
+    """Publish which host this rank is on, and return those of all (collective)."""
     keys = [f"host/{peer}" for peer in range(len(members.names))]
     mine = json.dumps([host_identity(), socket.gethostname()])
     with store_loss_explained():
@@ -140,12 +130,7 @@ def store_loss_explained() -> Iterator[None]:
 
 
 def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, deadline: Deadline) -> None:
-    """Wait until every rank has set its key; after a while log which have not.
-
-    Raises:
-        GroupError: Some rank did not connect in time.
-        PeerLostError: A rank was lost.
-    """
+    """Wait until every rank has set its key; after a while log which have not."""
     started = time.monotonic()
     pause = _FIRST_PAUSE_SECONDS
     has_warned = False

@@ -29,12 +29,6 @@ class InterruptibleWaits:
         self._error: GroupError | None = None
 
     def wait(self, work: Work) -> bool:
-        """Wait for a call.
-
-        Raises:
-            GroupError: The waits were ended.
-            RuntimeError: The call has failed.
-        """
         outcome: _Outcome = queue.SimpleQueue()
         with self._lock:
             if self._error is not None:

@@ -36,7 +36,6 @@ class LinkReport:
     """What came of the all-reduces over some ranks."""
 
     ranks: tuple[int, ...]
-    """The ranks."""
     seconds: float
     """How long the all-reduce of the longest message took on the slowest rank; 0 if there was a problem."""
     problem: str
@@ -56,17 +55,8 @@ class _RankReport:
 def check_links(world: World, device: torch.device, *, limit_seconds: float = 30.0) -> list[LinkReport]:
     """All-reduce tensors whose sums are known over every pair of ranks, then over all (collective over all ranks).
 
-    Args:
-        world: All ranks of the default group.
-        device: Where this rank's tensors are.
-        limit_seconds: How long the calls over one set of ranks may take, the making of their group included.
-
-    Returns:
-        A report for every pair, in order, and one for all ranks; the same list on every rank. It ends with the first
-        set of ranks of which a call does not end: their devices are not usable any more, and the process should exit.
-
-    Raises:
-        GroupError: There is no group.
+    The reports are the same on every rank. They end with the first set of ranks of which a call does not end within
+    `limit_seconds`, their group's making included: then the devices are unusable, and the process should exit.
     """
     store = None if world.group is None else group_store(world.group)
     if world.group is None or store is None:

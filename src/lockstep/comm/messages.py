@@ -23,12 +23,7 @@ _SUMMABLE = frozenset({
 
 
 def joined_world(group: ProcessGroup | None) -> World:
-    """Return this worker's place in `group`, or in the default group (local).
-
-    Raises:
-        GroupError: There is no group, it was torn down, or this worker is not in it.
-        TypeError: `group` is something else.
-    """
+    """Return this worker's place in `group`, or in the default group (local)."""
     if not (dist.is_available() and dist.is_initialized()):
         raise GroupError(
             "There is no process group to reduce over. Call ls.init_process_group() first, or start the function with "
@@ -54,18 +49,7 @@ def joined_world(group: ProcessGroup | None) -> World:
 
 
 def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:
-    """Return `tensor` if it can be summed over a group.
-
-    Args:
-        tensor: What the caller gave.
-        name: How to call it in a message.
-        is_written: Whether the sum is to be written into it.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It is sparse, of a dtype that torch cannot add, or to be written and several of its elements share
-            memory.
-    """
+    """Return `tensor` if it can be summed over a group."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor. (LS207)")
     if tensor.layout is not torch.strided:
@@ -87,13 +71,7 @@ def flatten(tensor: Tensor, min_elements: int) -> Tensor:
 
     Complex numbers become pairs of real ones: adding those is the same in every part of a vectorised loop, while a
     complex addition may multiply by 1 + 0j first, which infinities do not survive.
-
-    Args:
-        tensor: Dense, any strides.
-        min_elements: Pad with zeros to this length.
-
-    Returns:
-        1-D and contiguous, of a real dtype, without autograd.
+    The result is 1-D, without autograd, and padded with zeros to `min_elements`.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
@@ -115,11 +93,7 @@ def post_messages(
     """Start sending and receiving (every rank of the group must call, in one order for each pair of ranks).
 
     All of one call are one batch: NCCL would wait for ever for two ranks that each send first.
-
-    Args:
-        sends: Rank within the group and what to send it: contiguous, any dtype, left alone until the work is done.
-        receives: Rank within the group and where to put what it sends: as many bytes.
-        world: The group.
+    Ranks are those of the group. Tensors are contiguous; those that are sent are left alone until the work is done.
     """
 
     def message(operation: object, peer: int, part: Tensor) -> dist.P2POp:
@@ -134,12 +108,7 @@ def post_messages(
 def pass_on(sent: Tensor, target: int, received: Tensor, source: int, world: World) -> list[dist.Work]:
     """Start sending one tensor to a rank and receiving one from a rank (collective: every rank of the group calls).
 
-    Args:
-        sent: What rank `target` gets: contiguous, any dtype, left alone until the work is done.
-        target: A rank of the group.
-        received: Where to put what rank `source` sends: as many bytes.
-        source: A rank of the group.
-        world: The group.
+    Both are contiguous, and `sent` is left alone until the work is done.
     """
     if sent.device.type == "cpu":
         return post_messages([(target, sent)], [(source, received)], world)
@@ -152,13 +121,7 @@ def pass_on(sent: Tensor, target: int, received: Tensor, source: int, world: Wor
 
 
 def gather_single(output: Tensor, piece: Tensor, world: World) -> list[dist.Work]:
-    """Start gathering pieces of one length in one tensor (collective: every rank of the group calls).
-
-    Args:
-        output: Where the pieces go, in rank order: flat, contiguous. May contain `piece` in its place.
-        piece: What this rank contributes.
-        world: The group.
-    """
+    """Start gathering pieces in one flat tensor, which may have `piece` in its place (collective over the group)."""
     work = _all_gather_single(output, piece, group=world.group, async_op=True)
     return [] if work is None else [work]
 

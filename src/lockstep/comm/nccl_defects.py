@@ -21,20 +21,16 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclDefect:
-    """One defect."""
-
     first: Version
     """The first version that has it, as far as known."""
     fixed: Version
     """The first version without it."""
     condition: Condition
-    """Where it shows."""
     effect: str
     """What goes wrong, as a clause."""
     remedy: str
     """What to do if NCCL cannot be replaced."""
     source: str
-    """Where it is reported."""
 
 
 _OLDEST: Final[Version] = (2, 0, 0)
@@ -75,13 +71,7 @@ DEFECTS: Final = (
 
 
 def explain_defects(version: Version, *, world_size: int, is_one_host: bool) -> str:
-    """Return a warning about a version of NCCL; empty if no defect is known that can show in this group (pure).
-
-    Args:
-        version: Major, minor and patch number.
-        world_size: Number of ranks.
-        is_one_host: Whether all ranks are on one host.
-    """
+    """Return a warning about a version of NCCL; empty if no defect is known that can show in this group (pure)."""
     shows = {
         Condition.ANYWHERE: world_size > 1,
         Condition.ONE_RANK: world_size == 1,

@@ -34,11 +34,7 @@ _CODE_BYTES = hashlib.sha256().digest_size
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """Return every rank's `value`, in rank order (collective; small values).
-
-    Raises:
-        GroupError: A value is not plain data, and there is no secret; or what has arrived is not from a rank.
-    """
+    """Return every rank's `value`, in rank order (collective; small, and plain data over sockets without a secret)."""
     if capabilities_of(group).owns_memory:
         found: list[Any] = [None] * group.size()
         dist.all_gather_object(found, value, group=group)
@@ -63,11 +59,7 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def pack_message(value: Any, secret: bytes | None, rank: int) -> bytes:
-    """Return a rank's message.
-
-    Raises:
-        RefusedObjectError: The value is not plain data, and there is no secret.
-    """
+    """Return a rank's message; RefusedObjectError if there is no secret and the value is not plain data."""
     if secret is None:
         return _PLAIN + pack_plain(value)
     packed = pickle.dumps(value)
@@ -75,11 +67,7 @@ def pack_message(value: Any, secret: bytes | None, rank: int) -> bytes:
 
 
 def unpack_message(message: bytes, secret: bytes | None, rank: int) -> Any:
-    """Return the value in the message of a rank.
-
-    Raises:
-        GroupError: It is not from that rank, or not with this secret.
-    """
+    """Return the value in the message of a rank."""
     kind, body = message[:1], message[1:]
     if kind != (_PLAIN if secret is None else _SIGNED):
         raise GroupError(
@@ -103,11 +91,7 @@ def unpack_message(message: bytes, secret: bytes | None, rank: int) -> Any:
 
 
 def find_secret(group: ProcessGroup) -> bytes | None:
-    """Return what only the ranks of this training know; None if there is no such thing (local).
-
-    Raises:
-        GroupError: The launcher has given up the group, because a worker was lost, or has ended.
-    """
+    """Return what only the ranks of this training know; None if there is no such thing (local)."""
     token = read_token()
     if token:
         return hashlib.sha256(token.encode()).digest()

@@ -41,9 +41,6 @@ class OpenGroups:
     """Groups that are held weakly.
 
     A forked child is no member of its parent's groups, so it begins without any.
-
-    Attributes:
-        are_replaced: Whether a launcher may end their calls, because this worker can continue with others.
     """
 
     def __init__(self) -> None:
@@ -51,6 +48,7 @@ class OpenGroups:
         self._groups: weakref.WeakSet[HasCalls] = weakref.WeakSet()
         self._error: GroupError | None = None
         self.are_replaced = False
+        """Whether a launcher may end their calls, because this worker can continue with others."""
         os.register_at_fork(after_in_child=self._forget)
         INHERITED_GARBAGE.leave_alone()  # such as groups
 
@@ -84,4 +82,3 @@ class OpenGroups:
 
 
 OPEN_GROUPS: Final = OpenGroups()
-"""Those of this process."""

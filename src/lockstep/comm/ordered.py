@@ -124,10 +124,6 @@ class OrderedReductions:
     """Ordered all-reduces that overlap with what the caller computes.
 
     Every rank starts the same ones in the same order. Shared memory compares them; elsewhere nothing does.
-
-    Args:
-        world: The ranks; there is a group.
-        num_shards: Number of shards of the run.
     """
 
     def __init__(self, world: World, num_shards: int) -> None:
@@ -142,11 +138,8 @@ class OrderedReductions:
     ) -> Callable[[], object]:
         """Start one (collective: every rank of the group calls); return what waits until it is in its place.
 
-        Args:
-            partials: What this rank holds: flat and contiguous, left alone until then; one may be `out`.
-            out: Where the sum goes, of the partials' length, dtype and device.
-            layout: The nodes that every rank holds, in rank order.
-            waits: Whether the caller waits at once.
+        The partials are flat and contiguous, and left alone until then; one may be `out`. `waits`: the caller does so
+        at once.
         """
         group = self._world.group
         has_own_order = self._group_adds_in_order and list(layout) == self._one_each
@@ -181,9 +174,7 @@ class _Inputs:
     partials: Mapping[Node, Tensor]
     """Sums of subtrees."""
     num_shards: int
-    """Number of shards."""
     out: Tensor
-    """Where the result goes."""
     is_one_tensor: bool
     """Whether every rank holds its own shard, so that the layout is known."""
 

@@ -32,15 +32,12 @@ class _ChunkInFlight:
     """A chunk whose exchange is on its way."""
 
     reduction: FlatReduction
-    """Of which it is a chunk."""
     segments: list[Bounds]
     """The segment of every rank."""
     received: Received
     """Other ranks' partials of this rank's segment, when the works are done."""
     works: list[dist.Work]
-    """The messages, or collectives."""
     transport: OrderedTransport
-    """What moves them."""
 
 
 @final
@@ -49,10 +46,6 @@ class OrderedMessages:
 
     Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
     own, beside what the caller computes.
-
-    Args:
-        world: The ranks; there is a group.
-        num_shards: Number of shards of the run.
     """
 
     def __init__(self, world: World, num_shards: int) -> None:
@@ -67,13 +60,7 @@ class OrderedMessages:
 
     @torch.no_grad()
     def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> None:
-        """Start a reduction (collective: every rank of the group calls).
-
-        Args:
-            partials: What this rank holds, left alone until `finish`; one may be `out`.
-            out: Where the sum goes, of the partials' shape, dtype and device.
-            layout: The nodes that every rank holds, in rank order.
-        """
+        """Start a reduction (collective); the partials, of which one may be `out`, are left alone until `finish`."""
         with self._beside(out.device):
             reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
             self._started.append((reduction, out))

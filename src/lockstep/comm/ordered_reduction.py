@@ -27,9 +27,7 @@ class FlatReduction:
     layout: list[list[Node]]
     """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
     num_shards: int
-    """Number of shards."""
     world: World
-    """The ranks."""
 
 
 def is_one_addition(reduction: FlatReduction) -> bool:

@@ -32,11 +32,7 @@ class OrderedTransport(Protocol):
     def exchange(
         self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
     ) -> tuple[Received, list[dist.Work]]:
-        """Start sending the owners of segments this rank's partials of them (collective).
-
-        Returns:
-            Where the other ranks' partials of this rank's segment are when the works are done.
-        """
+        """Start sending the owners of segments this rank's partials of them (collective); return where others' land."""
 
     def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
         """Start sending this rank's segment of the result to all, and receiving the others' (collective)."""
@@ -129,7 +125,6 @@ class CollectiveTransport:
 
 
 def transport_for(device: torch.device) -> OrderedTransport:
-    """Return what moves partials on a device."""
     return MessageTransport() if device.type == "cpu" else CollectiveTransport()
 
 

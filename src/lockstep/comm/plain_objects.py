@@ -40,11 +40,7 @@ _NUMPY = frozenset(
 
 
 class RefusedObjectError(ValueError):
-    """A message holds an object that is more than data.
-
-    Attributes:
-        name: Of its class or function.
-    """
+    """A message holds an object that is more than data."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The message names {name}, which is not plain data.")
@@ -52,11 +48,7 @@ class RefusedObjectError(ValueError):
 
 
 def pack_plain(value: Any) -> bytes:
-    """Return an object as bytes for `unpack_plain`.
-
-    Raises:
-        RefusedObjectError: There is something in it that is not plain data.
-    """
+    """Return an object as bytes for `unpack_plain`; RefusedObjectError if something in it is not plain data."""
     stream = io.BytesIO()
     try:
         _PlainPickler(stream, protocol=4).dump(value)
@@ -77,12 +69,7 @@ def to_plain_error(error: Exception, rank: int) -> Exception:
 
 
 def unpack_plain(packed: bytes) -> Any:
-    """Return the object that `pack_plain` was given.
-
-    Raises:
-        RefusedObjectError: It names something that is not plain data, which was not called.
-        ValueError: It cannot be read.
-    """
+    """Return the object that `pack_plain` was given; ValueError if it names anything else, which is not called."""
     try:
         return _PlainUnpickler(io.BytesIO(packed)).load()
     except RefusedObjectError:

@@ -20,28 +20,19 @@ from lockstep.comm.stored_values import read_record, to_stored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """The process of a rank."""
-
     place: str
     """The boot of the kernel and the namespace that its number belongs to; empty if that is not known."""
     pid: int
-    """Its number."""
     started: str
     """When it was started, in the kernel's units: distinguishes it from a later process of that number."""
 
 
 @final
 class ProcessEnds:
-    """The processes of the other ranks of a group, as far as they can be watched.
-
-    Args:
-        processes: The process of each rank, the own one included.
-        rank: The own rank.
-    """
+    """The processes of the other ranks of a group, as far as they can be watched."""
 
     def __init__(self, processes: Sequence[RankProcess], rank: int) -> None:
         self.pids = [process.pid for process in processes]
-        """The number of each rank's process."""
         self._descriptors: dict[int, int] = {}
         for peer, process in enumerate(processes):
             if peer != rank and process.place and process.place == processes[rank].place:
@@ -52,12 +43,7 @@ class ProcessEnds:
         weakref.finalize(self, _close, os.getpid(), self._descriptors)
 
     def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:
-        """Return a rank whose process has ended, or None.
-
-        Args:
-            peers: Which ranks; None for all.
-            seconds: How long to wait for one.
-        """
+        """Return a rank, of `peers` if given, whose process has ended; None if none does within `seconds`."""
         poll = select.poll()
         ranks = {self._descriptors[peer]: peer for peer in (peers or self._descriptors) if peer in self._descriptors}
         for descriptor in ranks:
@@ -67,20 +53,13 @@ class ProcessEnds:
 
 
 def exchange_processes(store: Store, rank: int, size: int) -> ProcessEnds:
-    """Find the processes of all ranks (collective).
-
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process.
-        size: How many ranks there are.
-    """
+    """Find the processes of all ranks, by a store of this group alone (collective)."""
     keys = [f"process/{peer}" for peer in range(size)]
     store.set(keys[rank], to_stored(own_process()))
     return ProcessEnds([read_record(key, store.get(key), RankProcess) for key in keys], rank)
 
 
 def own_process() -> RankProcess:
-    """Return this process."""
     place = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -95,14 +95,10 @@ def resolved(tensor: Tensor) -> torch.futures.Future[Tensor]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TransferInFlight:
-    """A transfer on its way."""
-
     transfer: Transfer
-    """What is sent and received."""
     landing: Tensor
     """Where the received elements are put."""
     works: list[dist.Work]
-    """The two messages."""
 
 
 def _reduce(flat: Tensor, world: World) -> None:

@@ -27,16 +27,7 @@ def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
 
 
 def require_same_call(call: bytes, device: torch.device, world: World) -> None:
-    """Return when every rank has made the same call (collective).
-
-    Args:
-        call: Its description.
-        device: That of the tensors which the call is about.
-        world: The group.
-
-    Raises:
-        CollectiveMismatchError: The calls differ; on every rank alike.
-    """
+    """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
     if world.group is None or world.world_size == 1:
         return
     if capabilities_of(world.group).compares_calls:

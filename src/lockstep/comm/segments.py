@@ -44,18 +44,13 @@ class HeldPartials:
     num_shards: int
     """Number of shards of the run, as this rank has it."""
     shape: tuple[int, ...]
-    """Shape of each sum."""
     dtype: str
-    """Their dtype, in words."""
 
 
 def plan_ring(num_elements: int, world_size: int, chunk_elements: int) -> list[list[Bounds]]:
     """Cut `range(num_elements)` into one segment per rank, and every segment into the same number of chunks.
 
-    Args:
-        num_elements: At least `world_size`, so that no chunk is empty.
-        world_size: Number of ranks.
-        chunk_elements: Most elements of a chunk, 2 or more.
+    There are at least `world_size` elements, so that no chunk is empty; `chunk_elements` is the most, and 2 or more.
     """
     num_chunks = -(-num_elements // (world_size * chunk_elements))
     return [_cut(start, stop, num_chunks) for start, stop in split_evenly(num_elements, world_size)]
@@ -74,10 +69,6 @@ def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Tr
         3  replace   0 ->  <- 2     1 ->  <- 0     2 ->  <- 1
 
     What a turn sends came in the turn one step, that is as many turns as a segment has chunks, before it.
-
-    Args:
-        rank: The rank.
-        chunks: Chunks of every segment, by `plan_ring`.
     """
     world_size = len(chunks)
     for step in range(2 * (world_size - 1)):
@@ -89,21 +80,14 @@ def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Tr
 def plan_chunks(num_elements: int, world_size: int, segment_elements: int) -> list[list[Bounds]]:
     """Cut `range(num_elements)` into chunks, and every chunk into one segment per rank.
 
-    Args:
-        num_elements: At least `world_size`, so that no segment is empty.
-        world_size: Number of ranks.
-        segment_elements: Most elements of a segment, 2 or more.
+    There are at least `world_size` elements, so that no segment is empty; `segment_elements` is 2 or more.
     """
     num_chunks = -(-num_elements // (world_size * segment_elements))
     return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_chunks)]
 
 
 def check_held_partials(holdings: Sequence[HeldPartials]) -> None:
-    """Check that what the ranks bring, in rank order, is alike and adds up to the whole tree.
-
-    Raises:
-        ValueError: A rank has another number of shards, shape or dtype than rank 0; or as `check_layout`.
-    """
+    """Check that what the ranks bring, in rank order, is alike and adds up to the whole tree."""
     for rank, holding in enumerate(holdings):
         for name in ("num_shards", "shape", "dtype"):
             found, expected = getattr(holding, name), getattr(holdings[0], name)
@@ -116,16 +100,7 @@ def check_held_partials(holdings: Sequence[HeldPartials]) -> None:
 
 
 def check_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> None:
-    """Check that the ranks hold subtrees that cover every shard exactly once.
-
-    Args:
-        layout: The nodes that each rank holds, in rank order.
-        num_shards: Number of shards of the run.
-
-    Raises:
-        ValueError: Less than one shard; a position that is not a subtree; a shard held twice, or by no rank. The
-            message names it and who holds it.
-    """
+    """Check that the ranks hold subtrees that cover every shard exactly once."""
     if num_shards < 1:
         raise ValueError(f"num_shards is {num_shards}, expected 1 or more. (LS210)")
     held = [node for nodes in layout for node in nodes]

@@ -19,35 +19,18 @@ def to_stored(record: Any) -> str:
 
 
 def read_record(key: str, raw: bytes | str, kind: type[Record]) -> Record:
-    """Return what `to_stored` was given.
-
-    Args:
-        key: Under which it was found.
-        raw: What was found.
-        kind: The dataclass; its fields have the types str, int, float or bool, or are enums of text.
-
-    Raises:
-        GroupError: It is something else.
-    """
+    """Return what `to_stored` was given; the fields of `kind` are str, int, float, bool or enums of text."""
     found: Record = _read(key, raw, lambda text: _to_record(json.loads(text), kind))
     return found
 
 
 def read_number(key: str, raw: bytes | str) -> int:
-    """Return a whole number that is not negative.
-
-    Raises:
-        GroupError: It is something else.
-    """
+    """Return a whole number that is not negative."""
     return int(_read(key, raw, _to_number))
 
 
 def read_texts(key: str, raw: bytes | str, count: int) -> list[str]:
-    """Return a list of so many texts.
-
-    Raises:
-        GroupError: It is something else.
-    """
+    """Return a list of so many texts."""
     found: list[str] = _read(key, raw, lambda text: _to_texts(json.loads(text), count))
     return found
 

@@ -23,8 +23,7 @@ _LAUNCH: Final = str(Path(__file__).parents[1] / "launch")
 def find_user_line(thread_id: int | None = None) -> str:
     """Return the innermost line outside installed libraries, as `"train.py:12"`; empty if there is none (local).
 
-    Args:
-        thread_id: The thread that makes the call, if it is not this one: it waits for the call.
+    `thread_id` is a thread that makes the call and waits for it, if that is not this one.
     """
     if thread_id is not None:
         line = find_user_stack_line(stack_of_thread(thread_id))

@@ -21,7 +21,6 @@ class World:
     rank: int
     """Number of this worker in the group."""
     world_size: int
-    """How many workers there are."""
     group: ProcessGroup | None
     """Their group; None for a worker that is alone."""
     is_torchs: bool = True
@@ -33,12 +32,7 @@ class World:
         return self.group is not None and not (self.is_torchs and group_store(self.group) is None)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every worker's `value`, in rank order (collective; small, picklable values).
-
-        Raises:
-            GroupError: The group's messages travel over sockets, there is no LOCKSTEP_TOKEN, and a value is not plain
-                data.
-        """
+        """Return every worker's `value`, in rank order (collective; small values: see `object_gather`)."""
         return [value] if self.group is None else gather_objects(value, self.group)
 
     def from_first(self, call: Callable[[], Result]) -> Result:

@@ -21,13 +21,7 @@ _INTERNAL = frozenset({"checked", "fake", "undefined"})
 def choose_backend(device_id: torch.device | int | None = None) -> str:
     """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
 
-    LOCKSTEP_CPU_BACKEND=gloo replaces shared memory by Gloo.
-
-    Args:
-        device_id: The worker's device; None for the accelerator of this host, if it has one.
-
-    Raises:
-        UsageError: LOCKSTEP_CPU_BACKEND is neither shm nor gloo.
+    LOCKSTEP_CPU_BACKEND=gloo replaces shared memory by Gloo. Without `device_id`, the accelerator of this host counts.
     """
     if isinstance(device_id, torch.device):
         kind = device_id.type

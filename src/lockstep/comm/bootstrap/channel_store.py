@@ -20,10 +20,6 @@ class ChannelStore(Store):
 
     It has the operations of `torch.distributed.TCPStore`, apart from queues. A process that this worker forks cannot
     use it.
-
-    Args:
-        channel: The channel of this worker.
-        timeout: How long `get` and `wait` wait for a key.
     """
 
     def __init__(self, channel: Channel, timeout: timedelta = timedelta(seconds=300)) -> None:
@@ -35,7 +31,6 @@ class ChannelStore(Store):
         self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self._request("set", key=key, value=to_text(value))
 
     def get(self, key: str) -> bytes:
@@ -56,7 +51,6 @@ class ChannelStore(Store):
         return bool(self._request("check", keys=list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set."""
         self._request("wait", self._limit if timeout is None else timeout, keys=list(keys))
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -68,7 +62,6 @@ class ChannelStore(Store):
         return bool(self._request("delete", key=key))
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
         return int(self._request("count"))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -76,7 +69,6 @@ class ChannelStore(Store):
         return [to_bytes(value) for value in self._request("multi_get", self._limit, keys=list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 

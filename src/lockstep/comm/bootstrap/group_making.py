@@ -35,7 +35,6 @@ class BackendChoice:
     """With what a group is made."""
 
     backend: str
-    """The backends."""
     is_ours: bool
     """Whether we have chosen them, and not the caller."""
     check: bool | None
@@ -43,18 +42,10 @@ class BackendChoice:
 
 
 def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> None:
-    """Make the default group of workers that replace others (collective).
+    """Make the default group of workers that replace others (collective); GroupError if one is lost meanwhile.
 
     Their launcher has numbered them, for this group alone, and on one host: there is no startup handshake.
-
-    Args:
-        backend: That of the group before.
-        store: The launcher's, with a prefix that no other group has.
-        rank: Number of this worker.
-        world_size: How many there are.
-
-    Raises:
-        GroupError: A worker was lost meanwhile.
+    No other group may have the prefix of `store`.
     """
     deadline = Deadline.after(default_timeout(backend))
     opened = OpenedStore(store=store, rank=rank, world_size=world_size)
@@ -72,17 +63,7 @@ def find_set_up(
 ) -> tuple[str, GroupSetUp]:
     """Find out where the workers are, and set Gloo's interface (collective).
 
-    Args:
-        choice: With what the group is to be made.
-        opened: A store for this group alone, rank and world size.
-        location: Where rank 0 is.
-        deadline: When the group must be made.
-
-    Returns:
-        The backends, which may be others on several hosts, and what is to be known while torch makes the group.
-
-    Raises:
-        GroupError: A worker did not answer in time, or was lost; or it has an interface that cannot reach the others.
+    On several hosts, the returned backends may differ from the chosen ones.
     """
     store, rank, backend = opened.store, opened.rank, choice.backend
     hosts = find_hosts(
@@ -108,15 +89,7 @@ def making_group(
 ) -> Iterator[None]:
     """Record and explain what happens while torch makes the group inside this context (collective).
 
-    Args:
-        set_up: What is known of it; None for a group without a store.
-        store: The group's store.
-        rank: Number of this worker.
-        world_size: How many there are.
-        uses_gloo: Whether torch itself makes a Gloo backend.
-
-    Raises:
-        GroupError: The workers could not be connected.
+    `set_up` and `store` are None for a group without a store; `uses_gloo`: torch itself makes a Gloo backend.
     """
     with (
         waiting_for_others("connecting the process group"),
@@ -156,15 +129,7 @@ def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
 def _in_time(
     set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
 ) -> Iterator[None]:
-    """Pass hosts and deadline to the group that torch makes inside this context (collective).
-
-    Args:
-        set_up: Hosts and deadline; None for a group without a store.
-        store: The group's store.
-        rank: Number of this worker.
-        world_size: How many there are.
-        uses_gloo: Whether torch itself makes a Gloo backend.
-    """
+    """Pass hosts and deadline to the group that torch makes inside this context (collective)."""
     if set_up is None or store is None:
         yield
         return

@@ -58,7 +58,6 @@ class Announcement:
     """Settings and process of a worker, as it writes them to the store."""
 
     rank: int
-    """Its number."""
     world_size: int
     """Number of workers, by its settings."""
     backend: str
@@ -104,24 +103,10 @@ def run_handshake(
     """Wait until every rank is present with the same settings (collective); return the number of the generation.
 
     The number is the same on all ranks, and no other group on this store has it: the group's keys in the store get a
-    prefix made of it.
+    prefix made of it. It is None if this was the store of the previous group and rank 0 has closed it: open it again.
 
-    Args:
-        store: Shared by all workers.
-        me: This worker.
-        timeout: How long to wait for the others.
-        hosted_at: Address of the store, if it lives in rank 0's process; empty if it outlives workers.
-        problem: Why this worker cannot take part, if it cannot: then all workers raise it.
-        response_seconds: How long a running worker may take to answer.
-        warning_seconds: After how long one waiting worker warns which ranks are missing.
-
-    Returns:
-        The generation; None if this was the store of the previous group and rank 0 has closed it: open the store
-        again.
-
-    Raises:
-        GroupError: A rank is present twice, or missing; the settings of the workers differ; `problem`; the
-            store is lost, or belongs to other workers.
+    `hosted_at` is the store's address if it lives in rank 0's process, else empty. A `problem` (why this worker cannot
+    take part) is raised by all workers.
     """
     start = time.monotonic()
     generation = 0
@@ -145,13 +130,8 @@ def run_handshake(
 def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: float = RESPONSE_SECONDS) -> str:
     """Report the worker that has this worker's rank and serves `store`, if both belong to one world.
 
-    Called by a second rank 0, which could not open a store of its own.
-
-    Returns:
-        The process that serves the store, as text; empty if there is no handshake.
-
-    Raises:
-        GroupError: They belong to one world; the other workers of it raise the same.
+    Called by a second rank 0, which could not open a store of its own. In one world all workers raise; otherwise this
+    returns the process that serves the store, as text, or an empty text if there is no handshake.
     """
     for generation in itertools.count(_latest_decided(store)):
         handshake = _Handshake(store, generation, me, time.monotonic(), response_seconds)
@@ -212,7 +192,6 @@ class _Handshake:
         return read_record(key, self._store.get(key), Announcement) if self._wait([key], _CLAIM_SECONDS) else None
 
     def has_begun(self) -> bool:
-        """Return whether any worker has started it."""
         return self._store.check(["first"])
 
     def first_member_of_other_world(self) -> Announcement | None:

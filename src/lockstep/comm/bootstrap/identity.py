@@ -48,8 +48,7 @@ class _LauncherReport:
 def find_world(variables: Variables) -> WorldVariables:
     """Return rank, world size and address of this process from its launchers, as torch.distributed's variables.
 
-    Raises:
-        GroupError: They contradict each other, or the Slurm step has one task for each node of several GPUs.
+    If they contradict each other, this raises GroupError, which `launched_world` handles.
     """
     direct = read_torch_variables(variables)
     if "TORCHELASTIC_RUN_ID" in variables:
@@ -245,11 +244,7 @@ def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
 
 
 def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> None:
-    """Check that torch's variables agree with the launcher.
-
-    Raises:
-        GroupError: They do not; the message names both variables.
-    """
+    """Check that torch's variables agree with the launcher."""
     differences = list(_differences(report, direct))
     if not differences:
         return
@@ -286,11 +281,7 @@ def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldV
 
 
 def _check_size_is_known(variables: Variables, direct: WorldVariables) -> None:
-    """Refuse a rank of PMIx without a world size: each process would train by itself.
-
-    Raises:
-        GroupError: There is a rank but no size, and WORLD_SIZE is not set either.
-    """
+    """Refuse a rank of PMIx without a world size: each process would train by itself."""
     if "PMIX_RANK" in variables and direct.world_size is None:
         raise GroupError(
             f"PMIX_RANK is {variables['PMIX_RANK']}, so this process is one of several, but their number is not set. "

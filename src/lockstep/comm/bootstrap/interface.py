@@ -68,16 +68,7 @@ def explain_wrong_interface() -> str:
 def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: StoreLocation, deadline: Deadline) -> None:
     """Set GLOO_SOCKET_IFNAME for this process, unless the user has (collective).
 
-    Args:
-        store: Shared by the workers, and for this group alone.
-        rank: Number of this worker.
-        hosts: Where the workers are.
-        location: Where rank 0 is.
-        deadline: When all must have answered.
-
-    Raises:
-        GroupError: GLOO_SOCKET_IFNAME of a worker is loopback, but not all workers are on one host; on all ranks. Some
-            worker did not answer in time.
+    If a user has set it to loopback and there are several hosts, all ranks raise. `store` is for this group alone.
     """
     if hosts.is_one_host:
         if not read_gloo_interface():
@@ -102,7 +93,6 @@ def _use_interface_of(address: str) -> None:
 
 
 def describe_interfaces() -> str:
-    """Return this host's interfaces and their addresses, for people."""
     found = (f"{name} ({addresses[0]})" for name in psutil.net_if_addrs() if (addresses := _addresses_of(name)))
     return ", ".join(sorted(found))
 

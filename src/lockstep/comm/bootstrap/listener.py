@@ -15,11 +15,8 @@ def listen_for_store(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address (local; on the rank that serves the store).
 
     The address is the one that all ranks connect to, if that is certain: a loopback name, or an address in numbers. A
-    name may stand for another address on each host.
-
-    Returns:
-        The socket; None for torch's default: the host is a name, the address is none of this host, as that of a
-        Kubernetes service, or the port is taken, also by a store of this process that torch uses again.
+    name may stand for another address on each host. None means to listen as torch does: the host is a name, the address
+    is not this host's, as that of a Kubernetes service, or the port is taken, also by a store that torch uses again.
     """
     name = "127.0.0.1" if host == "localhost" else host
     try:

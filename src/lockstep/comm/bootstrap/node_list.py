@@ -12,24 +12,12 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Return the names in a list of hosts, in its order.
-
-    Args:
-        text: Names separated by commas; brackets, several per name if need be, hold numbers and ranges, whose zeros in
-            front count.
-
-    Raises:
-        ValueError: It is not such a list.
-    """
+    """Return the names in a list of hosts, in its order; ValueError if it is not such a list."""
     return [name for entry in _split(text) for name in _expand(entry)]
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Return how many tasks each host has, in the order of the list of hosts.
-
-    Raises:
-        ValueError: It is not such a list.
-    """
+    """Return how many tasks each host has, in the order of the list of hosts; ValueError if it is not such a list."""
     counts: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part.strip())

@@ -160,11 +160,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
 
 
 def launched_world() -> WorldVariables | None:
-    """Return the variables of the launcher that started this process as one of several workers, or None (local).
-
-    Raises:
-        GroupError: The variables of the launchers contradict each other, and there is no group yet.
-    """
+    """Return the variables of the launcher that started this process as one of several workers, or None (local)."""
     variables = read_launchers()
     if not dist.is_initialized():
         settings = find_world(variables)
@@ -183,12 +179,6 @@ def join_world(device: torch.device | None = None) -> World:
     Collective where that is so: if torchrun, srun, mpirun or the like started this process as one of several workers
     and there is no group, this makes it, and tears it down when the interpreter ends. In any other process without
     a group the world is this worker alone.
-
-    Args:
-        device: Where this worker trains; decides on the backend.
-
-    Raises:
-        GroupError: As `init_process_group`.
     """
     if not dist.is_initialized() and launched_world() is not None:
         init_process_group(choose_backend(device))
@@ -204,8 +194,6 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """The settings of this worker."""
-
     rank: int
     world_size: int
     backend: str

@@ -12,18 +12,7 @@ _HIGHEST_PORT = 65535
 def find_rank_and_size(
     variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
 ) -> tuple[int, int]:
-    """Return rank and world size. Pure.
-
-    Args:
-        variables: The environment.
-        init_method: As the caller gave it.
-        rank: The same; -1 for none.
-        world_size: The same; -1 for none.
-        has_store: Whether the caller gave a store.
-
-    Raises:
-        GroupError: A number is missing, or is none, or the rank is outside of the world.
-    """
+    """Return rank and world size; for `env://`, what is -1 is taken from the environment. Pure."""
     if has_store or not (init_method or "env://").startswith("env://"):
         if world_size < 0 or rank < 0:
             raise GroupError(

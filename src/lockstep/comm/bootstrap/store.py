@@ -82,22 +82,11 @@ class OpenedStore:
     store: Store
     """Shared by all workers of the world."""
     rank: int
-    """Number of this worker."""
     world_size: int
-    """How many there are."""
 
 
 def find_store_location(init_method: str, store: Store | None, variables: WorldVariables) -> StoreLocation:
-    """Return where the store is.
-
-    Args:
-        init_method: `"env://"`, `"tcp://host:port"`, `"file:///path"`, ...
-        store: The store to use instead, if there is one.
-        variables: The environment, checked already: what `env://` needs is set.
-
-    Raises:
-        ValueError: The method names no host or no port.
-    """
+    """Return where the store is: `store` itself if given. The variables that `env://` needs must have been checked."""
     url = urlsplit(init_method)
     host, port, is_hosted = "", 0, False
     if store is None and url.scheme in {"env", "tcp"}:
@@ -119,21 +108,7 @@ def find_store_location(init_method: str, store: Store | None, variables: WorldV
 def open_store(
     location: StoreLocation, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
 ) -> OpenedStore | None:
-    """Open the store (on every rank); rank 0 may be the one that serves it.
-
-    Args:
-        location: Where the store is.
-        rank: Number of this worker.
-        world_size: How many there are.
-        timeout: How long to try.
-        answer_seconds: How long a store may take to answer on a connection that it has accepted.
-
-    Returns:
-        The store; None if this worker should serve it and another program has the port.
-
-    Raises:
-        GroupError: The store cannot be reached, or the program there is not a store.
-    """
+    """Open the store (on every rank); None if this worker should serve it and another program has the port."""
     found = location.store
     if found is None and location.host:
         found = _connect(location, rank, timeout, answer_seconds)
@@ -252,11 +227,7 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
 
 
 def _await_store(location: StoreLocation, rank: int, end: float, answer_seconds: float) -> OSError | None:
-    """Wait until a store answers; return the last error if none does until `end`.
-
-    Raises:
-        GroupError: A program listens, and does not answer as a store does.
-    """
+    """Wait until a store answers; return the last error if none does until `end`."""
     start = time.monotonic()
     while True:
         refusal = _await_listener(location, end)
@@ -310,7 +281,6 @@ class _WaitWarning:
         self._due = time.monotonic() + WARNING_SECONDS
 
     def warn_when_due(self, refusal: OSError) -> None:
-        """Warn, if it is time, that no rendezvous was found yet, and why."""
         if time.monotonic() < self._due:
             return
         self._due = math.inf
@@ -379,11 +349,7 @@ class _Attempt:
         start_thread_left_alone(self._make, [call], name="lockstep-store")
 
     def result(self, seconds: float) -> Store | None:
-        """Return what the call returned; None if it has not within `seconds`.
-
-        Raises:
-            Exception: What the call raised.
-        """
+        """Return what the call returned, or raise what it raised; None if it has not ended within `seconds`."""
         try:
             outcome = self._outcome.get(timeout=max(seconds, 0))
         except queue.Empty:

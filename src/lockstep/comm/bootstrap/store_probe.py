@@ -21,13 +21,7 @@ class Probe(enum.Enum):
 
 
 def probe_store(host: str, port: int, seconds: float) -> Probe:
-    """Ask the program at an address whether it is a store (local).
-
-    Args:
-        host: Name or address.
-        port: Its port.
-        seconds: How long it may take to answer.
-    """
+    """Ask the program at an address whether it is a store (local)."""
     asked, expected = greeting(secrets.randbits(32))
     end = time.monotonic() + seconds
     try:

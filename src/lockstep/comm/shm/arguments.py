@@ -16,11 +16,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def read_one(tensors: Any) -> list[Tensor]:
-    """Return the one tensor that a collective takes, in a list.
-
-    Raises:
-        ValueError: There is not exactly one.
-    """
+    """Return the one tensor that a collective takes, in a list."""
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != 1:
         raise ValueError(f"Expected one tensor, got {len(found)}. (LS209)")
@@ -65,11 +61,6 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Check that a tensor is dense.
-
-    Raises:
-        ValueError: It is not.
-    """
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"{name}: the tensor has layout {tensor.layout}, expected a dense one; sparse ones can only be summed over "
@@ -78,11 +69,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_writable(tensors: Sequence[Tensor]) -> None:
-    """Check that every element has memory of its own.
-
-    Raises:
-        ValueError: A tensor is expanded.
-    """
+    """Check that every element has memory of its own."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_contiguous():
             continue
@@ -104,11 +91,7 @@ def describe_message(tensor: Tensor) -> bytes:
 
 
 def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
-    """Check that all have one dtype and number of elements.
-
-    Raises:
-        ValueError: One differs.
-    """
+    """Check that all have one dtype and number of elements."""
     for other in others:
         if other.dtype != tensor.dtype or other.numel() != tensor.numel():
             raise ValueError(
@@ -118,12 +101,7 @@ def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
 
 
 def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.Size:
-    """Return the shape of a tensor to allocate.
-
-    Raises:
-        TypeError: A size or dtype that is none.
-        ValueError: A negative size, or a device that is not the CPU.
-    """
+    """Return the shape of a tensor to allocate."""
     sizes = (size,) if isinstance(size, int) else size
     if not isinstance(sizes, Sequence) or any(type(length) is not int for length in sizes):
         raise TypeError(f"size is {size!r}, expected a number of elements, or a shape of such numbers. (LS209)")

@@ -49,7 +49,6 @@ class Reduction:
     name: str
     """The operation's name in lower case, as in messages."""
     combine: Combine
-    """Combines two operands."""
     is_average: bool
     """Whether the result is divided by the number of ranks."""
     factor: float | Tensor | None
@@ -66,11 +65,6 @@ class Step:
 
 
 def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
-    """Return how `op` reduces values of `dtype`.
-
-    Raises:
-        TypeError: The operation makes no sense for the dtype, or torch cannot do it.
-    """
     kind, factor = split_operation(op)
     how = _reduction(kind, dtype)
     if factor is None:
@@ -100,12 +94,7 @@ def reduce_into(
 ) -> None:
     """Reduce `parts`, in tree order, into `out` and then copy the result to `copies`, one block at a time.
 
-    Args:
-        out: Flat; may be one of the parts.
-        parts: Flat tensors of its length and dtype.
-        how: The reduction.
-        steps: The additions.
-        copies: Flat tensors of the same length; any of the parts but not overlapping in another way.
+    All are flat, of one length and dtype. `out` and `copies` may be parts, but must not overlap in another way.
     """
     if out.numel() == 0:
         return
@@ -150,11 +139,7 @@ def schedule(num_parts: int) -> tuple[Step, ...]:
 def schedule_nodes(nodes: tuple[Node, ...], num_shards: int) -> tuple[Step, ...]:
     """Return the additions that combine the sums of subtrees in tree order, the last one into the result.
 
-    Only the last writes the result, so that it may lie where an operand lies.
-
-    Args:
-        nodes: The subtree of each operand; together they cover every shard once.
-        num_shards: Number of shards.
+    Only the last writes the result, so that it may lie where an operand lies. `nodes` must cover every shard once.
     """
     num_parts = used = len(nodes)
     steps: list[Step] = []

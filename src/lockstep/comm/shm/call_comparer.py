@@ -15,14 +15,6 @@ from lockstep.errors import GroupError, PeerLostError
 
 @final
 class SharedMemoryComparer:
-    """The calls of ranks on one host.
-
-    Args:
-        memory: The memory of these ranks.
-        peers: The other ranks.
-        waits: Whether every call waits for all ranks to make it. Otherwise only those of `compare_calls` do.
-    """
-
     def __init__(self, memory: Memory, peers: Peers, *, waits: bool) -> None:
         self.waits = waits
         self._memory = memory
@@ -32,13 +24,7 @@ class SharedMemoryComparer:
         self._run_lock = threading.Lock()
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call (collective).
-
-        Raises:
-            CollectiveMismatchError: They differ; on every rank alike.
-            PeerLostError: A rank is lost.
-            CollectiveTimeoutError: A rank does not make a call in time.
-        """
+        """Return when every rank has made the same call (collective)."""
         self.raise_if_broken()
         with self._run_lock:
             try:
@@ -57,9 +43,7 @@ class SharedMemoryComparer:
     def publish_call(self, call: bytes) -> None:
         """Compare a call with those that the other ranks have made by now, without waiting for them.
 
-        Raises:
-            CollectiveMismatchError: They differ. The ranks that have made theirs raise it in `check`.
-            PeerLostError: A rank is lost.
+        If they differ, the ranks that have made theirs raise in `check`.
         """
         self.raise_if_broken()
         with self._run_lock:

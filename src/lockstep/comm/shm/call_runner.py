@@ -20,15 +20,7 @@ from lockstep.errors import CollectiveMismatchError, GroupError
 
 @final
 class CallRunner:
-    """Runs the calls of a group in their order, in the caller's thread or behind it.
-
-    Args:
-        exchange: What the calls go through.
-        peers: The other ranks, who are told when a call fails.
-        work_queue: The calls that are not waited for at once.
-        events: Where calls are recorded.
-        close: What closes the group; dead once it is closed.
-    """
+    """Runs the calls of a group in their order, in the caller's thread or behind it."""
 
     def __init__(
         self,
@@ -45,14 +37,7 @@ class CallRunner:
         self._close = close
 
     def start(self, call: bytes, action: Callable[[], object], tensors: Sequence[Tensor], *, is_async: bool) -> Work:
-        """Begin a call, or run it if it is not asynchronous.
-
-        Args:
-            call: Its description.
-            action: Does it.
-            tensors: What it writes to.
-            is_async: Whether the caller does not wait at once.
-        """
+        """Begin a call that writes to `tensors`, or run it if it is not asynchronous."""
         self.check_usable()
         check_writable(tensors)
         # A rank that does not wait at once is elsewhere when its call is found to differ.

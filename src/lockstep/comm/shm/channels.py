@@ -49,18 +49,7 @@ class Sender:
         self._any_message = peers.semaphore(MESSAGE, target, target)
 
     def send(self, data: Tensor, tag: int, kind: bytes, call: bytes) -> None:
-        """Send `data`, flat bytes, and return when it was received.
-
-        Args:
-            data: What to send.
-            tag: Tag of the receive that takes it.
-            kind: Description of the tensor, compared with the receiver's.
-            call: Description of this call, for messages.
-
-        Raises:
-            CollectiveMismatchError: The receiver expects another kind of tensor.
-            PeerLostError: The receiver is lost.
-        """
+        """Send `data`, flat bytes, and return when it was received; the receiver must expect this `kind`."""
         head = _HEAD.pack(tag, data.numel(), len(kind)) + kind
         ctypes.memmove(self._address, head, len(head))
         chunks = data.split(self._slot_bytes) if data.numel() else [data]
@@ -105,11 +94,7 @@ class Receiver:
             pending.take(self._source, *message)
 
     def take_until(self, pending: "PendingReceive") -> None:
-        """Take messages and deliver each to its receive, until `pending` is complete.
-
-        Raises:
-            PeerLostError: The sender is lost.
-        """
+        """Take messages and deliver each to its receive, until `pending` is complete."""
         while not pending.is_complete:
             self._peers.wait(self._source, self._full, pending.call)
             self._take(pending.call)
@@ -117,9 +102,7 @@ class Receiver:
     def offer(self, pending: "PendingReceive", may_take: bool) -> bool:
         """Deliver a message that has arrived and that no other receive expects; return whether there was one.
 
-        Args:
-            pending: The receive to deliver it to.
-            may_take: Whether messages may be taken from the channel, not only from those stored.
+        Unless it `may_take` messages from the channel, only those that are stored count.
         """
         while True:
             with self._lock:
@@ -170,17 +153,7 @@ class Receiver:
 
 @final
 class PendingReceive:
-    """A receive that waits for its message.
-
-    Args:
-        names: The number of each rank in messages.
-        rank: The rank that receives.
-        place: Where the bytes go, flat.
-        tag: Which messages it takes.
-        kind: Description of the tensor, compared with the sender's.
-        call: Description of the receive, for messages.
-        complete: Called once, with the source's rank or with an error.
-    """
+    """A receive that waits for its message, flat bytes; `complete` is called once, with the source or an error."""
 
     def __init__(  # the fields of a receive
         self,
@@ -202,13 +175,7 @@ class PendingReceive:
         self._complete = complete
 
     def take(self, source: int, sent: bytes, data: Tensor) -> None:
-        """Take a message of its tag.
-
-        Args:
-            source: Rank that sent it.
-            sent: Description of what was sent.
-            data: The bytes; `place` itself if they are there already.
-        """
+        """Take a message of its tag; `data` is `place` itself if the bytes are there already."""
         error = None if sent == self.kind else _explain(sent, self._names[source], self.kind, self._names[self._rank])
         if error is None and data is not self.place:
             copy_into(self.place, data)

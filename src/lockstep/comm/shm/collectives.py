@@ -127,11 +127,7 @@ def scatter(exchange: PhaseExchange, output: Tensor, inputs: Sequence[Tensor] | 
 
 
 def all_to_all(exchange: PhaseExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes) -> None:
-    """Put `inputs[q]` of rank r into `outputs[r]` of rank q; lengths may differ from pair to pair.
-
-    Raises:
-        CollectiveMismatchError: On every rank alike: a rank sends a length that the other does not expect.
-    """
+    """Put `inputs[q]` of rank r into `outputs[r]` of rank q; lengths may differ from pair to pair."""
     sources, targets = [as_bytes(piece) for piece in inputs], [as_bytes(piece) for piece in outputs]
     lengths = _agree_on_lengths(exchange, sources, targets, call)
     stride = room_per_rank(exchange, 1)

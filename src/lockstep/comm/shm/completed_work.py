@@ -21,15 +21,12 @@ class CompletedWork(Work):
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 - torch's signature
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Return True."""
         return True
 
     def exception(self) -> None:

@@ -20,7 +20,6 @@ class FileLayout:
     """Offsets in bytes into the shared file of a group of `size` ranks."""
 
     size: int
-    """Number of ranks."""
     send_buffer_bytes: int = 4 << 20
     """Bytes of one send buffer: the most that a rank publishes in one phase."""
     slot_bytes: int = 512 << 10
@@ -31,7 +30,6 @@ class FileLayout:
         return ((kind * self.size + source) * self.size + target) * SEMAPHORE_BYTES
 
     def semaphores(self) -> range:
-        """Return the places of all semaphores."""
         return range(0, self.semaphore(NUM_KINDS, 0, 0), SEMAPHORE_BYTES)
 
     def state(self, rank: int) -> int:
@@ -43,7 +41,6 @@ class FileLayout:
         return self.state(self.size) + (2 * rank + parity) * PAGE
 
     def send_buffer(self, rank: int, parity: int) -> int:
-        """Return the first byte of a send buffer."""
         return self.call(self.size, 0) + (2 * rank + parity) * self.send_buffer_bytes
 
     @property
@@ -52,21 +49,17 @@ class FileLayout:
         return self.send_buffer(self.size, 0)
 
     def channel(self, source: int, target: int) -> int:
-        """Return the first byte of the channel from one rank to another."""
         return self.control_bytes + (source * self.size + target) * self.channel_bytes
 
     @property
     def channel_bytes(self) -> int:
-        """Length of a channel."""
         return 2 * PAGE + 2 * self.slot_bytes
 
     def heap(self, rank: int) -> int:
-        """Return the first byte of a rank's heap."""
         return self.channel(self.size, 0) + rank * _HEAP_SPAN
 
     @property
     def total_bytes(self) -> int:
-        """Length of the file."""
         return self.heap(self.size)
 
     @property

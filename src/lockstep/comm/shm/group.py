@@ -65,17 +65,7 @@ _CLOSING_SECONDS: Final = 1.0
 @keep_compiler_out_of_methods
 @add_collectives
 class ShmProcessGroup(PythonProcessGroup):
-    """A group of processes of one host, over shared memory.
-
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        handles: The descriptors of the connected ranks.
-        layout: The layout of their shared file.
-        timeout: How long a call may take.
-        names: What messages call each rank: its rank in the default group.
-        accelerators: What carries the tensors of accelerators.
-    """
+    """A group of processes of one host, over shared memory."""
 
     def __init__(  # what a group is made of
         self,
@@ -164,14 +154,8 @@ class ShmProcessGroup(PythonProcessGroup):
     ) -> Work:
         """Sum subtrees of shards in the order of the tree, several on each rank, into `out` on every rank.
 
-        Args:
-            parts: What this rank holds: flat and contiguous, of the length and dtype of `out`; left alone, unless one
-                is `out`.
-            out: Where the sum goes.
-            layout: The nodes that each rank holds, in the order of its parts; together they cover every shard once.
-            num_shards: Number of shards.
-            call: Description of the call, compared with those of the other ranks.
-            is_async: Whether the caller does not wait at once.
+        `parts` are flat, contiguous and like `out`; they are not written to, unless one is `out`. `layout` has the
+        nodes of each rank, in the order of its parts; together they cover every shard once.
         """
         described = pipeline.several_per_rank(parts, out, layout, num_shards)
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
@@ -182,12 +166,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._runner.compare(call)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Return when every rank has reached it; the error of a rank that waits too long names those that have not.
-
-        Args:
-            timeout: How long to wait; None for the group's.
-            wait_all_ranks: Accepted because torch does: the error names every rank and what it waits for.
-        """
+        """Return when every rank has reached it; the error of a rank that waits too long names those that have not."""
         call = describe_call("monitored_barrier", ())
         seconds = None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
@@ -242,24 +221,12 @@ class ShmProcessGroup(PythonProcessGroup):
     # -- Memory --------------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` works for the device: for the CPU."""
         return device.type == "cpu"
 
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Tensor:
-        """Return a tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local).
-
-        Args:
-            size: Number of elements of a flat tensor, or a shape.
-            dtype: Their dtype.
-            device: The CPU, or None.
-
-        Raises:
-            TypeError: A size or dtype that is none.
-            ValueError: A negative size, or another device.
-            GroupError: The group was destroyed or is broken, or this process is a forked child of a rank.
-        """
+        """Return a tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local)."""
         self._runner.check_usable()
         shape = read_allocation(size, dtype, device)
         return self._memory.allocate(shape.numel(), dtype).view(shape)
@@ -271,7 +238,6 @@ class ShmProcessGroup(PythonProcessGroup):
         return super().__repr__() if self._close.alive else describe_destroyed(self)
 
     def get_group_store(self) -> Store:
-        """Return the store that the group was made with (local)."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -48,11 +48,7 @@ if sys.platform == "linux":
 
 
 def create_file(layout: FileLayout) -> int:
-    """Make the file of a group, with its semaphores, and return its descriptor; only this user can open it.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
+    """Make the file of a group, with its semaphores, and return its descriptor; only this user can open it."""
     descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
@@ -144,7 +140,6 @@ class Memory:
         return view
 
     def map_channel(self, source: int, target: int) -> Mapping:
-        """Map the channel from one rank to another."""
         layout = self.layout
         return _map(self._descriptor, layout.channel_bytes, layout.channel(source, target))
 
@@ -153,9 +148,6 @@ class Memory:
         """Return a flat tensor of zeros in this rank's heap, where its peers can map it.
 
         The pages are freed when the tensor and all views of it are collected.
-
-        Raises:
-            GroupError: The heap is full, or the memory is closed.
         """
         if self._file is None:
             raise GroupError("This group's memory was freed; make a new group to continue. (LS204)")
@@ -208,11 +200,7 @@ class Memory:
             self._heap_free.setdefault(length, []).append(offset)
 
     def _take_heap(self, length: int) -> int:
-        """Return a free offset in this rank's heap: one that was used for the same length, or a new one.
-
-        Raises:
-            GroupError: The heap is full.
-        """
+        """Return a free offset in this rank's heap: one that was used for the same length, or a new one."""
         with self._heap_lock:
             free = self._heap_free.get(length)
             if free:
@@ -234,11 +222,6 @@ def _forget(memory: "weakref.ref[Memory]", address: int) -> None:
 
 
 def _map(descriptor: int, length: int, offset: int = 0) -> Mapping:
-    """Map a part of a file.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
     address = _map_pages(None, length, mmap.MAP_SHARED, descriptor, offset)
     mapping = (ctypes.c_char * length).from_address(address)
     weakref.finalize(mapping, _libc.munmap, address, length).atexit = False

@@ -22,7 +22,6 @@ def check_nothing(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: ARG001 - as the others
-    """Check that there is exactly one tensor."""
     _require_one(call.inputs)
 
 
@@ -250,11 +249,7 @@ def _root_and_rank(exchange: PhaseExchange, call: CollectiveCall, direction: str
 
 
 def _split_lengths(exchange: PhaseExchange, role: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-    """Return the number of elements for each rank.
-
-    Raises:
-        ValueError: The splits do not add up to the rows of the tensor.
-    """
+    """Return the number of elements for each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % exchange.size:

@@ -78,12 +78,7 @@ class Peers:
         return self._memory.address + self._memory.layout.semaphore(kind, source, target)
 
     def end_phase(self, call: bytes, timeout_seconds: float | None = None) -> None:
-        """Signal every rank that this one has finished the phase, and wait until all have (collective).
-
-        Raises:
-            PeerLostError: A rank is lost.
-            CollectiveTimeoutError: A rank did not finish the phase in time.
-        """
+        """Signal every rank that this one has finished the phase, and wait until all have (collective)."""
         for address in self._posts:
             semaphores.post(address)
         try:
@@ -99,15 +94,7 @@ class Peers:
     def wait(  # the arguments of a wait, two of them optional
         self, peer: int, address: int, call: bytes, *, everyone: bool = False, timeout_seconds: float | None = None
     ) -> None:
-        """Wait until `peer` has posted the semaphore at `address`.
-
-        Args:
-            peer: The rank that posts.
-            address: The semaphore.
-            call: What this rank is doing, for messages.
-            everyone: Whether the loss of any rank ends the wait, not only that of `peer`.
-            timeout_seconds: How long to wait; None for the group's timeout.
-        """
+        """Wait until `peer` has posted the semaphore at `address`; with `everyone`, the loss of any rank ends it."""
         if self.has_core and self._spin(address, everyone and self.spins_longer):
             return
         started = time.monotonic()
@@ -126,12 +113,6 @@ class Peers:
 
         A rank that was killed or failed ends the wait, though another may still send: the group is broken. Ranks that
         have left end it when all have.
-
-        Args:
-            peers: The ranks that may send.
-            address: The semaphore.
-            call: What this rank is doing, for messages.
-            take: Takes a message if one has arrived, and returns the rank that sent it, or None.
         """
         started = time.monotonic()
         lost_since: float | None = None
@@ -153,12 +134,7 @@ class Peers:
         return source
 
     def check(self, peers: Sequence[int]) -> None:
-        """Raise if one of `peers` is lost.
-
-        Raises:
-            PeerLostError: Naming the rank that was lost first.
-            CollectiveTimeoutError: One of `peers` timed out.
-        """
+        """Raise if one of `peers` is lost, and name the rank that was lost first; the group is broken then."""
         lost = self._states.find_lost(peers)
         if lost is not None:
             raise self._break(lost)
@@ -246,7 +222,6 @@ class Peers:
         broken.add_note("".join(format_exception(error)))
 
     def close(self) -> None:
-        """Close the descriptors of the processes."""
         self._states.close()
 
     def _record_wait(self, rank: int, call: bytes) -> int:

@@ -63,16 +63,7 @@ class PhaseExchange:
     def compare_calls(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
         """End the first phase of a call, in which every rank publishes what it calls (collective).
 
-        Args:
-            call: Description of the call.
-            location: Where in this rank's heap the call's tensor lies.
-            timeout_seconds: How long to wait for the others, if not as long as the group allows.
-
-        Returns:
-            The location that each rank gave.
-
-        Raises:
-            CollectiveMismatchError: On every rank alike: the ranks do not make the same call.
+        Return the location in its heap that each rank gave for the call's tensor. If the calls differ, all ranks raise.
         """
         self._call = call
         pages, page = self._publish(call, location, timeout_seconds)

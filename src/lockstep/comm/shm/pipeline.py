@@ -38,7 +38,6 @@ class PartialReduction:
     out: Tensor
     """Where the result goes: likewise; may be one of the parts."""
     how: Reduction
-    """The operation."""
     holders: Sequence[tuple[int, int]]
     """For every part of the group, in tree order: its rank, and its number among the parts of that rank."""
     steps: Sequence[Step]
@@ -62,14 +61,7 @@ def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> Par
 def several_per_rank(
     parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
 ) -> PartialReduction:
-    """Describe the sum of subtrees of shards, several on each rank.
-
-    Args:
-        parts: What this rank holds.
-        out: Where the sum goes.
-        layout: The nodes that each rank holds, in the order of its parts.
-        num_shards: Number of shards.
-    """
+    """Describe the sum of subtrees of shards, several on each rank."""
     placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
     return PartialReduction(
         parts=[part.data for part in parts],

@@ -18,8 +18,6 @@ from lockstep.errors import GroupError
 
 @final
 class PointToPoint:
-    """What sends and receives for one rank."""
-
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self._memory = memory
         self._peers = peers
@@ -47,16 +45,7 @@ class PointToPoint:
         tensors: Sequence[Tensor],
         finish: Callable[[], None],
     ) -> Work:
-        """Receive flat bytes from one rank, or from any of several.
-
-        Args:
-            place: Where they go.
-            sources: Who may send them.
-            tag: The message's tag.
-            kind: Description of the tensor.
-            tensors: What the work holds when it is done.
-            finish: Called when the bytes are there.
-        """
+        """Receive flat bytes from one rank, or from any of several; `finish` is called when they are in `place`."""
         who = f"rank {self._peers.names[sources[0]]}" if len(sources) == 1 else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
 
@@ -83,7 +72,6 @@ class PointToPoint:
         return work
 
     def close(self, timeout_seconds: float) -> None:
-        """Run nothing more."""
         for work_queue, _ in (*self._senders.values(), *self._receivers.values()):
             work_queue.close(timeout_seconds)
         self._from_any.close(timeout_seconds)

@@ -70,13 +70,7 @@ class PublishedCalls:
         self._lost_since: float | None = None
 
     def publish(self, call: bytes) -> None:
-        """Publish the next call of this rank (every rank of the group must make the same).
-
-        Raises:
-            CollectiveMismatchError: Another rank makes a different call.
-            PeerLostError: A rank that is far behind is lost.
-            CollectiveTimeoutError: It stays far behind.
-        """
+        """Publish the next call of this rank (every rank of the group must make the same)."""
         number, started = self._count, None
         while any(number - header[_COUNT] >= _FURTHEST for header, _ in self._others):
             self.check()
@@ -95,13 +89,7 @@ class PublishedCalls:
         self._compare()
 
     def wait_for_all(self, call: bytes) -> None:
-        """Return when every rank has published this call too (collective).
-
-        Raises:
-            CollectiveMismatchError: Another rank makes a different call.
-            PeerLostError: A rank was lost before it did.
-            CollectiveTimeoutError: A rank did not in time.
-        """
+        """Return when every rank has published this call too (collective)."""
         started, pause = time.monotonic(), _POLL_SECONDS
         while True:
             behind = [rank for rank, header in enumerate(self._headers) if header[_COUNT] < self._count]
@@ -116,12 +104,7 @@ class PublishedCalls:
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def check(self) -> None:
-        """Raise if another rank has found a difference, or was lost; while this rank waits (local).
-
-        Raises:
-            CollectiveMismatchError: A rank makes a different call.
-            PeerLostError: A rank was lost.
-        """
+        """Raise if another rank has found a difference, or was lost; while this rank waits (local)."""
         self._compare()
         self._peers.check([rank for rank, header in enumerate(self._headers) if header[_COUNT] < self._count])
         lost = self._peers.find_any_failed()

@@ -4,12 +4,7 @@ from torch.distributed import ProcessGroup
 
 
 class PythonProcessGroup(ProcessGroup):
-    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend.
-
-    Args:
-        rank: Number of this process in the group.
-        size: Number of ranks.
-    """
+    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
@@ -17,24 +12,19 @@ class PythonProcessGroup(ProcessGroup):
         self._description = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return `"shm"`."""
         return "shm"
 
     # Torch keeps name and description in the backends of a group, of which this one has none.
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name that torch gave the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Take the name that torch gives the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """Return the description that the group was made with."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        """Take the description that the group is made with."""
         self._description = description
 
     @property

@@ -38,14 +38,7 @@ class PeerState(IntEnum):
 
 @final
 class RankStates:
-    """The state of each rank of a group, as it says it and as the kernel does.
-
-    Args:
-        memory: The group's memory.
-        rank: Number of this process in the group.
-        handles: The descriptors of the other ranks.
-        names: The number of each rank in messages.
-    """
+    """The state of each rank of a group, as it says it and as the kernel does."""
 
     def __init__(self, memory: Memory, rank: int, handles: GroupHandles, names: Sequence[int]) -> None:
         self._memory = memory
@@ -117,11 +110,9 @@ class RankStates:
         return peer
 
     def error_of(self, peer: int) -> PeerLostError:
-        """Return the error that says why a rank is lost."""
         return PeerLostError(self._explain_lost(peer), rank=self._names[peer])
 
     def others(self) -> list[int]:
-        """Return the other ranks."""
         return [*self._pidfds]
 
     def close(self) -> None:

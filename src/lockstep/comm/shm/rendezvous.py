@@ -82,7 +82,6 @@ class _Reason:
     rank: int
     """The rank that it has lost; -1 for another reason."""
     message: str
-    """The message of its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +102,7 @@ def connect_ranks(
 ) -> tuple[GroupHandles | NotShared, GroupHosts]:
     """Connect the ranks of a group through shared memory (collective); return the hosts of the ranks too.
 
-    Args:
-        store: A store of this group alone.
-        rank: Number of this process in the group.
-        layout: Layout of the shared file; it contains the number of ranks.
-        deadline: When all must have connected.
-        members: The names of the ranks; None if their names are their numbers.
-        hosts: The hosts of the ranks, if known: on all ranks or on none.
-
-    Raises:
-        GroupError: Some rank did not connect in time, or there is no such rank.
-        PeerLostError: A rank was lost before all had connected.
+    `store` is for this group alone; `hosts` are given on all ranks or on none. Without `members`, a rank is its name.
     """
     members = members or GroupMembers(names=range(layout.size))
     if not 0 <= rank < layout.size:
@@ -228,12 +217,7 @@ def _receive_all(
 
 
 def _accept(store: Store, listener: socket.socket, seconds: float) -> socket.socket:
-    """Wait for a connection.
-
-    Raises:
-        GroupError: The launcher has given this group up: a rank was lost.
-        TimeoutError: There was none within `seconds`.
-    """
+    """Wait for a connection; TimeoutError after `seconds`, GroupError if the launcher has given this group up."""
     end = time.monotonic() + seconds
     while True:
         listener.settimeout(min(max(end - time.monotonic(), _SHORTEST_SECONDS), _LOOK_SECONDS))

@@ -43,11 +43,7 @@ if sys.platform == "linux":
 
 
 def create(address: int) -> None:
-    """Make a semaphore of value 0 at `address`, for use between processes.
-
-    Raises:
-        OSError: This system has no semaphores between processes.
-    """
+    """Make a semaphore of value 0 at `address`, for use between processes."""
     if _sem_init(address, 1, 0) != 0:
         raise OSError(ctypes.get_errno(), "sem_init failed")
 
@@ -58,7 +54,6 @@ def post(address: int) -> None:
 
 
 def post_if_zero(address: int) -> None:
-    """Add one to the semaphore if it is zero."""
     value = ctypes.c_int()
     _sem_getvalue(address, ctypes.byref(value))
     if value.value == 0:

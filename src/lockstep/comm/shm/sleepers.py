@@ -9,23 +9,16 @@ from lockstep.comm.shm import semaphores
 
 @final
 class Sleepers:
-    """The threads that sleep at semaphores of one group, as long as the group can be used.
-
-    Attributes:
-        counts: How many threads sleep at each semaphore.
-    """
+    """The threads that sleep at semaphores of one group, as long as the group can be used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.counts: Counter[int] = Counter()
+        """How many threads sleep at each semaphore, by address."""
         self._is_over = False
 
     def sleep(self, address: int, seconds: float) -> bool:
-        """Take one from the semaphore at `address`, waiting for it at most so long.
-
-        Returns:
-            Whether it was taken and the group can still be used.
-        """
+        """Take one from the semaphore, waiting at most so long; return whether it was taken and the group is usable."""
         with self._lock:
             if self._is_over:
                 return False

@@ -43,16 +43,7 @@ NO_ACCELERATORS: Final = AcceleratorBackends(names=MappingProxyType({}))
 
 @final
 class TorchBackends:
-    """Gloo for sparse CPU tensors, and the backends of accelerators, each made when it is first used.
-
-    Args:
-        store: A store for these alone.
-        rank: Number of this process in the group.
-        size: Number of ranks.
-        timeout: How long a call may take.
-        accelerators: The backend for each type of accelerator; torch's default for those that are not in it.
-        find_lost: Returns the error for a rank that is known to be lost.
-    """
+    """Gloo for sparse CPU tensors, and the backends of accelerators, each made when it is first used."""
 
     def __init__(  # one for each of what a backend is made of
         self,
@@ -84,12 +75,10 @@ class TorchBackends:
         return work
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Send by the backend for the tensor's device."""
         work: Work = self.on(tensors[0].device).send(tensors, dst, tag)
         return work
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
-        """Receive by the backend for the tensor's device."""
         work: Work = self.on(tensors[0].device).recv(tensors, src, tag)
         return work
 
@@ -106,7 +95,6 @@ class TorchBackends:
             self._abort = start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
 
     def close(self) -> None:
-        """Shut them down."""
         if self._abort is not None:  # a device must not be in an old call when the next group is made
             self._abort.join(ABORT_SECONDS)
         for backend in self._made.values():
@@ -114,17 +102,12 @@ class TorchBackends:
         self._made.clear()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long their calls may take."""
         self._timeout = timeout
         for backend in self._made.values():
             backend.set_timeout(timeout)
 
     def on(self, device: torch.device) -> Any:
-        """Return the backend for a device.
-
-        Raises:
-            GroupError: This torch has none.
-        """
+        """Return the backend for a device."""
         if device.type not in self._made:
             self._made[device.type] = self._make(device.type)
         return self._made[device.type]

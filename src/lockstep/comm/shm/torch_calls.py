@@ -22,17 +22,7 @@ from lockstep.comm.user_line import find_user_line
 
 @final
 class TorchCalls:
-    """Makes the calls of a group on tensors that are sparse, or of an accelerator.
-
-    Args:
-        backends: torch's backends.
-        runner: Runs the calls of the group.
-        exchange: Over which calls are compared.
-        peers: The other ranks, who may explain an error.
-        watch: Watches calls of accelerators.
-        names: What messages call each rank.
-        compares: Whether calls of accelerators are compared.
-    """
+    """Makes the calls of a group on tensors that are sparse, or of an accelerator."""
 
     def __init__(
         self,
@@ -54,23 +44,15 @@ class TorchCalls:
         self._compares = compares
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Send one tensor to rank `dst`."""
         check_dense("send", tensors[0])
         return self._watch(self._backends.send(tensors, dst, tag), "send")
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
-        """Receive one tensor of rank `src`."""
         check_dense("recv", tensors[0])
         return self._watch(self._backends.recv(tensors, src, tag), "recv")
 
     def collective(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
-        """Make a call of the table's.
-
-        Args:
-            collective: What to do.
-            call: The call.
-            tensor: The one that shared memory cannot carry.
-        """
+        """Make a call of the table's, of which shared memory cannot carry `tensor`."""
         if collective.is_coalesced:
             raise ValueError(
                 f"{call.name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "

@@ -42,13 +42,7 @@ Result = TypeVar("Result")
 @final
 @keep_compiler_out_of_methods
 class QueuedWork(Work):
-    """One call of a group, as torch's `Work`.
-
-    Args:
-        action: Runs the call; may return the rank that sent the message.
-        tensors: What `result` and the future hold when it is done.
-        work_queue: The queue that it is in.
-    """
+    """One call of a group, as torch's `Work`; `action` may return the rank that sent the message."""
 
     def __init__(self, action: Callable[[], int | None], tensors: Sequence[Tensor], work_queue: "WorkQueue") -> None:
         super().__init__()
@@ -99,10 +93,6 @@ class QueuedWork(Work):
 
         Ctrl-C ends the wait. If this thread runs the call, it ends the call too, which breaks the group; otherwise, as
         after a timeout, the call continues and the group stays usable.
-
-        Raises:
-            GroupError: The call failed.
-            CollectiveTimeoutError: It is not done within `timeout`; it continues.
         """
         if not self._is_done:
             seconds = timeout.total_seconds()
@@ -148,11 +138,9 @@ class QueuedWork(Work):
         return self._tensors
 
     def synchronize(self) -> None:
-        """Wait until it is done."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait until it is done."""
         self.wait()
 
     def source_rank(self) -> int:
@@ -204,11 +192,7 @@ class WorkQueue:
         """Whether the current call runs in the queue's own thread."""
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
-        """Run `action` in order and return when it is done; at once and in this thread if the queue is empty.
-
-        Raises:
-            GroupError: What `action` raises.
-        """
+        """Run `action` in order and return when it is done; at once and in this thread if the queue is empty."""
 
         def run_if(has_lock: bool) -> bool:
             if has_lock:
@@ -242,12 +226,7 @@ class WorkQueue:
                 self.start()
 
     def submit(self, call: QueuedWork, *, soon: bool) -> None:
-        """Put a call in the queue.
-
-        Args:
-            call: The call.
-            soon: Whether it should make progress although no thread waits for it.
-        """
+        """Put a call in the queue; with `soon`, it is run even if no thread waits for it."""
         self._queue.append(call)
         if soon:
             self.start()
