@@ -37,9 +37,7 @@ class EndedWorker:
     """A worker that has ended and that the others need no more."""
 
     worker: int
-    """Its number."""
     pid: int
-    """Its process."""
     reason: str
     """How it ended, for messages."""
 
@@ -80,21 +78,8 @@ class WorkerReports:
 class Continuation:
     """Decides for one launch whether and with whom it continues, and sends each worker what was decided.
 
-    A run continues if every worker that is left has reported that it can.
-
-    Args:
-        server: Serves the workers' channels.
-        pids: Processes of the workers that the launch begins with, by their numbers.
-        clock: Returns the time, in seconds.
-
-    Attributes:
-        generation: The present workers, or those that were announced.
-        pids: Processes of all workers, by their numbers; the owner adds new ones.
-        reports: What workers have reported.
-        members: All workers that were ever in a generation, in rank order.
-        num_losses: How many workers were lost.
-        has_begun: Whether all workers that the launch began with could continue without others at some time.
-        stop_reason: Why the run cannot continue, if that is because of who is left.
+    A run continues if every worker that is left has reported that it can. `generation` is the present one, or the
+    announced one; `members` are all that were ever in one, in rank order. The owner adds new workers to `pids`.
     """
 
     def __init__(

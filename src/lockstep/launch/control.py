@@ -80,18 +80,10 @@ class Answerer(Protocol):
     """Carries out requests."""
 
     def begin(self, request: Message) -> str:
-        """Begin to carry out a request; return what it will do, or for a question the answer.
-
-        Raises:
-            RefusedError: It cannot be done.
-        """
+        """Begin to carry out a request; return what it will do, or a question's answer. `RefusedError` if it cannot."""
 
     def result(self) -> str | None:
-        """Return how the last change has ended; None while it goes on.
-
-        Raises:
-            RefusedError: It has failed.
-        """
+        """Return how the last change has ended; None while it goes on; `RefusedError` if it has failed."""
 
 
 @dataclass(slots=True)
@@ -106,16 +98,7 @@ class _Client:
 
 @final
 class ControlSocket:
-    """Listens in a folder for requests.
-
-    Args:
-        folder: The folder of the launch.
-        events: Calls this when somebody connects or asks.
-        answerer: Carries out requests.
-
-    Raises:
-        OSError: The folder cannot hold a socket.
-    """
+    """Listens in a folder for requests; `OSError` if the folder cannot hold a socket."""
 
     def __init__(self, folder: Path, events: Watched, answerer: Answerer) -> None:
         self._folder = folder
@@ -213,12 +196,7 @@ class ControlSocket:
 
 
 def connect(folder: Path) -> socket.socket:
-    """Connect to the launcher of the run in a folder.
-
-    Raises:
-        OSError: No launcher listens there.
-        PermissionError: The socket belongs to a process of another user.
-    """
+    """Connect to the launcher of the run in a folder; `OSError` without one, `PermissionError` for another user's."""
     client = socket.socket(socket.AF_UNIX)
     try:
         with short_path(folder) as path:
@@ -232,11 +210,7 @@ def connect(folder: Path) -> socket.socket:
 
 
 def ask(client: socket.socket, request: Message) -> Iterator[Message]:
-    """Send a request and yield the answers, until the launcher closes the connection.
-
-    Raises:
-        OSError: The connection is lost.
-    """
+    """Send a request and yield the answers, until the launcher closes the connection; `OSError` if it is lost."""
     client.sendall(encode(request))
     reader = LineReader()
     while piece := client.recv(_PIECE_BYTES):

@@ -12,11 +12,7 @@ _NUM_SPARE = 16
 
 
 def check_descriptors(num_workers: int, num_per_worker: int) -> None:
-    """Check that this process may open what it needs for its workers.
-
-    Raises:
-        UsageError: It may not.
-    """
+    """Check that this process may open what it needs for its workers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -29,11 +25,7 @@ def check_descriptors(num_workers: int, num_per_worker: int) -> None:
 
 
 def check_current_directory() -> None:
-    """Check that the current directory exists: torch would end each worker in an error about another file.
-
-    Raises:
-        UsageError: It was deleted.
-    """
+    """Check that the current directory exists: torch would end each worker in an error about another file."""
     try:
         Path.cwd()
     except FileNotFoundError:

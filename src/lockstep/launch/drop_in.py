@@ -27,7 +27,6 @@ def has_drop_in(python_path: str | None) -> bool:
 
 
 def with_drop_in(python_path: str | None) -> str:
-    """Return the PYTHONPATH with the drop-in."""
     return python_path or "" if has_drop_in(python_path) else with_folder(python_path, STARTUP_FOLDER)
 
 
@@ -45,9 +44,6 @@ def command_of_script(command: Sequence[str]) -> list[str] | None:
     """Return a process' command without `-m lockstep.drop_in`, wherever that stands; None if it does not.
 
     Python's own options, and programs that run the script such as coverage or pdb, keep their places.
-
-    Args:
-        command: What the process was started with, `sys.orig_argv`.
     """
     for place, word in enumerate(command):
         is_option = word.startswith("-") and not word.startswith("--")

@@ -11,7 +11,6 @@ class TorchrunSettings:
     """The values of torchrun's variables for one worker."""
 
     rank: int
-    """Number of the worker."""
     world_size: int
     """How many there are, all on this host."""
     port: int
@@ -23,9 +22,7 @@ class TorchrunSettings:
     own_card_only: bool
     """Whether the worker sees its own GPU alone, as number 0."""
     num_restarts: int = 0
-    """How often all workers were started again."""
     max_restarts: int = 0
-    """How often they may be."""
 
 
 def world_variables(settings: TorchrunSettings) -> dict[str, str]:

@@ -38,13 +38,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -> str:
-    """Return how a process ended.
-
-    Args:
-        code: Its exit code; -N for signal N.
-        killer: Who sent SIGKILL, if that ended it.
-        place: Where it was when it crashed; empty if that is not known.
-    """
+    """Return how a process ended; `code` is -N for signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal_name(-code)
@@ -56,9 +50,7 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -
 def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = False) -> str:
     """Return which worker failed first, with its traceback, and which others failed after it.
 
-    Args:
-        failures: At least one, the first in time first.
-        is_shown: Whether the traceback was printed already, so that its last line and the place are enough.
+    The first in time comes first. `is_shown`: the traceback was printed already, so its last line and place are enough.
     """
     first, *others = failures
     message = f"Worker {first.rank} failed first: {_shorten(first.reason, _MOST_OF_REASON)} (LS601)"
@@ -118,9 +110,7 @@ def _last_error(traceback: str) -> str:
 def users_part(traceback: str, libraries: Sequence[str]) -> str:
     """Return a traceback from the user's first frame on, or its last frame if it has none of the user's.
 
-    Args:
-        traceback: As Python prints it, with chained exceptions.
-        libraries: Beginnings of the file names of code that is not the user's.
+    `libraries` are beginnings of the file names of code that is not the user's.
     """
     kept: list[str] = []
     for block in _blocks(traceback.splitlines()):

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def find_launcher() -> WorldVariables | None:
-    """Return another launcher's variables about this worker, if it started this process as one of several workers.
-
-    Raises:
-        GroupError: The variables of launchers contradict each other.
-    """
+    """Return another launcher's variables about this worker, if it started this process as one of several workers."""
     if read_is_launched() or not (read_launchers() or "torch.distributed" in sys.modules):
         return None
     from lockstep.comm import launched_world
@@ -44,12 +40,7 @@ def run_here(
     threads: int,
     seed: int,
 ) -> list[Any]:
-    """Join the world and call `call` in this process (collective); return the results of all ranks in rank order.
-
-    Raises:
-        DeviceError: The number of workers or the devices differ from those that the launcher has started.
-        Exception: The function's exception, or a `PeerFailedError` or the like because another worker failed.
-    """
+    """Join the world and call `call` in this process (collective); return the results of all ranks in rank order."""
     import torch
 
     from lockstep.comm import report_failure

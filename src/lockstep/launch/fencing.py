@@ -50,15 +50,7 @@ class _Seen:
 
 @final
 class Fencing:
-    """Asks the workers of a run whether they are there.
-
-    Args:
-        pool: The processes.
-        server: Their channels.
-        continuation: Knows who is in, and what they answer.
-        seconds: How long a member may be silent, or keep others waiting; infinity for any time.
-        clock: Returns the time, in seconds.
-    """
+    """Asks the workers of a run whether they are there; `seconds` of silence are allowed, or infinity."""
 
     def __init__(
         self,

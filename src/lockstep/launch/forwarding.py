@@ -32,14 +32,10 @@ class _Side:
 
 @final
 class Forwarding:
-    """Accepts connections, and passes on those of this user (one thread).
+    """Accepts connections, and passes on those of this user (one thread), until `over` can be read.
 
-    Args:
-        listener: Where they come in.
-        over: A descriptor that can be read when this is to end.
-        connect: Makes a connection to where they go; called for each connection of this user. Where it raises an
-            OSError, the connection is closed.
-        on_stranger: Called with the name of another user who has connected, once for each user.
+    `connect` is called for each of them; where it raises an `OSError`, the connection is closed. `on_stranger` gets the
+    name of each other user once.
     """
 
     def __init__(
@@ -57,7 +53,6 @@ class Forwarding:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Pass on bytes until the end."""
         self._listener.setblocking(False)
         with self._selector, contextlib.ExitStack() as stack:
             stack.callback(self._close_all)

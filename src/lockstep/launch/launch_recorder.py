@@ -12,12 +12,7 @@ from lockstep.settings import read_recording_settings
 
 @contextmanager
 def launch_recorded(recording: Path | None, world_size: int) -> Iterator[WorkerRecorder]:
-    """Record a launch within the block, and log why its workers stand still if they do.
-
-    Args:
-        recording: The folder; None to record nothing.
-        world_size: Number of workers at first.
-    """
+    """Record a launch within the block, unless `recording` is None, and log why its workers stand still if they do."""
     recorder, settings = WorkerRecorder(), read_recording_settings()
     if recording is not None:
         capacity = settings.capacity

@@ -134,19 +134,12 @@ class LaunchSettings:
     """The options of `launch`; see there."""
 
     workers: int | None = None
-    """How many workers."""
     devices: DeviceRequest | Placement = None
-    """Their devices."""
     force: bool = False
-    """Whether to take GPUs that other processes use."""
     threads_per_worker: int = 1
-    """CPU threads of each worker."""
     seed: int = 0
-    """Seed of the global generators."""
     max_restarts: int = 0
-    """How often all workers are started again after a failure."""
     elastic: Elastic = FIXED
-    """How lost workers are replaced, and silent ones ended."""
     recording: Path | None = None
     """The folder where the workers record what they do; None for one in the private folder."""
     start_again: StartAgain | None = None

@@ -24,15 +24,7 @@ _CHUNK_BYTES = 4096
 
 @final
 class LeaveRequest:
-    """Asks the launcher once.
-
-    Args:
-        generations: The generations of the run.
-        otherwise: Called, in any thread, if this worker cannot leave; None to end it by SIGTERM.
-
-    Attributes:
-        otherwise: The same; it may be replaced.
-    """
+    """Asks the launcher once; if this worker cannot leave, calls `otherwise` in any thread (None: ends by SIGTERM)."""
 
     def __init__(self, generations: Generations, otherwise: Callable[[], None] | None = None) -> None:
         self.otherwise = otherwise or end_by_sigterm

@@ -16,9 +16,6 @@ class LineCutter:
 
     A carriage return makes a terminal overwrite the line, as a progress bar does. Of the versions of such a line the
     last one is printed, and before that the current one every `PROGRESS_SECONDS`.
-
-    Args:
-        prefix: Printed before each line.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -58,7 +55,6 @@ class Tail:
         self.traceback_at: float | None = None
 
     def add(self, chunk: bytes, now: float) -> None:
-        """Take the next chunk."""
         known = max(len(self._bytes) - len(_TRACEBACK) + 1, 0)
         self._bytes += chunk
         if self._bytes.rfind(_TRACEBACK, known) >= 0:

@@ -24,8 +24,6 @@ _RETURNED = "_wait_for_others"
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where a main thread stands."""
-
     waits: bool
     """Whether it waits for other workers."""
     place: str
@@ -33,11 +31,7 @@ class Stand:
 
 
 def look_at_main_thread(stack_of: Callable[[int | None], Sequence[StackLine]] = stack_of_thread) -> Stand:
-    """Return where the main thread stands (local; in any thread).
-
-    Args:
-        stack_of: Returns what a thread runs, the innermost line first, by the thread's number.
-    """
+    """Return where the main thread stands (local; in any thread)."""
     stack = stack_of(threading.main_thread().ident)
     if not stack:
         return Stand(waits=False, place="no line of Python")

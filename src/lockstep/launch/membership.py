@@ -32,8 +32,6 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """How many workers a run can have."""
-
     min_workers: int = 1
     """With fewer, the run stops."""
     max_workers: int
@@ -91,7 +89,6 @@ class Wishes:
     """What a run is to become, where nobody was lost."""
 
     num_workers: int
-    """How many workers there are to be."""
     leaving: Collection[int] = ()
     """Workers that have asked to leave, or whose device was asked for."""
     arrived: Sequence[int] = ()
@@ -117,8 +114,6 @@ def planned_changes(current: Generation, wishes: Wishes, limits: WorkerLimits) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RespawnLimit:
-    """How often lost workers are replaced."""
-
     count: int
     """At most so many times ..."""
     seconds: float
@@ -126,13 +121,7 @@ class RespawnLimit:
 
 
 def may_respawn(limit: RespawnLimit, respawned_at: Sequence[float], now: float) -> bool:
-    """Return whether another worker may be replaced.
-
-    Args:
-        limit: How often.
-        respawned_at: When workers were replaced, in seconds of any clock.
-        now: The time on the same clock.
-    """
+    """Return whether another worker may be replaced; the times are in seconds of one clock."""
     return sum(1 for moment in respawned_at if now - moment < limit.seconds) < limit.count
 
 

@@ -53,7 +53,6 @@ class WorkerTask:
     is_joiner: bool = False
     """Whether it joins a run that has begun."""
     device: str
-    """Device name."""
     master_port: int
     """A loopback port that the launcher has reserved, for a store of the function's own."""
     threads: int
@@ -97,11 +96,7 @@ class Report:
 
 
 def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call; a function of a script or a notebook cell is sent by value.
-
-    Raises:
-        TypeError: Something in it cannot be pickled.
-    """
+    """Pickle a call; a function of a script or a notebook cell is sent by value."""
     try:
         return pack((function, args, dict(kwargs)))
     except Exception as error:
@@ -113,11 +108,6 @@ def pack_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def pack_result(result: object) -> bytes:
-    """Pickle what a function has returned.
-
-    Raises:
-        TypeError: Something in it cannot be pickled.
-    """
     try:
         return pack(result)
     except Exception as error:
@@ -134,7 +124,6 @@ def _describe_location(found: Unpicklable | None, error: Exception) -> str:
 
 
 def send_task(stream: BinaryIO, search_path: list[str], task: WorkerTask) -> None:
-    """Send a worker its search path and its task."""
     stream.write(json.dumps(search_path).encode() + b"\n" + pickle.dumps(task))
 
 

@@ -25,7 +25,6 @@ from typing import final
 import psutil
 
 LOOK_SECONDS = 2.0
-"""How often to look."""
 _NUM_LOOKS = 3
 """How many times in a row the conditions must hold."""
 _MAX_CPU_SHARE = 0.1
@@ -42,7 +41,6 @@ class LaunchActivity:
     processes: frozenset[int]
     """Their process ids."""
     cpu_seconds: float
-    """CPU time that they have used."""
     num_refused: int
     """How many connections were refused on this host."""
 
@@ -56,12 +54,7 @@ class NestingWatch:
         self._num_seen = 0
 
     def is_nested(self, activity: LaunchActivity, seconds: float) -> bool:
-        """Take the next observation; return whether the script is certainly nested.
-
-        Args:
-            activity: What the workers do now.
-            seconds: Time since the observation before.
-        """
+        """Take the next observation, `seconds` after the one before; return whether the script is certainly nested."""
         last, self._last = self._last, activity
         has_waited = (
             last is not None
@@ -76,12 +69,7 @@ class NestingWatch:
 
 
 def look_at(workers: Sequence[int], root: Path = Path("/")) -> LaunchActivity:
-    """Return what these processes, and those that they have started, do now.
-
-    Args:
-        workers: Their process ids.
-        root: Root of the file system; another one for recorded files.
-    """
+    """Return what these processes, and those that they have started, do now."""
     families = _find_families(workers)
     everyone = [process for family in families for process in family]
     return LaunchActivity(
@@ -93,7 +81,6 @@ def look_at(workers: Sequence[int], root: Path = Path("/")) -> LaunchActivity:
 
 
 def describe_nesting(num_workers: int, script: str) -> str:
-    """Return the message for the user."""
     return (
         "error: the script starts its own workers, as torch.multiprocessing.spawn does, but lockstep run has started "
         f"it {num_workers} times. The workers of each copy wait for a rendezvous that no process serves, and none has "

@@ -20,11 +20,6 @@ class OomKills:
 
 
 def read_oom_kills(root: Path = Path("/")) -> OomKills:
-    """Read the counters.
-
-    Args:
-        root: Root of the file system; another one for recorded files.
-    """
     return OomKills(group=_read_group(root), host=_read_counter(root / "proc/vmstat"))
 
 

@@ -29,13 +29,7 @@ _TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 @final
 class Relays:
-    """Forwards the output of all workers of a launch.
-
-    Args:
-        has_prefix: Whether lines begin with the worker's rank.
-        cuts_lines: Whether to print only whole lines, because workers share the terminal.
-        log_dir: The directory for log files; None for no log files.
-    """
+    """Forwards the output of all workers of a launch."""
 
     def __init__(self, *, has_prefix: bool, cuts_lines: bool, log_dir: Path | None) -> None:
         self._has_prefix = has_prefix
@@ -51,9 +45,6 @@ class Relays:
         """Return the writing end of a new pipe for a worker, and the object that keeps the end of its output.
 
         The caller closes its descriptor when the worker has been started.
-
-        Raises:
-            UsageError: Another launch has a log file of that name.
         """
         source, written = os.pipe()
         tail = Tail()
@@ -87,8 +78,6 @@ class Relays:
 
 @final
 class _Relay:
-    """Forwards what comes from one pipe."""
-
     def __init__(
         self,
         *,
@@ -172,16 +161,11 @@ def write_all(descriptor: int, text: bytes) -> None:
 
 
 def log_path(directory: Path, rank: int, stream: Stream) -> Path:
-    """Return the path of a worker's log file."""
     return directory / f"rank-{rank}.{stream}.log"
 
 
 def make_log_directory(directory: Path) -> None:
-    """Make the directory for log files. It may exist if it has no log files.
-
-    Raises:
-        UsageError: It cannot be created, or has log files.
-    """
+    """Make the directory for log files. It may exist if it has no log files."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         found = sorted(directory.glob("rank-*.log"))

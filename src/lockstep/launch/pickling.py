@@ -45,7 +45,6 @@ def pack(value: object) -> bytes:
 
 
 def pack_into(stream: Writable, value: object) -> None:
-    """Pickle a value into a stream."""
     _Pickler(stream).dump(value)
 
 

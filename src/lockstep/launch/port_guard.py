@@ -24,11 +24,7 @@ _NUM_REMEMBERED = 128
 
 @final
 class PortGuard:
-    """The filter of one listening socket.
-
-    Args:
-        listener: The socket; this duplicates its descriptor.
-    """
+    """The filter of one listening socket, whose descriptor this duplicates."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener.dup()
@@ -46,7 +42,6 @@ class PortGuard:
         return True
 
     def connect(self) -> socket.socket:
-        """Return a connection to the guarded port."""
         connection = socket.socket()
         try:
             connection.bind((self._address[0], 0))
@@ -60,7 +55,6 @@ class PortGuard:
         return connection
 
     def close(self) -> None:
-        """Close the descriptor."""
         self._listener.close()
 
     def _attach(self) -> None:

@@ -9,7 +9,6 @@ def wait_to_read(*descriptors: int, seconds: float | None = None) -> set[int]:
 
 
 def wait_to_write(descriptor: int) -> None:
-    """Wait until the descriptor can be written."""
     _wait((descriptor,), selectors.EVENT_WRITE, None)
 
 

@@ -16,14 +16,7 @@ from lockstep.launch.worker_pool import WorkerPool
 
 @final
 class ScaleRequests:
-    """The requests to one launch.
-
-    Args:
-        pool: The processes.
-        continuation: Decides who is in.
-        scaling: Starts workers, and lets them leave.
-        find_devices: Returns devices for so many more workers; raises `DeviceError` where there are none.
-    """
+    """The requests to one launch; `find_devices` raises `DeviceError` where there are none."""
 
     def __init__(
         self,
@@ -38,11 +31,7 @@ class ScaleRequests:
         self._find_devices = find_devices
 
     def begin(self, request: Message) -> str:
-        """Begin to carry out a request; return what it will do, or for a question the answer.
-
-        Raises:
-            RefusedError: It cannot be done.
-        """
+        """Begin to carry out a request; return what it will do, or for a question the answer."""
         what = request.get("op")
         if what == "describe":
             return self.describe()
@@ -54,17 +43,12 @@ class ScaleRequests:
         raise RefusedError(f"The request {str(request)[:80]} is none that this version of Lockstep knows. (LS603)")
 
     def result(self) -> str | None:
-        """Return how the last change has ended; None while it goes on.
-
-        Raises:
-            RefusedError: It has failed.
-        """
+        """Return how the last change has ended; None while it goes on."""
         if self._scaling.problem:
             raise RefusedError(f"{self._scaling.problem} The run goes on: {self.describe()}. (LS603)")
         return self.describe() if self._scaling.is_reached else None
 
     def describe(self) -> str:
-        """Return the members in words."""
         members = self._continuation.generation.workers
         names = [
             f"rank {rank} (pid {self._continuation.pids[worker]}) on {self._pool.devices[worker].label}"

@@ -16,11 +16,6 @@ Tell = Callable[[str], None]
 
 
 def check_restarts(max_restarts: int) -> None:
-    """Check how often workers may be started again.
-
-    Raises:
-        ValueError: It is less than 0.
-    """
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}, expected 0 or more. (LS123)")
 
@@ -28,17 +23,7 @@ def check_restarts(max_restarts: int) -> None:
 def call_with_restarts(
     call: Callable[[], Result], max_restarts: int, may_restart: Callable[[], bool], tell: Tell
 ) -> Result:
-    """Return what `call` returns; call it again where a worker has failed.
-
-    Args:
-        call: Starts workers and waits for them.
-        max_restarts: How often it is called again, at most.
-        may_restart: Returns False after a request to stop.
-        tell: Called with a message before each restart.
-
-    Raises:
-        WorkerFailedError: A worker failed in the last call too. The message says why the earlier calls failed.
-    """
+    """Return what `call` returns; call it again where a worker has failed."""
     reasons: list[str] = []
     while True:
         try:
@@ -56,9 +41,6 @@ def run_with_restarts(job: ScriptJob, tell: Tell) -> Ending:
     """Run a script, and start its workers again where one has failed. Main thread only.
 
     The logs of a restart are in a folder of their own, `restart-1`, in the log directory.
-
-    Raises:
-        UsageError: As `run_script`.
     """
     reasons: list[str] = []
     while True:

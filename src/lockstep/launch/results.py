@@ -9,11 +9,6 @@ from lockstep.launch.messages import Report
 
 
 def load_result(report: Report) -> Any:
-    """Return the result of the function in a worker.
-
-    Raises:
-        WorkerFailedError: The result cannot be unpickled in this process.
-    """
     try:
         return pickle.loads(report.result or b"")  # noqa: S301 - from our own child
     except Exception as error:
@@ -39,12 +34,7 @@ def is_consequence(report: Report) -> bool:
 
 
 def failed_error(failures: tuple[WorkerFailure, ...], stop_reason: str = "") -> WorkerFailedError:
-    """Return the error for these failures, the first in time first.
-
-    Args:
-        failures: At least one.
-        stop_reason: Why the others did not continue, in a sentence; empty where nobody has decided that.
-    """
+    """Return the error for these failures, the first in time first; `stop_reason`: why the others did not continue."""
     message = describe_failures(failures)
     error = WorkerFailedError(f"{message}\n\n{stop_reason}" if stop_reason else message, failures)
     error.__cause__ = failures[0].error

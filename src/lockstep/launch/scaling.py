@@ -31,19 +31,9 @@ _GATHER_SECONDS = 0.25
 
 @final
 class Scaling:
-    """Keeps the number of workers at what is wanted.
+    """Keeps the number of workers at what is wanted; `find_devices` raises `DeviceError` where there are none.
 
-    Args:
-        pool: The processes.
-        continuation: Decides who is in.
-        elastic: The options.
-        start: Starts a new worker on a device.
-        find_devices: Returns devices for so many more workers; raises `DeviceError` where there are none.
-        clock: Returns the time, in seconds.
-
-    Attributes:
-        num_wanted: How many workers the run is to have.
-        problem: Why the last new worker did not join; empty if it did.
+    `problem` says why the last new worker did not join; empty if it did.
     """
 
     def __init__(

@@ -79,14 +79,10 @@ two connections to the store."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptJob:
-    """What to start, and with which options."""
-
     program: tuple[str, ...]
     """Path of an executable, and its arguments up to and with the script."""
     arguments: tuple[str, ...]
-    """The script's arguments."""
     placement: Placement
-    """One device per worker, in rank order."""
     num_threads: int | None = None
     """CPU threads of each worker; None for OMP_NUM_THREADS, or, if that is not set, an equal share of the cores."""
     own_card_only: bool = False
@@ -108,7 +104,6 @@ class ScriptJob:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
         return len(self.placement.devices)
 
     @property
@@ -140,11 +135,7 @@ class Ending:
 
 
 def run_script(job: ScriptJob) -> Ending:
-    """Start the workers and wait for them; all have ended when this returns. Main thread only.
-
-    Raises:
-        UsageError: The log directory cannot be used, or this process may not open enough descriptors.
-    """
+    """Start the workers and wait for them; all have ended when this returns. Main thread only."""
     check_descriptors(job.world_size, _NUM_DESCRIPTORS)
     if job.log_dir is not None:
         make_log_directory(job.log_dir)
@@ -224,7 +215,6 @@ class _ScriptWorkerPool:
         )
 
     def start(self, rendezvous: Rendezvous) -> None:
-        """Start all workers."""
         folder = self._sessions.folder
         run_id = f"lockstep-{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):

@@ -44,9 +44,7 @@ _ISOLATED = ("-I", "-S")
 class Sessions:
     """The sessions of one launch.
 
-    Attributes:
-        folder: A private folder for temporary files of their processes, which may be killed at any moment; the guardian
-            deletes it after they have ended. Empty if none could be made.
+    `folder` is private, for temporary files of their processes; it is deleted at the end. Empty if none could be made.
     """
 
     def __init__(self) -> None:
@@ -77,12 +75,7 @@ class Sessions:
     ) -> subprocess.Popen[bytes]:
         """Start a program. Use `exit_code` to see whether it has ended, and never `Popen.wait` or `Popen.poll`.
 
-        Args:
-            command: A path, and arguments.
-            environment: All of its variables.
-            stdin: `subprocess.DEVNULL`, or None for the stdin of this process.
-            outputs: Descriptors for stdout and stderr; None for those of this process.
-            channel: Descriptor of its end of the channel to the launcher.
+        A None in `stdin` or `outputs` (stdout, stderr) is that of this process; `environment` has all variables.
         """
         process = subprocess.Popen(  # noqa: S603 - what the user asked for
             [sys.executable, *_ISOLATED, script_entry.__file__, str(os.getpid()), str(self._pipe), *command],
@@ -105,15 +98,11 @@ class Sessions:
     def end(
         self, first: signal.Signals, patience: float, is_hurried: Callable[[float], bool], tell: Callable[[], None]
     ) -> None:
-        """End all processes of the sessions before this returns.
+        """End all processes of the sessions before this returns; after `patience` seconds it kills them.
 
-        Args:
-            first: The first signal. SIGINT is sent to all processes, as from a terminal. Any other signal is sent to
-                the leader, which may need its data-loading processes until it ends. When the leader has ended, the
-                rest get SIGTERM.
-            patience: How many seconds they have before SIGKILL.
-            is_hurried: Waits the given number of seconds, and returns whether to kill at once.
-            tell: Called once if that takes longer than a moment.
+        SIGINT is sent to all processes, as from a terminal; any other `first` to the leader, which may need its
+        data-loading processes until it ends. `is_hurried` waits so many seconds, and returns whether to kill at once.
+        `tell` is called once if all that takes longer than a moment.
         """
         began = time.monotonic()
         has_told = False

@@ -37,12 +37,7 @@ class SignalForwarding:
         return self._first is not None
 
     def begin(self, forward: Callable[[], None], died_of_signal: Callable[[], bool]) -> None:
-        """Begin to forward SIGTERM.
-
-        Args:
-            forward: Called at the first SIGTERM.
-            died_of_signal: Whether workers have failed, all of them because of SIGTERM. Called when all have ended.
-        """
+        """Begin to forward SIGTERM: call `forward` in the signal handler, `died_of_signal` when all have ended."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

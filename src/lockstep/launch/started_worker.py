@@ -44,13 +44,8 @@ class End(enum.Enum):
 class StartedWorker:
     """One worker process.
 
-    Attributes:
-        number: Its number, which no other worker of the launch has.
-        exit_code: How the process has ended; -N for signal N; None while it runs.
-        report: What it has reported.
-        may_leave: Whether it was sent a generation in which it has no rank.
-        killer: Who sent it SIGKILL, for messages; empty where that was not found out.
-        place: Where it was when it crashed in native code; empty where that is not known.
+    `exit_code` is -N for signal N, None while it runs. `may_leave`: it was sent a generation in which it has no rank.
+    `killer` and `place`: who has killed it, and where it crashed; empty where that is not known.
     """
 
     def __init__(self, task: WorkerTask, process: subprocess.Popen[bytes], task_pipe: int, report_pipe: int) -> None:
@@ -71,7 +66,6 @@ class StartedWorker:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self.process.pid
 
     def receive(self) -> bool:
@@ -148,7 +142,6 @@ class StartedWorker:
         )
 
     def describe_end(self) -> str:
-        """Return how the process has ended."""
         if self.exit_code is None:
             return "closed its pipe to the launcher and still runs"
         return self.describe_exit() + (" without reporting a result or an error" if self.exit_code >= 0 else "")
@@ -158,7 +151,6 @@ class StartedWorker:
         return describe_exit(self.exit_code or 0, killer=self.killer or UNKNOWN_KILLER, place=self.place)
 
     def close(self) -> None:
-        """Close the pipes."""
         for descriptor in (self.report_pipe, self.task_pipe):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -16,10 +16,7 @@ Result = TypeVar("Result")
 class LostAtStartError(WorkerFailedError):
     """Workers were ended by a signal before every worker could continue without others.
 
-    Attributes:
-        error: The error for the caller.
-        lost: Numbers of these workers, which are their places in the placement.
-        described: How they have ended, in words.
+    `error` is that for the caller; `lost` are numbers of workers, which are their places in the placement.
     """
 
     def __init__(self, error: WorkerFailedError, lost: frozenset[int], described: str) -> None:
@@ -38,7 +35,6 @@ class StartAgain:
     is_unchanged: Callable[[], bool]
     """Returns whether no worker has begun to train: nothing was written."""
     tell: Callable[[str], None]
-    """Called with a line about it."""
 
 
 def call_until_begun(
@@ -46,16 +42,7 @@ def call_until_begun(
 ) -> Result:
     """Return what `call` returns; where workers are lost at the start, call it again.
 
-    They are replaced as often as `elastic` says; else the others start without them.
-
-    Args:
-        call: Starts workers and waits for them.
-        placement: Their devices at first.
-        elastic: How often lost workers are replaced.
-        again: When to call again; None for never.
-
-    Raises:
-        WorkerFailedError: A worker failed, or too few are left.
+    They are replaced as often as `elastic` says; else the others start without them. None in `again`: never.
     """
     replaced_at: list[float] = []
     while True:

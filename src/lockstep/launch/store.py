@@ -122,11 +122,7 @@ class GuardedStore:
             self._guard.close()
 
     def connect(self) -> socket.socket:
-        """Return a connection to the store.
-
-        Raises:
-            OSError: Others connected each time before the port could be guarded.
-        """
+        """Return a connection to the store; `OSError` if others connected each time before its port was guarded."""
         if self._guard is None:
             self._guard = self._open()
         return self._guard.connect()

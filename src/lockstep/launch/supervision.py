@@ -36,16 +36,7 @@ _EARLIER_THAN_KILL_SECONDS = 0.05
 
 @final
 class Supervision:
-    """Waits for the workers of one launch, and lets the run continue when some are lost, leave or join.
-
-    Args:
-        pool: The processes.
-        continuation: Decides who is in.
-        scaling: Starts new workers, and asks members to leave.
-        control: Is told of each change.
-        fencing: Ends members that do not answer.
-        needs_every_result: Whether the caller is told at the end which workers have returned no result.
-    """
+    """Waits for the workers of one launch, and lets the run continue when some are lost, leave or join."""
 
     def __init__(
         self,
@@ -69,8 +60,7 @@ class Supervision:
     def wait(self) -> list[Report]:
         """Wait until every worker of the run has returned; return the reports of those that have, in rank order.
 
-        Raises:
-            WorkerFailedError: One failed, or was lost and the others could not continue.
+        `WorkerFailedError`: one failed, or was lost and the others could not continue.
         """
         while not self._is_complete():
             self._pool.handle_events(min(self._deadline, *self._timers()))

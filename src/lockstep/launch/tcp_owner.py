@@ -24,7 +24,6 @@ class TcpSocket:
     remote: str
     """The address of the other end."""
     state: int
-    """The state of TCP."""
     user: int
     """The id of the user who made it; 0 also for one that is closed."""
     inode: int
@@ -37,7 +36,6 @@ class TcpSocket:
 
     @property
     def is_listening(self) -> bool:
-        """Whether it waits for connections."""
         return self.state == _LISTENING
 
 
@@ -48,11 +46,7 @@ def kernel_address(address: tuple[str, int]) -> str:
 
 
 def read_sockets(tables: Sequence[Path] = _TABLES) -> Iterator[TcpSocket]:
-    """Yield the TCP sockets of this host.
-
-    Raises:
-        OSError: There is no such table: this is not Linux.
-    """
+    """Yield the TCP sockets of this host; `OSError` where the kernel does not list them: this is not Linux."""
     first, *others = tables
     texts = [first.read_text(), *(table.read_text() for table in others if table.exists())]  # a kernel without IPv6
     for line in (line for text in texts for line in text.splitlines()[1:]):

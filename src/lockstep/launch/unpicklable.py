@@ -25,9 +25,7 @@ class Unpicklable:
     location: str
     """Where it is: "the global variable `state.lock` that `load` uses"."""
     value: object
-    """The value."""
     error: Exception
-    """Why it cannot be pickled."""
 
     def describe(self) -> str:
         """Return location, type and reason."""
@@ -71,12 +69,7 @@ def name_of(value: object) -> str:
 
 @final
 class _Search:
-    """One search.
-
-    Args:
-        module: The module of the called function. Functions of this module and of the script are searched. Those of
-            libraries are not, because their variables mean nothing to a user.
-    """
+    """One search, in functions of the script and of `module` alone: variables of libraries mean nothing to a user."""
 
     def __init__(self, module: str) -> None:
         self._modules = frozenset({"__main__", module})

@@ -38,14 +38,7 @@ _LOOK_SECONDS = 0.02
 
 
 def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channel_descriptor: int) -> None:
-    """Run one worker from start to end.
-
-    Args:
-        task_pipe: The pipe with the task; the search path, which comes first, was read already.
-        report_descriptor: The pipe for the report.
-        launcher_pipe: A pipe that the launcher keeps open until it ends.
-        channel_descriptor: This worker's end of its channel to the launcher.
-    """
+    """Run one worker from start to end; the search path, which comes first in `task_pipe`, was read already."""
     try:
         task: WorkerTask = pickle.loads(task_pipe.read())  # noqa: S301 - from our parent, over a pipe only we hold
     except (EOFError, pickle.UnpicklingError):  # the launcher was interrupted while it sent it

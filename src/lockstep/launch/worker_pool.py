@@ -63,17 +63,8 @@ main(stream, up, life, channel)
 class WorkerPool:
     """The workers of one launch of a function, as processes.
 
-    Args:
-        server: Serves the workers' channels.
-        can_stop: Whether the workers handle requests to stop, which are signals; until they do, these are blocked.
-
-    Attributes:
-        workers: All that were started, by their numbers.
-        devices: Their devices, by the same numbers.
-        recorder: Receives when workers start, and how they end.
-        is_stopping: Whether the workers were sent a signal that stops them.
-        is_terminating: Whether that signal was SIGTERM, which ends workers that do not handle it.
-        failure: Why the launch has failed; None as long as it has not.
+    `can_stop`: they handle requests to stop, which are signals; until they do, these are blocked. `is_stopping`: they
+    were sent a signal that stops them; `is_terminating`: it was SIGTERM. `failure`: why the launch has failed.
     """
 
     def __init__(self, server: ChannelServer, *, can_stop: bool) -> None:
@@ -146,7 +137,6 @@ class WorkerPool:
         self._selector.register(descriptor, selectors.EVENT_READ, call)
 
     def forget(self, descriptor: int) -> None:
-        """Watch a descriptor no more."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
@@ -185,12 +175,7 @@ class WorkerPool:
         )
 
     def kill(self, worker: StartedWorker, killer: str) -> None:
-        """Kill a worker, and wait until it has ended.
-
-        Args:
-            worker: The worker.
-            killer: Who killed it and why, for messages.
-        """
+        """Kill a worker, and wait until it has ended; `killer` says who and why: "by its launcher, because ..."."""
         worker.killer = killer
         worker.kill()
         self._look(worker)
