@@ -23,15 +23,7 @@ class BackwardPolicy(Protocol):
         """Whether gradients of a backward that is not reduced are kept for the next one that is."""
 
     def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:
-        """Follow a model that has changed on some ranks (collective).
-
-        Args:
-            status: Of all ranks.
-            plan: This rank's plan.
-
-        Raises:
-            LockstepError: It may not change now, or not so. On every rank alike.
-        """
+        """Follow a model that has changed on some ranks, or raise an error on every rank alike (collective)."""
 
     def take_local(self, slot: AnySlot) -> None:
         """Take in a gradient of a backward that is not reduced."""
@@ -39,11 +31,7 @@ class BackwardPolicy(Protocol):
 
 @final
 class KeepLocalGradients:
-    """Keeps local gradients in their buckets, for `no_sync`, and plans anew for a model that has changed.
-
-    Args:
-        mean: How gradients are averaged that the old plan had no place for.
-    """
+    """Keeps local gradients in their buckets, for `no_sync`, and plans anew for a model that has changed."""
 
     keeps_local = True
 
@@ -62,11 +50,7 @@ class KeepLocalGradients:
 
 @final
 class LeaveLocalGradients:
-    """Leaves local gradients to the owner, and refuses a model that has changed.
-
-    Args:
-        world: The workers.
-    """
+    """Leaves local gradients to the owner, and refuses a model that has changed."""
 
     keeps_local = False
 
@@ -74,11 +58,6 @@ class LeaveLocalGradients:
         self._world = world
 
     def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:  # noqa: ARG002
-        """Refuse.
-
-        Raises:
-            ReductionError: Always.
-        """
         raise ReductionError(
             f"The parameters of the model were changed during a step on {len(status.changed)} of "
             f"{self._world.world_size} ranks, so these gradients are not whole. "

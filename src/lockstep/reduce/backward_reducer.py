@@ -34,22 +34,7 @@ from lockstep.reduce.status import GroupStatus, RankStatus
 
 @final
 class BackwardReducer:
-    """Reduces the gradients of a model in every backward that is to be synchronised (a `BackwardListener`).
-
-    Args:
-        model: Its trainable parameters, the same on every rank.
-        world: The workers; there is a group.
-        options: How.
-        reduction: How one bucket is reduced.
-        policy: What becomes of backwards that are not reduced, and of a model that changes.
-
-    Attributes:
-        watch: Watches the backwards.
-        plan: Which gradient lies where in which bucket.
-        schedule: Sends the buckets.
-        num_reductions: How many reductions were completed.
-        failed_on_all: Whether the last one ended in an error that every rank has, from the status of all.
-    """
+    """Reduces the gradients of a model in every backward that is to be synchronised (a `BackwardListener`)."""
 
     def __init__(
         self,
@@ -102,7 +87,6 @@ class BackwardReducer:
     # -- Moments of a backward (`BackwardListener`) --------------------------------------------------------------------
 
     def begin(self, phase: Phase) -> None:
-        """Prepare for a backward that begins."""
         self.schedule.observer.begin()
         self._hooks.listen_unfrozen()
         if phase is Phase.SYNCHRONIZING:
@@ -166,7 +150,6 @@ class BackwardReducer:
             self.watch.stop_synchronizing()
 
     def forget(self) -> None:
-        """Forget a backward that is over."""
         if not self.watch.has_arrived:
             self.schedule.observer.forget_begin()
         self.schedule.reset()

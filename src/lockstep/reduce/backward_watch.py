@@ -102,19 +102,10 @@ class PlainSwitch(Protocol):
 
 @final
 class BackwardWatch:
-    """Watches the backwards of one rank.
+    """Watches the backwards of one rank, which trains alone where it may not synchronize: without a group.
 
-    Args:
-        may_synchronize: Whether there is still a group; without one this rank trains alone.
-
-    Attributes:
-        synchronizes: False while gradients should only accumulate locally; looked at when a graph is marked and when
-            its gradients arrive.
-        waits_for_end: Whether nothing is to be sent before the end of the backward that is under way.
-        plain_task: The graph task whose small gradients need only be counted. [Note: plain arrivals]
-        was_asked: Whether the gradient of a parameter was computed, accumulated or not, and not to be differentiated.
-        has_local_gradients: Whether `torch.autograd.grad` has computed gradients of this rank since the last reduction.
-        num_local_backwards: How many backwards since the last reduction were not reduced.
+    `synchronizes` is looked at when a graph is marked and when its gradients arrive. `was_asked`: the gradient of a
+    parameter was computed, accumulated or not; `has_local_gradients`, by `torch.autograd.grad` since a reduction.
     """
 
     def __init__(self, may_synchronize: Callable[[], bool]) -> None:
@@ -140,7 +131,6 @@ class BackwardWatch:
 
     @property
     def phase(self) -> Phase:
-        """What this rank is doing."""
         return self._phase
 
     @property
@@ -166,11 +156,7 @@ class BackwardWatch:
     ) -> None:
         """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
 
-        Args:
-            outputs: Those of one forward.
-            num_samples: How many samples it was given; 0 if that is not known.
-            listener: Is called by the backward.
-            on_reached: Called when a backward reaches one of the outputs for the first time.
+        `num_samples` is 0 if not known; `on_reached` is called once, when a backward reaches one of the outputs.
         """
         forward = _Forward(num_samples, on_reached)
         for output in outputs:
@@ -332,12 +318,7 @@ class BackwardWatch:
 
 @final
 class _Forward:
-    """One forward, which a backward may go through at several outputs.
-
-    Args:
-        num_samples: How many samples it was given; 0 if that is not known.
-        on_reached: Called when a backward reaches it for the first time.
-    """
+    """One forward, which a backward may go through at several outputs."""
 
     __slots__ = ("_on_reached", "num_samples")
 
@@ -346,7 +327,6 @@ class _Forward:
         self._on_reached = on_reached
 
     def note_reached(self) -> None:
-        """Note that a backward has reached it."""
         on_reached, self._on_reached = self._on_reached, None
         if on_reached is not None:
             on_reached()

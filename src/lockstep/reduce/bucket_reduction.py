@@ -51,14 +51,7 @@ class BucketReduction(Protocol):
         """Whether it may raise an error of the user's on one rank; then it has made the call that others wait for."""
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
-        """Start to reduce a bucket whose message is ready (collective).
-
-        Args:
-            bucket: The bucket.
-            index: Its number.
-            is_last: Whether it is the last of this backward.
-            waits: Whether the caller waits at once.
-        """
+        """Start to reduce a bucket whose message is ready; `waits` if the caller waits at once (collective)."""
 
     def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
         """Start to reduce this rank's segment of a bucket, see `own_segment` (collective)."""
@@ -72,11 +65,7 @@ class BucketReduction(Protocol):
 
 @final
 class MeanReduction:
-    """Averages over the ranks of a group, in the group's order: each rank divides first, so that half precision holds.
-
-    Args:
-        world: The ranks; there is a group.
-    """
+    """Averages over the ranks of a group, in the group's order: each divides first, so that half precision holds."""
 
     is_one_at_a_time = False
     runs_users_code = False
@@ -118,7 +107,7 @@ class MeanReduction:
 
 @final
 class HookReduction:
-    """Lets a user's communication hook reduce the buckets.
+    """Lets a user's communication hook reduce the buckets; it sees gradients as they are, and divides itself.
 
     [Note: one hook at a time] A communication hook such as PowerSGD's makes further calls when its first is done. With
     the hooks of two buckets at work, it would depend on the moment which rank makes which call first.
@@ -126,10 +115,6 @@ class HookReduction:
     [Note: a hook that fails] If a hook raises an error on one rank, the others wait in the calls of theirs. As a rule a
     hook makes one all-reduce of the bucket. So if it has made no call, that one is made in its place. The result is not
     used, because all ranks raise an error at the end of this backward.
-
-    Args:
-        hook: The hook; it sees gradients as they are, and divides itself.
-        world: The ranks; there is a group.
     """
 
     scale = 1.0
@@ -141,11 +126,7 @@ class HookReduction:
         self._world = world
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
-        """Call the hook (collective).
-
-        Raises:
-            Exception: What the hook raises. [Note: a hook that fails]
-        """
+        """Call the hook, and raise what it raises (collective). [Note: a hook that fails]."""
         num_calls = count_calls(self._world.group)
         with calls_for(""):  # whichever thread makes a hook's further calls, and that need not be the same on all ranks
             try:
@@ -203,11 +184,7 @@ def own_segment(message: Tensor, world: World) -> Tensor:
 
 
 def dense_message(bucket: Bucket) -> Tensor:
-    """Return the message of a bucket that can be cut into segments.
-
-    Raises:
-        ReductionError: Its gradient is sparse.
-    """
+    """Return the message of a bucket that can be cut into segments."""
     if bucket.message.is_sparse:
         raise ReductionError(
             f"The gradient of {bucket.slots[0].name} is sparse and cannot be divided among the ranks. Build the "

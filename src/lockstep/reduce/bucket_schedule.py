@@ -50,22 +50,9 @@ _NUM_NAMES: Final = 3
 class BucketSchedule:
     """Sends the buckets of one backward after the other.
 
-    Args:
-        world: The ranks; there is a group.
-        reduction: How a bucket is reduced.
-        purpose: What the messages are for, in words that the owner chooses: ranks compare them, and errors show them.
-        skips_unused: Whether buckets of which nothing arrived are not sent.
-
-    Attributes:
-        reduction: How a bucket is reduced; may be replaced between two backwards.
-        num_buckets_sent: How many buckets of the last backward were sent.
-        times: When the parts of the last step began and ended.
-        waits: Since when this rank waits.
-        failure: The error that this rank had when it made a message of this backward ready. It sent zeros instead, and
-            the status shows that its backward failed.
-        on_end_of_backward: Called when the last gradient has arrived.
-        send_besides: Starts what is to be sent beside the gradients, just before the last message, and returns what
-            waits for it and stores it.
+    `reduction` may be replaced between two backwards. `failure` is this rank's error in this backward, for which it
+    sent zeros. `send_besides` starts what is sent just before the last message, and returns what waits for that and
+    stores it.
     """
 
     def __init__(
@@ -106,7 +93,6 @@ class BucketSchedule:
 
     @property
     def purpose(self) -> str:
-        """What the messages are for."""
         return self._purpose
 
     @property
@@ -126,17 +112,14 @@ class BucketSchedule:
         self._used = set()
 
     def drop_buckets(self) -> None:
-        """Hold no buckets, until there are others."""
         self._bucket_set = no_buckets()
         self._status = StatusTrailer(self._bucket_set.trailer)
 
     def begin(self) -> None:
-        """Begin with the next backward."""
         self.num_buckets_sent = 0
         self.times.begin_backward()
 
     def was_sent(self, bucket: Bucket) -> bool:
-        """Whether a bucket of this backward was sent."""
         return any(self._bucket_set.buckets[index] is bucket for index in self._finishes)
 
     def send_full(self) -> None:
@@ -153,11 +136,7 @@ class BucketSchedule:
                 self._send_next()
 
     def complete(self, status: RankStatus) -> GroupStatus:
-        """Send what was not sent yet, wait for everything, and return the status of all ranks (collective).
-
-        Raises:
-            GroupError: A rank could not send its gradients; on every rank alike. [Note: a rank that is cut off]
-        """
+        """Send what was not sent yet, wait for everything, and return the status of all ranks (collective)."""
         self.times.end_backward()
         self._sends_nothing = status.has_failed
         self._run_local(self.on_end_of_backward)

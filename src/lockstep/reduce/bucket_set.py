@@ -36,7 +36,6 @@ class BucketSet:
 
 
 def no_buckets() -> BucketSet:
-    """Return a set without buckets."""
     return BucketSet(buckets=(), trailer=torch.zeros(0), extra_message=None)
 
 
@@ -48,15 +47,7 @@ def allocate_buckets(
     as_view: bool,
     holds_partials: bool = False,
 ) -> BucketSet:
-    """Allocate the buckets of a plan (local).
-
-    Args:
-        plan: The plan.
-        trained: The parameters that it was made for.
-        group: The group that will reduce them, which may have memory of its own for that.
-        as_view: Whether `.grad` should be a view, as torch understands it.
-        holds_partials: See `DenseBucket`.
-    """
+    """Allocate the buckets of a plan (local)."""
     num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
     extra = None
     if plan.has_extra_message:

@@ -57,20 +57,12 @@ class GradBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommHook:
-    """A hook and its state."""
-
     function: Callable[[Any, Any], "torch.futures.Future[Tensor]"]
     """`function(state, bucket)` returns a future of the reduced gradients."""
     state: Any
     """Its first argument."""
 
     def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-        """Call the hook.
-
-        Raises:
-            ReductionError: It returned no future.
-            Exception: What the hook raises.
-        """
         future = self.function(self.state, bucket)
         if not isinstance(future, AnyFuture):
             raise ReductionError(
@@ -81,12 +73,7 @@ class CommHook:
 
 
 def result_of(future: "torch.futures.Future[Tensor]") -> Tensor:
-    """Wait for a hook's future and return what it holds.
-
-    Raises:
-        ReductionError: It holds something else than a tensor.
-        Exception: What the hook's callbacks raise.
-    """
+    """Wait for a hook's future and return what it holds."""
     result = future.wait()
     if not isinstance(result, Tensor):
         raise ReductionError(

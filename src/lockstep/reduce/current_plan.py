@@ -29,19 +29,7 @@ from lockstep.reduce.status_message import StatusChannel, StatusOverHosts, Statu
 
 @final
 class CurrentPlan:
-    """The buckets of a model, kept up to date.
-
-    Args:
-        model: The model.
-        world: The workers.
-        options: How gradients are reduced.
-        release: Drops all that others hold of the buckets, before there is memory for new ones.
-
-    Attributes:
-        bucket_set: The buckets.
-        has_changed: Whether this rank's model was found to differ from the plan.
-        is_in_order: Whether the plan is that of the order of arrival.
-    """
+    """The buckets of a model, kept up to date; `release` drops what others hold of them, before there are new ones."""
 
     def __init__(self, model: TrainedModel, world: World, options: ReducerOptions, release: Callable[[], None]) -> None:
         assert world.group is not None
@@ -82,7 +70,6 @@ class CurrentPlan:
         give_up(self._dense_slots)
 
     def slot_of(self, parameter: nn.Parameter) -> tuple[AnySlot, Bucket]:
-        """Return the place of a parameter of the plan, and its bucket."""
         places = ((slot, bucket) for bucket in self.bucket_set.buckets for slot in bucket.slots)
         return next((slot, bucket) for slot, bucket in places if slot.parameter is parameter)
 
@@ -188,12 +175,6 @@ class CurrentPlan:
         """Compare models, plan anew, and reduce what the old plan had no place for (collective).
 
         Called on every rank where one at least has changed.
-
-        Args:
-            scale: By what gradients are multiplied before they are added.
-
-        Raises:
-            ParameterMismatchError: The ranks' models differ, or new parameters have different values.
         """
         unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
         before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}

@@ -41,21 +41,8 @@ _LIES_IN_BUCKET = attrgetter("lies_in_bucket")
 class DenseBucket:
     """A flat buffer with the gradients of several parameters.
 
-    Args:
-        plan: Its layout.
-        parameters: Those of the plan, in registration order.
-        buffer: Its memory.
-        used_counts: How many ranks had each gradient: written before a reduction, read after it.
-            [Note: used-parameter counts] in `lockstep.reduce.plan`
-        as_view: Whether `.grad` should be a view, as torch understands it.
-        holds_partials: Whether what `.grad` holds before a backward is a partial sum of the same step, as where ranks
-            run several shards each. Then sparse gradients become dense instead of being an error.
-        streams: Those of the buffer's device, which all its buckets share; None if it has none.
-        allocate: Returns a tensor like `buffer`, of zeros.
-
-    Attributes:
-        absent: Indices of the slots that got no gradient here before the last reduction.
-        unused: Indices of the slots to which this rank adds nothing in this reduction, not even an older gradient.
+    `absent` has the indices of slots without a new gradient here; `unused`, of those to which this rank adds nothing,
+    not even an older one. `used_counts` is written before a reduction and read after it. `allocate` returns zeros.
     """
 
     def __init__(
@@ -104,11 +91,7 @@ class DenseBucket:
         return self._gradients
 
     def count_holders(self, trailer: Tensor) -> None:
-        """Count how many tensors of ours lie in the bucket's memory; called when all do.
-
-        Args:
-            trailer: The status trailer, which may be one of them.
-        """
+        """Count how many tensors of ours lie in the bucket's memory; called when all do."""
         self._parts.append(trailer)
         self._num_holders = storage_use_count(storage_address(self._storage))
 
@@ -207,11 +190,7 @@ class DenseBucket:
             self._gradients.copy_(result.reshape(-1))
 
     def write_back(self, counts: Sequence[float]) -> None:
-        """Give each parameter its reduced gradient.
-
-        Args:
-            counts: How many ranks had each gradient; not used if none was absent here.
-        """
+        """Give each parameter its reduced gradient; `counts`, how many ranks had each, is read for absent ones."""
         for index in self.absent:
             self.slots[index].write_back(counts[index])
         for slot in self.slots:

@@ -38,12 +38,7 @@ class GradientReceiver(Protocol):
 
 @final
 class GradientHooks:
-    """The hooks of one reducer; they go when it does, so that the model can be wrapped anew.
-
-    Args:
-        watch: Watches the backwards; the hooks hold it.
-        receiver: Where gradients go; the hooks hold it weakly.
-    """
+    """The hooks of one reducer; they go when it does, so that the model can be wrapped anew. They hold it weakly."""
 
     def __init__(self, watch: BackwardWatch, receiver: GradientReceiver) -> None:
         self._watch = watch
@@ -54,12 +49,7 @@ class GradientHooks:
         weakref.finalize(self, _remove, self._handles)
 
     def listen(self, buckets: Sequence[Bucket], kept: Bucket | None) -> None:
-        """See the gradients of these buckets only, after all other hooks that their parameters have by now.
-
-        Args:
-            buckets: The buckets.
-            kept: The one that is never sent before the end of a backward, if there is one.
-        """
+        """See the gradients of these buckets only, after all other hooks that their parameters have by now."""
         self.remove()
         if kept is not None and kept.streams is None:
             small = [slot for slot in kept.slots if isinstance(slot, Slot) and slot.is_small]
@@ -81,7 +71,6 @@ class GradientHooks:
         self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
     def remove(self) -> None:
-        """See no gradients any more."""
         _remove(self._handles)
         self._frozen, self._plain = [], None
 

@@ -18,15 +18,7 @@ from lockstep.reduce.current_plan import CurrentPlan
 
 @final
 class GradientIntake:
-    """Takes in the gradients of one model (a `GradientReceiver`).
-
-    Args:
-        watch: Watches the backwards.
-        plan: Where gradients belong.
-        schedule: Sends the buckets that are full.
-        policy: What becomes of gradients that are not reduced.
-        listener: Listens to `watch`; it owns this intake, so it is held weakly.
-    """
+    """Takes in the gradients of one model (a `GradientReceiver`)."""
 
     def __init__(
         self,
@@ -43,7 +35,6 @@ class GradientIntake:
         self._listener = weakref.ref(listener)
 
     def take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Take in a gradient that was just accumulated."""
         watch, listener = self._watch, self._listener()
         if listener is None:
             return
@@ -69,13 +60,11 @@ class GradientIntake:
             self._schedule.send_full()
 
     def take_unplanned(self) -> None:
-        """Take in a gradient of a parameter that the plan does not have yet."""
         listener = self._listener()
         if listener is not None:
             self._watch.arrive(listener)
 
     def send_full(self) -> None:
-        """Send what can be sent: a bucket has become full."""
         self._schedule.send_full()
 
     def _take_second(self, slot: AnySlot, bucket: Bucket) -> None:

@@ -44,15 +44,7 @@ def may_accumulate_in_place(
     sparse: AbstractSet[nn.Parameter],
     hooked: AbstractSet[nn.Parameter],
 ) -> AbstractSet[nn.Parameter]:
-    """Return the parameters of a partial that autograd may add to. [Note: what may be added to in place].
-
-    Args:
-        partial: The parameters that it has gradients of.
-        adds_once: Whether backwards are known to run no others inside.
-        is_waiting: Whether gradients wait in `.grad` before the backward.
-        sparse: Parameters that have had a sparse gradient.
-        hooked: Parameters whose gradients hooks of the user's read.
-    """
+    """Return the parameters of a partial that autograd may add to. [Note: what may be added to in place]."""
     if not adds_once or is_waiting:
         return set()
     return partial - (sparse | hooked) if sparse or hooked else partial
@@ -60,16 +52,7 @@ def may_accumulate_in_place(
 
 @final
 class InPlaceAccumulation:
-    """Lets the backwards of shards add to partials, where that gives the sums of the tree.
-
-    Args:
-        trained: The parameters that are trained.
-
-    Attributes:
-        adds_once: Whether all workers' backwards so far have run no others inside.
-        hooked: Parameters whose gradients hooks of the user's read.
-        has_nested_backward: Whether a backward of this step has run another inside.
-    """
+    """Lets the backwards of shards add to partials, where that gives the sums of the tree."""
 
     def __init__(self, trained: Sequence[TrainedParameter]) -> None:
         self._parameters = [each.parameter for each in trained]
@@ -104,8 +87,7 @@ class InPlaceAccumulation:
     def offer(self, partial: Gradients) -> Merge | None:
         """Let `.grad` be the partial that the gradients to come are to be added to, as far as that may be.
 
-        Returns:
-            What is left to be added, where the gradients go to buckets; None if nothing may be added in place.
+        Returns what is left to be added, where the gradients go to buckets; None if nothing may be added in place.
         """
         chosen = may_accumulate_in_place(
             partial.keys(),

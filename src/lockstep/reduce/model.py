@@ -29,18 +29,14 @@ class TrainedParameter:
     """A parameter whose gradient is reduced."""
 
     spec: ParameterSpec
-    """What the plan needs to know of it."""
     parameter: nn.Parameter
-    """Itself."""
 
 
 @final
 class TrainedModel:
     """The trainable parameters of a module, each once, in registration order.
 
-    Args:
-        module: The model; held weakly, for its hooks hold whoever looks at it: reference counts alone must free both.
-        ignored: Full names of parameters and buffers that are none of the reducer's business.
+    The module is held weakly, for its hooks hold whoever looks at it: reference counts alone must free both.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -109,7 +105,6 @@ class TrainedModel:
         return [tensor for _, tensor in [*self._named(), *self.buffers()]]
 
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the named parameters that are not trained."""
         return [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -134,7 +129,6 @@ class TrainedModel:
 
 
 def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = False) -> ParameterSpec:
-    """Describe one named parameter."""
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),

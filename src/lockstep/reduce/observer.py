@@ -22,11 +22,7 @@ class BackwardObserver(Protocol):
         """Return the status of this rank with what there is to compare (local)."""
 
     def compare(self, status: GroupStatus) -> None:
-        """Look at the status of all ranks (collective where they differ, which all ranks see).
-
-        Raises:
-            LockstepError: The ranks differ in a way that makes what they train wrong. On every rank alike.
-        """
+        """Look at the status of all ranks, and raise on all alike (collective where they differ, which all see)."""
 
 
 @final
@@ -43,7 +39,6 @@ class NoObserver:
         """Do nothing."""
 
     def fill_in(self, status: RankStatus) -> RankStatus:
-        """Return the status as it is."""
         return status
 
     def compare(self, status: GroupStatus) -> None:

@@ -34,7 +34,6 @@ def _plain(value: Any) -> str:
 
 
 def describe_differences(found: Description, expected: Description) -> str:
-    """Return in words what differs."""
     names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
     return "; ".join(
         f"{name} is {found.get(name, 'not there')} and {expected.get(name, 'not there')}" for name in names

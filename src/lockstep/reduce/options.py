@@ -18,7 +18,6 @@ class ReducerOptions:
     purpose: str
     """What is reduced, in words: ranks compare it, and errors show it."""
     limits: BucketLimits = _TORCHS_LIMITS
-    """Sizes of the buckets."""
     as_view: bool = True
     """Whether `.grad` is a view into its bucket as torch understands it; it lies there in any case."""
     dtype: torch.dtype | None = None

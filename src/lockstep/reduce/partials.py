@@ -46,55 +46,36 @@ class Merge:
 
 @final
 class Partials:
-    """Sums of subtrees of shards, a stack.
-
-    Attributes:
-        kept: The sums; the last is on top.
-        merged: Those to which the next gradients will be added, in turn.
-    """
+    """Sums of subtrees of shards: `kept`, a stack, and `merged`, to which the next gradients will be added in turn."""
 
     def __init__(self) -> None:
         self.kept: list[Gradients] = []
         self.merged: list[Merge] = []
 
     def push(self, gradients: Gradients, num_sums: int) -> None:
-        """Put a shard's gradients on top, and then add the top to the one below, `num_sums` times.
-
-        Args:
-            gradients: Dense; written to.
-            num_sums: See `lockstep.shards.ShardTask`.
-        """
+        """Put a shard's gradients (written to) on top, and then add the top to the one below, `num_sums` times."""
         for _ in range(num_sums):
             gradients = add_gradients(self.kept.pop(), gradients)
         self.kept.append(gradients)
 
     def set_aside(self, num_sums: int, first: Merge | None = None) -> None:
-        """Set aside the `num_sums` partials on top, to which gradients will be added as they arrive.
-
-        Args:
-            num_sums: How many.
-            first: One that comes before them and is no longer on the stack.
-        """
+        """Set aside the `num_sums` partials on top, after `first`, to which gradients will be added as they arrive."""
         self.merged = [] if first is None else [first]
         self.merged += [Merge(gradients=self.kept.pop()) for _ in range(num_sums)]
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether any partial has a gradient of this parameter."""
         return any(parameter in gradients for gradients in self.kept) or any(
             parameter in merge.gradients or parameter in merge.in_place for merge in self.merged
         )
 
     def clear(self) -> None:
-        """Drop all."""
         self.kept, self.merged = [], []
 
 
 def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter] | None = None) -> Gradients:
     """Take the gradients away from parameters that have one; all become dense, and have memory of their own.
 
-    Args:
-        parameters: Whose gradients.
-        sparse: Gets those of them whose gradient was sparse.
+    Those of them whose gradient was sparse are added to `sparse`.
     """
     taken: Gradients = {}
     for parameter in parameters:

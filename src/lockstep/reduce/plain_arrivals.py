@@ -22,15 +22,7 @@ _IS_SMALL: Final = attrgetter("is_small")
 
 @final
 class PlainArrivals:
-    """The small gradients of the bucket that is sent at the end of each backward.
-
-    Args:
-        slots: Their places.
-        deliver: Takes a gradient that is not plain, by its place and parameter.
-
-    Attributes:
-        hook: The hook of each of the parameters.
-    """
+    """The small gradients of the bucket that is sent at the end of each backward."""
 
     def __init__(self, slots: Sequence[Slot], deliver: "Callable[[Slot, nn.Parameter], None]") -> None:
         self._slots = {id(slot.parameter): slot for slot in slots}
@@ -41,7 +33,6 @@ class PlainArrivals:
         self._as_list: tuple[Any, ...] = (self._arrived.append, (), {}, None)
 
     def has(self, slot: object) -> bool:
-        """Whether this is one of the places."""
         return isinstance(slot, Slot) and self._slots.get(id(slot.parameter)) is slot
 
     def begin(self) -> None:

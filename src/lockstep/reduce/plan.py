@@ -38,7 +38,6 @@ class ParameterSpec:
     name: str
     """Full name in the module."""
     shape: tuple[int, ...]
-    """Its shape."""
     stride: tuple[int, ...]
     """Its strides, which its gradient gets too."""
     dtype: torch.dtype
@@ -46,7 +45,6 @@ class ParameterSpec:
     device: torch.device
     """Its device; a bucket has one."""
     num_elements: int
-    """How many numbers it has."""
     is_sparse: bool = False
     """Whether its gradient is sparse; such a one has a bucket of its own."""
 
@@ -66,7 +64,6 @@ class BucketLimits:
     that of all the rest. The default is torch's."""
 
     def limit_bytes(self, number: int) -> int:
-        """Return the limit of the bucket with this number."""
         return self.sizes_bytes[min(number, len(self.sizes_bytes) - 1)]
 
 
@@ -85,9 +82,7 @@ class BucketPlan:
     """The layout of one bucket."""
 
     dtype: torch.dtype
-    """Of every element."""
     device: torch.device
-    """Where the buffer lies."""
     slots: tuple[SlotPlan, ...]
     """Its gradients, in the order in which they are expected."""
     is_sparse: bool
@@ -121,17 +116,7 @@ def plan_buckets(
 ) -> ReductionPlan:
     """Lay out the gradients of `specs`, given in registration order, in buckets in the order in which they are sent.
 
-    Args:
-        specs: At least one.
-        limits: Sizes of the buckets.
-        order: Indices of the specs in the order in which their gradients are expected; empty for the reverse of the
-            order of registration.
-        trailer_length: How many numbers the last message carries besides.
-        only_gradients: Keep buckets free of all but gradients.
-        has_extra_message: Let counts and trailer are sent in a message of their own.
-
-    Raises:
-        ValueError: An order that does not name each spec once.
+    `order` is that in which gradients are expected, by index; empty for the reverse of the order of registration.
     """
     if order and sorted(order) != list(range(len(specs))):
         raise ValueError(f"The order {list(order)} is not one of {len(specs)} gradients: each must be named once.")

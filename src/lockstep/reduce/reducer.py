@@ -26,20 +26,7 @@ from lockstep.reduce.torch_reducer_names import TorchReducerNames
 
 @final
 class Reducer(TorchReducerNames):
-    """Reduces the gradients of a model over a group in every backward that synchronises.
-
-    Args:
-        model: Its trainable parameters, the same on every rank.
-        world: The workers; every rank must run the same number of synchronising backwards.
-        options: How.
-        reduction: How one bucket is reduced.
-        policy: What becomes of backwards that are not reduced, and of a model that changes.
-
-    Attributes:
-        group: The group.
-        watch: Watches the backwards; its `synchronizes` is whether they are reduced.
-        schedule: Sends the buckets.
-    """
+    """Reduces the gradients of a model over a group in every backward that synchronises: as many on every rank."""
 
     def __init__(
         self,
@@ -66,22 +53,11 @@ class Reducer(TorchReducerNames):
         """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
 
         A backward is reduced if neither this call nor the backward is under `no_sync`.
-
-        Args:
-            outputs: Those of one forward.
-            num_samples: How many samples it was given; they count in each backward that goes through it. 0 if that is
-                not known.
-            on_reached: Called when a backward reaches these outputs for the first time.
         """
         self.watch.mark(outputs, num_samples, self._backwards, on_reached)
 
     def use_reduction(self, reduction: BucketReduction, *, only_gradients: bool) -> None:
-        """Reduce buckets so from now on (each rank calls, with the same reduction).
-
-        Args:
-            reduction: How.
-            only_gradients: Whether it must see gradients and nothing else.
-        """
+        """Reduce buckets so from now on (each rank calls, with the same reduction)."""
         self.schedule.reduction = reduction
         if only_gradients:
             self._backwards.plan.use_only_gradients()
@@ -150,5 +126,4 @@ class Reducer(TorchReducerNames):
 
     @property
     def times(self) -> StepTimes:
-        """When the parts of the last step began and ended."""
         return self.schedule.times

@@ -25,20 +25,10 @@ def check_same_model(
     with_buffers: bool = True,
     arguments: Sequence[str] = (),
 ) -> None:
-    """Compare the parameters and buffers of `model` across ranks (collective).
+    """Compare the parameters and buffers of `model` across ranks; raise on every rank if they differ (collective).
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
     broadcast, in names, order, shapes and dtypes.
-
-    Args:
-        model: This rank's model.
-        world: The workers; each must call.
-        is_wrapped: Whether this is a model that was trained already and has changed since.
-        with_buffers: Whether buffers are compared: not if they are never broadcast.
-        arguments: Of the wrapper: those that must be the same on all ranks, as messages show them.
-
-    Raises:
-        ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
     """
     described = {_ARGUMENT: [*arguments], **_describe(model, with_buffers=with_buffers)}
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
@@ -55,16 +45,7 @@ def check_same_model(
 
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
-    """Compare the values of parameters that were added after rank 0's were broadcast at construction (collective).
-
-    Args:
-        parameters: Those that are new on this rank. The ranks' models have the same names and shapes, but one rank may
-            have replaced a parameter by another of the same shape.
-        world: The workers; each must call.
-
-    Raises:
-        ParameterMismatchError: On every rank alike, naming the first rank and parameter that differ from rank 0's.
-    """
+    """Compare the values of parameters that were added after rank 0's were broadcast at construction (collective)."""
     digests = {each.spec.name: hashlib.sha256(_bytes(each.parameter)).hexdigest() for each in parameters}
     expected, *others = world.gather_objects(digests)
     for rank, found in enumerate(others, start=1):

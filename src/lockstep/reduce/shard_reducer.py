@@ -36,14 +36,7 @@ _PURPOSE = "a training step"
 
 @final
 class ShardReducer:
-    """Adds up the gradients of a run's shards, step by step.
-
-    Args:
-        model: Its trainable parameters, the same on every rank.
-        world: The workers.
-        num_shards: Number of shards of the run.
-        limits: Sizes of the gradient buckets.
-    """
+    """Adds up the gradients of a run's shards, step by step."""
 
     def __init__(self, model: TrainedModel, world: World, num_shards: int, limits: BucketLimits) -> None:
         self._in_place = InPlaceAccumulation(model.trained)
@@ -113,11 +106,7 @@ class ShardReducer:
             self._reducer.schedule.on_end_of_backward = call
 
     def begin(self, ranges: Sequence[range]) -> Sequence[ShardTask]:
-        """Begin with a step, for which no parameter has a gradient; return this worker's tasks (local).
-
-        Args:
-            ranges: The shards of every worker, in rank order.
-        """
+        """Begin with a step, for which no parameter has a gradient; return this worker's tasks (local)."""
         tasks = plan_shard_tasks(ranges[self._world.rank], self._num_shards)
         self._last = tasks[-1]
         self._partials = Partials()
@@ -183,13 +172,9 @@ class ShardReducer:
     def fail(self, ranges: Sequence[range], error: BaseException | None = None) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective).
 
-        Args:
-            ranges: As for `begin`, which this worker may not have called. Without effect if they cannot be those of
-                these workers, as in a batch of another loader: the ranges of the step before are used then.
-            error: Why it cannot. If no memory was left, the tensors of the frames in its traceback are released first.
-
-        Raises:
-            GroupError: The other workers cannot be informed, or the group cannot be used any more.
+        Ranges that cannot be those of these workers, as in a batch of another loader, are replaced by those of the step
+        before. If `error` says that no memory was left, the tensors that its frames hold are released first. A
+        GroupError says that the other workers cannot be informed.
         """
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             release_frames(error)

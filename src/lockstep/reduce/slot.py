@@ -25,15 +25,7 @@ _SMALL_ELEMENTS = 1 << 14
 
 @final
 class Slot:
-    """The place of one gradient in its bucket.
-
-    Args:
-        spec: The parameter as it was planned; it may have changed since, on this rank alone.
-        parameter: Whose gradient.
-        flat: The elements of the bucket that are its own.
-        as_view: Whether `.grad` should be a view, as torch understands it, or a tensor of its own that shares memory.
-        takes_sparse: Whether a sparse gradient becomes dense, or is an error.
-    """
+    """The place of one gradient in its bucket."""
 
     __slots__ = (
         "__weakref__",
@@ -139,11 +131,7 @@ class Slot:
             self.adopt()
 
     def as_dense(self, gradient: Tensor) -> Tensor:
-        """Return a dense gradient as it is, and a sparse one as a dense one.
-
-        Raises:
-            ReductionError: It is sparse, and that was not expected.
-        """
+        """Return a dense gradient as it is, and a sparse one as a dense one."""
         if not gradient.is_sparse:
             return gradient
         if not self.takes_sparse:

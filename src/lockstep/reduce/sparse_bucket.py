@@ -42,22 +42,12 @@ class SparseSlot:
         return False
 
     def detach_gradient(self) -> Tensor | None:
-        """Take the gradient away from the parameter and return it."""
         gradient, self.parameter.grad = self.parameter.grad, None
         return gradient
 
 
 @final
 class SparseBucket:
-    """A sparse gradient on its way.
-
-    Args:
-        name: Full name of the parameter.
-        parameter: Whose gradient.
-        used_counts: As of a `DenseBucket`.
-        streams: Likewise.
-    """
-
     def __init__(
         self, name: str, parameter: nn.Parameter, used_counts: Tensor, streams: BackwardStreams | None = None
     ) -> None:
@@ -74,7 +64,6 @@ class SparseBucket:
 
     @property
     def message(self) -> Tensor:
-        """What is added up over the ranks."""
         return self._message
 
     @property
@@ -110,7 +99,6 @@ class SparseBucket:
         self.used_counts.fill_(1 - len(self.unused))
 
     def count_nothing(self) -> None:
-        """Write down that it has none here."""
         self.absent, self.unused = [0], [0]
         self.used_counts.zero_()
 
@@ -130,7 +118,6 @@ class SparseBucket:
         slot.is_unsynced = False
 
     def reset(self) -> None:
-        """Expect the gradient anew."""
         self.num_pending = 1
         self.slots[0].has_arrived = False
 

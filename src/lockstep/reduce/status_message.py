@@ -30,12 +30,7 @@ class StatusChannel(Protocol):
         """Whether it sends a message of its own; else the numbers are a part of the last message."""
 
     def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:
-        """Send this rank's numbers, or put them where they are sent from (collective).
-
-        Args:
-            numbers: The status.
-            further: What only a message of its own carries.
-        """
+        """Send this rank's numbers, or put them where they are sent from; an own message has `further` (collective)."""
 
     def receive(self) -> tuple[list[float], list[float]]:
         """Return the sums over the ranks of both; the second is empty where there is no message of its own.
@@ -50,9 +45,6 @@ class StatusTrailer:
 
     Where the message lies on an asynchronous device, reading waits for the device. That happens only with a group that
     has no backend for the CPU.
-
-    Args:
-        place: That part of the message.
     """
 
     is_message = False
@@ -77,18 +69,12 @@ class StatusTrailer:
         self._place.copy_(values, non_blocking=True)
 
     def receive(self) -> tuple[list[float], list[float]]:
-        """Read them from the message."""
         return read_numbers(self._place), []
 
 
 @final
 class StatusOverHosts:
-    """A message of its own over the group's CPU backend. [Note: two planes].
-
-    Args:
-        group: The group.
-        purpose: Of what this is the status, in words.
-    """
+    """A message of its own over the group's CPU backend. [Note: two planes]."""
 
     is_message = True
 

@@ -19,11 +19,7 @@ from torch import Tensor
 
 @final
 class BackwardStreams:
-    """The streams of one device on which the backward that is under way has left gradients or buckets.
-
-    Args:
-        device: The device; its type is that of `torch.accelerator`.
-    """
+    """The streams of one device on which the backward that is under way has left gradients or buckets."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,7 +28,6 @@ class BackwardStreams:
 
     @property
     def are_several(self) -> bool:
-        """Whether this backward has used more than one stream."""
         return len(self._seen) > 1
 
     def begin(self) -> None:

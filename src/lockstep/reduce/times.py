@@ -20,13 +20,11 @@ class StepTimes:
         self._num_forwards = 0
 
     def begin_forward(self) -> None:
-        """Record that a forward begins."""
         self._num_forwards += 1
         self._recorder.set_step(self._num_forwards)
         self._forward = self._recorder.mark(EventKind.FORWARD, 0, 0, 0)
 
     def begin_backward(self) -> None:
-        """Record that its backward begins."""
         self._backward = self._recorder.begin(EventKind.BACKWARD, 0, 0, 0)
         self._message = self._reducing = NO_EVENT
 
@@ -56,12 +54,10 @@ class StepTimes:
 
     @property
     def forward_start(self) -> int:
-        """When the forward began."""
         return self._recorder.moments(self._forward)[0]
 
     @property
     def backward_start(self) -> int:
-        """When the backward began."""
         return self._recorder.moments(self._backward)[0]
 
     @property

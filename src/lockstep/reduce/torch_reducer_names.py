@@ -41,11 +41,7 @@ class TorchReducerNames:
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Explain that an attribute is missing; Python calls this for no other.
-
-            Raises:
-                AttributeError: Always.
-            """
+            """Explain that an attribute is missing; Python calls this for no other."""
             whose = "which torch's C++ reducer has" if hasattr(dist.Reducer, name) else "and torch's has none either"
             raise AttributeError(
                 f"Lockstep's reducer has no {name!r}, {whose}. Use the methods of DistributedDataParallel instead; or, "

@@ -28,12 +28,7 @@ from lockstep.shards import Node, add_in_tree_order
 
 @final
 class TreeReduction:
-    """Adds up the partials of all ranks.
-
-    Args:
-        world: The ranks; there is a group.
-        num_shards: Number of shards of the run.
-    """
+    """Adds up the partials of all ranks."""
 
     scale = 1.0
     is_one_at_a_time = False
@@ -50,10 +45,7 @@ class TreeReduction:
     def expect(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
         """Let the next reductions be those of all shards (local).
 
-        Args:
-            partials: What this rank's other shards gave; what is merged is added to as gradients arrive.
-            nodes: The subtrees whose sums each rank will have, in rank order: those it keeps, then that with the
-                gradients to come.
+        `nodes` are the subtrees whose sums each rank will have: those it keeps, then that with the gradients to come.
         """
         self._partials, self._nodes = partials, nodes
         self._has_nothing = False

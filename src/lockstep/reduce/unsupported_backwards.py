@@ -12,9 +12,6 @@ def refuse_compiled_autograd() -> None:
     """Raise if compiled autograd is on (local).
 
     The compiler is not imported for that: as long as it is not imported, it cannot be on.
-
-    Raises:
-        ReductionError: It is.
     """
     if is_compiled_autograd_on():
         raise ReductionError(
@@ -25,11 +22,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def refuse_distributed_autograd() -> None:
-    """Raise in a context of `torch.distributed.autograd`; called after a forward, alike on every rank (local).
-
-    Raises:
-        ReductionError: This thread is in one.
-    """
+    """Raise in a context of `torch.distributed.autograd`; called after a forward, alike on every rank (local)."""
     if is_in_distributed_autograd():
         raise ReductionError(
             "This forward ran within torch.distributed.autograd.context(), whose backward keeps gradients in the "
