@@ -30,16 +30,7 @@ class AveragingOptions:
 class Averaging:
     """Averages the gradients of a model over a group.
 
-    Args:
-        model: The model.
-        world: The ranks; there is a group.
-        reducing: How its gradients are reduced.
-        options: The rest.
-
-    Attributes:
-        mean: Averages one bucket.
-        reducer: Reduces the gradients; None where nothing is trained.
-        comparison: Compares the ranks; None for one rank.
+    `reducer` is None where nothing is trained, and `comparison` for one rank too.
     """
 
     def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: AveragingOptions) -> None:
@@ -81,11 +72,6 @@ class Averaging:
 
 
 def check_options(nonfinite: str, on_skip: str) -> None:
-    """Check two arguments of a wrapper.
-
-    Raises:
-        ValueError: One is none of its values.
-    """
     for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("error", "zeros"))):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}. (LS303)")

@@ -19,7 +19,6 @@ def _has_kernels(inputs: Tensor) -> bool:
 
 
 def statistics_dtype(inputs: Tensor) -> torch.dtype:
-    """Return the dtype of statistics of `inputs`."""
     return torch.promote_types(inputs.dtype, torch.float32)
 
 
@@ -29,12 +28,7 @@ def in_kernel_layout(inputs: Tensor) -> Tensor:
 
 
 def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the mean and the summed squared deviation from it, per channel; zeros for an empty part.
-
-    Args:
-        inputs: (N, C, ...) in kernel layout.
-        eps: Of the layer; the kernel adds it to the variance, and it is taken off again.
-    """
+    """Return mean and summed squared deviation per channel of inputs in kernel layout; zeros for an empty part."""
     dtype = statistics_dtype(inputs)
     if inputs.numel() == 0:
         zeros = inputs.new_zeros(inputs.size(1), dtype=dtype)
@@ -85,16 +79,7 @@ def gradient_sums(grad_output: Tensor, inputs: Tensor, mean: Tensor, invstd: Ten
 def input_gradient(
     grad_output: Tensor, inputs: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: tuple[Tensor, ...]
 ) -> Tensor:
-    """Return the gradient of the input.
-
-    Args:
-        grad_output: This rank's dy.
-        inputs: This rank's part of the batch.
-        weight: Of the layer.
-        mean: Of the whole batch.
-        invstd: Likewise.
-        sums: Of dy, of dy * (x - mean), and the count, all of the whole batch.
-    """
+    """Return the gradient of the input; `sums` are the whole batch's of dy and of dy * (x - mean), and its count."""
     sum_dy, sum_dy_xmu, count = sums
     weight = None if weight is None else weight.to(mean.dtype)
     if inputs.numel() > 0 and _has_kernels(inputs):

@@ -51,18 +51,7 @@ def naming_the_layer(called: str, phase: str, world: World) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: bool, called: str) -> BatchStatistics:
-    """Return the statistics of every rank's `inputs` together (collective).
-
-    Args:
-        inputs: This rank's part, (N, C, ...) in kernel layout; N differs between ranks, and may be 0.
-        eps: Of the layer.
-        world: The ranks; more than one.
-        is_recorded: Whether autograd records this rank's forward.
-        called: What messages call the layer.
-
-    Raises:
-        ValueError: All ranks together have at most one value per channel; on every one of them.
-    """
+    """Return the statistics of every rank's `inputs`, in kernel layout and maybe empty, together (collective)."""
     count = inputs.numel() // inputs.size(1)
     mean, deviation = local_moments(inputs, eps)
     row = torch.cat([mean, deviation, mean.new_full((1,), count), mean.new_full((1,), is_recorded)])
@@ -83,12 +72,7 @@ def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: 
 
 
 def combine(rows: Tensor) -> BatchStatistics:
-    """Combine the parts of all ranks (pure).
-
-    Args:
-        rows: One per rank: mean and summed squared deviation per channel, count, whether autograd records it. A row
-            with count 0 takes no part.
-    """
+    """Combine the parts of all ranks (pure); a row is mean and deviation per channel, count, whether it is recorded."""
     num_channels = rows.size(1) // 2 - 1
     means, deviations, counts, records = rows.split([num_channels, num_channels, 1, 1], dim=1)
     count = counts.sum()

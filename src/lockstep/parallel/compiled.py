@@ -21,11 +21,7 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was given to `torch.compile`, or `module` if none was.
-
-    Raises:
-        RuntimeError: There are hooks on the compiled module, which would be lost.
-    """
+    """Return the module that was given to `torch.compile`, or `module` if none was."""
     while is_compiled_module(module):
         original = original_of_compiled(module)
         if has_forward_or_backward_hooks(module):

@@ -19,13 +19,6 @@ def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
 
     Collective, as wrapping is. Call it before the first forward, and before `register_comm_hook`. An object of
     Lockstep's stays as it is.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: It is neither, or of a subclass of torch's class.
-        ValueError: It has a communication hook, or `mixed_precision`, whose hooks in the module cannot be removed.
     """
     if isinstance(wrapper, DistributedDataParallel):
         return wrapper

@@ -18,11 +18,7 @@ from lockstep.torch_private import queue_callback
 def check_delayed(
     named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters that are delayed.
-
-    Raises:
-        ValueError: Only one of the two arguments was given.
-    """
+    """Return the named parameters that are delayed."""
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. (LS303)"
@@ -32,13 +28,9 @@ def check_delayed(
 
 @final
 class DelayedParameters:
-    """Parameters of a module whose gradients are averaged when that of `trigger` arrives.
+    """Parameters of a module whose gradients are averaged when that of `trigger` arrives: after all of theirs.
 
-    Args:
-        module: The module.
-        named: The parameters by name, on one device and of one dtype.
-        trigger: When its gradient arrives, all of theirs have arrived; as a rule the parameter that is used first.
-        world: The workers.
+    They are on one device and of one dtype.
     """
 
     def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter], trigger: Tensor, world: World) -> None:
@@ -62,11 +54,7 @@ class DelayedParameters:
         return cls(module, {name: named[name] for name in names}, named[trigger_name], world)
 
     def names_for_copy(self) -> tuple[list[str], str]:
-        """Return what a copy of the module needs to delay the same parameters.
-
-        Raises:
-            RuntimeError: The trigger is not a parameter of the module.
-        """
+        """Return what a copy of the module needs to delay the same parameters: their names, and that of the trigger."""
         if not self._trigger_name:
             raise RuntimeError(
                 "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "

@@ -25,12 +25,7 @@ from lockstep.reduce import TrainedModel
 
 @final
 class JoinCalls:
-    """The collectives by which the ranks within `join` agree.
-
-    Args:
-        group: The wrapper's group.
-        device: Where its messages lie.
-    """
+    """The collectives by which the ranks within `join` agree."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -52,14 +47,7 @@ class JoinCalls:
 
 @final
 class WrapperJoinHook(JoinHook):
-    """Mirrors the collectives of a wrapper on a rank that has no inputs left.
-
-    Args:
-        calls: The ranks' agreement.
-        sync_buffers: Overwrites the buffers with those of a rank (collective).
-        reduce_nothing: Takes part in a reduction with zeros (collective); None without a reducer.
-        sync_final_model: Takes the model of a rank that joined last; says whether this one did (collective).
-    """
+    """Mirrors the collectives of a wrapper on a rank that has no inputs left; all that it is given are collective."""
 
     def __init__(
         self,
@@ -89,14 +77,7 @@ class WrapperJoinHook(JoinHook):
 
 @final
 class UnevenInputs:
-    """A wrapper's part in `join`, on ranks with inputs and without.
-
-    Args:
-        model: The wrapped model.
-        world: The ranks; there is a group.
-        averaging: Averages its gradients.
-        device: Where messages lie.
-    """
+    """A wrapper's part in `join`, on ranks with inputs and without."""
 
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, device: torch.device) -> None:
         assert world.group is not None
@@ -107,12 +88,7 @@ class UnevenInputs:
         self._calls = JoinCalls(world.group, device)
 
     def begin(self, sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> WrapperJoinHook:
-        """Begin with `join`; return what a rank without inputs does (each rank calls).
-
-        Args:
-            sync_buffers: Overwrites the buffers with those of a rank (collective).
-            sends_buffers: Whether the final model is sent with its buffers.
-        """
+        """Begin with `join`; return what a rank without inputs does (each rank calls)."""
         self._averaging.set_joining(True)
         reducer = self._averaging.reducer
         reduce_nothing = None if reducer is None else reducer.reduce_nothing

@@ -21,8 +21,6 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleDevices:
-    """The devices of a module."""
-
     devices: tuple[torch.device, ...]
     """Devices of its parameters, in the order in which they first come."""
     device_ids: list[int] | None
@@ -42,11 +40,7 @@ class ModuleDevices:
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a module that has nothing to train, or is not ready for it.
-
-    Raises:
-        RuntimeError: No parameter requires a gradient, or one is not initialised.
-    """
+    """Refuse a module that has nothing to train, or is not ready for it."""
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
@@ -64,11 +58,6 @@ def find_placement(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> ModuleDevices:
-    """Return where a module lies.
-
-    Raises:
-        ValueError: `device_ids` or `output_device` do not fit.
-    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element. (LS302)")
     devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
@@ -96,12 +85,7 @@ def require_group(world: World) -> ProcessGroup:
 
 
 def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
-    """Return this worker's place in the group that was given, in that of the mesh, or in the default group.
-
-    Raises:
-        GroupError: There is no group.
-        RuntimeError: Both were given, or the mesh has several dimensions.
-    """
+    """Return this worker's place in the group that was given, in that of the mesh, or in the default group."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments. (LS303)")
     if device_mesh is not None:
@@ -118,11 +102,6 @@ def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
 
 
 def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
-    """Return the sizes of the buckets.
-
-    Raises:
-        ValueError: A size that is not above zero.
-    """
     caps = list(bucket_cap_mb_list or ([] if bucket_cap_mb is None else [bucket_cap_mb]))
     for cap in caps:
         if cap <= 0:
@@ -155,11 +134,7 @@ def localize_submesh(module: nn.Module, device_mesh: Any) -> None:
 
 
 def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
-    """Refuse torch's SyncBatchNorm in a module on the CPU.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse torch's SyncBatchNorm in a module on the CPU."""
     torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
     if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
         raise ValueError(

@@ -22,15 +22,7 @@ BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
 
 @final
 class BufferBroadcast:
-    """Broadcasts buffers over the ranks of a wrapper.
-
-    Args:
-        world: The ranks; there is a group.
-        reducer: Watches the wait, if there is one.
-
-    Attributes:
-        source: The rank whose buffers are sent.
-    """
+    """Broadcasts buffers over the ranks of a wrapper, from rank `source`."""
 
     def __init__(self, world: World, reducer: Reducer | None) -> None:
         self.source = 0

@@ -23,11 +23,6 @@ class ModuleHook:
     """Calls its wrapper's method with the hook's arguments, or the module sync's when the wrapper was deleted.
 
     A copy of it calls nothing.
-
-    Args:
-        method: Of the wrapper.
-        otherwise: Of the module sync.
-        module_sync: Synchronises the module when the wrapper was deleted.
     """
 
     def __init__(
@@ -42,7 +37,6 @@ class ModuleHook:
 
     @disable_compiler
     def __call__(self, *arguments: Any) -> None:
-        """Call the method."""
         (self._method() or self._otherwise)(*arguments)
 
     @property
@@ -75,15 +69,8 @@ def connect(
 ) -> None:
     """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
 
-    All are held weakly: when the wrapper was deleted, `sync` does what is needed.
-
-    Args:
-        wrapper: The wrapper; the module is its attribute `module`.
-        sync: Synchronises the module when the wrapper was deleted.
-        averaging: Averages the gradients.
-        start: Begins to send the buffers beside the gradients; returns what waits for it (collective).
-        before: Called before a forward.
-        after: Called after it.
+    All are held weakly: when the wrapper was deleted, `sync` does what is needed. `start` begins to send the buffers
+    and returns what waits for that (collective).
     """
     assert isinstance(wrapper.module, nn.Module)
     close_orphans(wrapper.module)

@@ -24,12 +24,7 @@ def count_samples(arguments: Any, output: Any, *, time_first: bool) -> int:
     """Return how many samples a forward was given, or 0 if that cannot be known.
 
     It is known if all tensors among the arguments begin with the same dimension, and one of the outputs with it too or
-    is a single number; and of packed sequences.
-
-    Args:
-        arguments: Of the forward.
-        output: What it has returned.
-        time_first: Whether the first dimension may be time; then packed sequences alone tell.
+    is a single number; and of packed sequences, which alone tell if the first dimension may be time (`time_first`).
     """
     given, returned = _leaves(arguments), _leaves(output)
     if time_first and not all(isinstance(leaf, PackedSequence) for leaf in given):

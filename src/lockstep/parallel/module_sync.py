@@ -25,18 +25,7 @@ from lockstep.torch_private import find_tensors
 
 @final
 class ModuleSync:
-    """Does around a forward what a wrapper without `join` and hooks of its own does.
-
-    Args:
-        model: The module's parameters and buffers.
-        world: The workers.
-        averaging: Averages its gradients.
-        syncs_buffers: Whether buffers are overwritten with rank 0's before a training forward and with its gradients.
-
-    Attributes:
-        handles: Of the hooks on the module.
-        buffers: Broadcasts the buffers.
-    """
+    """Does around a forward what a wrapper without `join` and hooks of its own does."""
 
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
         self.handles: list[RemovableHandle] = []
@@ -70,7 +59,6 @@ class ModuleSync:
             self._reducer.times.begin_forward()
 
     def begin_forward(self, module: nn.Module) -> None:
-        """Note that a forward begins."""
         self._loaded.warn()
         if self._comparison is not None and torch.is_grad_enabled():
             self._comparison.begin_forward(is_training=module.training)

@@ -26,7 +26,6 @@ class RegisteredHook:
     """What logging data call it."""
 
     def comm_hook(self) -> CommHook:
-        """Return what calls it."""
         return CommHook(function=self.function, state=self.state)
 
 
@@ -49,12 +48,7 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
 
 
 def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> None:
-    """Check that a function has the signature of a hook, with torch's checks.
-
-    Raises:
-        TypeError: It cannot be called.
-        ValueError: Its signature is not a hook's.
-    """
+    """Check that a function has the signature of a hook, with torch's checks."""
     if getattr(hook, "__name__", "").startswith("bf16_compress"):
         return  # torch refuses these without NCCL; Gloo and shared memory add bfloat16 as well
     try:

@@ -116,14 +116,7 @@ def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: Aver
 def describe_wrapper(
     module: nn.Module, world: World, reducer: Reducer | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return torch's logging data, without times.
-
-    Args:
-        module: The module that is wrapped.
-        world: Its workers.
-        reducer: Its reducer.
-        options: The wrapper's arguments, by torch's names.
-    """
+    """Return torch's logging data, without times; `options` are the wrapper's arguments, by torch's names."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     buckets = [bucket.slots for bucket in (reducer.buckets if reducer else ())]
     index = {id(parameter): number for number, parameter in enumerate(parameters)}

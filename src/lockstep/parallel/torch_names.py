@@ -152,11 +152,7 @@ class TorchNames(torch_parallel.DistributedDataParallel):
 
 
 def arguments_from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which an object of torch's class was made.
-
-    Args:
-        state: Its attributes, or what torch has pickled of them, which is without the group.
-    """
+    """Return the arguments with which an object of torch's class was made, from its attributes, pickled or not."""
     taken = (
         *("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
         *("mixed_precision", "skip_all_reduce_unused_params", "process_group"),

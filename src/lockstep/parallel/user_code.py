@@ -12,12 +12,9 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 @dataclass(frozen=True, slots=True)
 class CodeLine:
-    """A line of code."""
-
     file: str
     """Path of the file; empty if the line is not known."""
     number: int
-    """Number of the line."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}" if self.file else "a line that is not known"

@@ -11,11 +11,6 @@ _NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync",
 
 
 def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str] | None) -> dict[str, Any]:
-    """Return what a copy of a wrapper needs (local).
-
-    Args:
-        attributes: Of the wrapper.
-        delayed: Of its delayed parameters, see `DelayedParameters.names_for_copy`.
-    """
+    """Return what a copy of a wrapper needs (local); `delayed` is of `DelayedParameters.names_for_copy`."""
     state = {name: value for name, value in attributes.items() if name not in _NOT_COPIED}
     return {**state, "_delayed": delayed}

@@ -25,11 +25,7 @@ _NUM_ALIKE = 3
 
 @final
 class UnevenBatchWarning:
-    """Warns once, on each rank, that ranks trained on different numbers of samples.
-
-    Attributes:
-        is_expected: Whether they may differ now, as within `join`.
-    """
+    """Warns once, on each rank, that ranks trained on different numbers of samples; not while `is_expected`."""
 
     def __init__(self) -> None:
         self.is_expected = False

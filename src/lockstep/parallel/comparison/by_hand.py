@@ -31,12 +31,7 @@ _NUM_BETWEEN: Final = 64
 
 @final
 class HandAveraging:
-    """Finds out whether gradients that were not reduced are the same on all ranks all the same.
-
-    Args:
-        world: The ranks.
-        model_number: Which of the models that were wrapped over their group it is.
-    """
+    """Finds out whether gradients that were not reduced are the same on all ranks all the same."""
 
     def __init__(self, world: World, model_number: int) -> None:
         store = None if world.group is None else group_store(world.group)

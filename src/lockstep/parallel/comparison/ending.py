@@ -38,15 +38,7 @@ _PAUSE_SECONDS: Final = 0.05
 
 @final
 class EndOfScript:
-    """Compares how far the ranks have come when the script of one ends; lives until then, without the model.
-
-    Args:
-        world: The ranks of a wrapper.
-        name: What messages call the wrapped model.
-        number: Which of the models that were wrapped over the group it is.
-        forwards: The training forwards of this rank.
-        optimizers: The steps of its optimizers.
-    """
+    """Compares how far the ranks have come when the script of one ends; lives until then, without the model."""
 
     def __init__(
         self,
@@ -81,7 +73,6 @@ class EndOfScript:
         self._post(number, "waits")
 
     def close(self) -> None:
-        """Compare nothing (local)."""
         atexit.unregister(self._tell)
 
     def _post(self, num_begun: int, state: str) -> None:

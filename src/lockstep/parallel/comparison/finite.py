@@ -44,11 +44,7 @@ class FiniteCheck(Protocol):
         """Note what was found on all ranks in a reduction (local)."""
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at a step.
-
-        Raises:
-            LossError: It would step with a gradient that is not finite, or the last one did. On every rank alike.
-        """
+        """Look at a step; a `LossError`, for this one or the last one, is raised on every rank alike."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Put back what was changed for a step (local)."""
@@ -56,11 +52,7 @@ class FiniteCheck(Protocol):
 
 @final
 class FiniteGradients:
-    """Looks for gradients on the CPU that are not finite (a `FiniteCheck`).
-
-    Args:
-        nonfinite: "stop" to raise when an optimizer is to step with one, "skip" to have its step change nothing.
-    """
+    """Looks for gradients on the CPU that are not finite (a `FiniteCheck`)."""
 
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
@@ -70,11 +62,9 @@ class FiniteGradients:
         self._hidden: list[tuple[nn.Parameter, object]] = []
 
     def know(self, names: list[str]) -> None:
-        """Say by which names the parameters are numbered, the same on all ranks (local)."""
         self._names = names
 
     def look_at(self, bucket: Bucket) -> None:
-        """Look at gradients that are about to be reduced (local)."""
         if self._own or bucket.message.is_sparse or glance_is_finite(bucket.message):
             return
         odd = next((slot.name for slot in bucket.slots if not _is_finite(slot.parameter)), "")
@@ -87,15 +77,9 @@ class FiniteGradients:
         return number
 
     def note(self, status: GroupStatus, num_reductions: int) -> None:
-        """Note what was found on all ranks in a reduction (local)."""
         self._found = describe_nonfinite(status, self._names, num_reductions)
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at a step.
-
-        Raises:
-            LossError: It would step with a gradient that is not finite. On every rank alike.
-        """
         if not self._found or getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer is given what a GradScaler has found
         if all(map(_is_finite, parameters)):

@@ -51,11 +51,7 @@ class _LaunchedUpdate:
 
 @final
 class FiniteGradientsOnDevice:
-    """Looks for gradients that are not finite, without a wait (a `FiniteCheck`).
-
-    Args:
-        nonfinite: "stop" to raise after a step with one, "skip" to have it change nothing.
-    """
+    """Looks for gradients that are not finite, without a wait (a `FiniteCheck`)."""
 
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
@@ -73,7 +69,6 @@ class FiniteGradientsOnDevice:
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def know(self, names: list[str]) -> None:
-        """Say by which names the parameters are numbered, the same on all ranks (local)."""
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
@@ -109,11 +104,7 @@ class FiniteGradientsOnDevice:
         self._found = describe_nonfinite(status, self._names, num_reductions - 1)
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Judge the last step of this optimizer, and launch a look at this one.
-
-        Raises:
-            LossError: The last step was with a gradient that is not finite. On every rank alike.
-        """
+        """Judge the last step of this optimizer, and launch a look at this one."""
         self._unmark(optimizer)
         self._judge(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:

@@ -11,13 +11,7 @@ from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
 
 @final
 class TrainingForwards:
-    """Counts forwards whose backwards are to be reduced.
-
-    Attributes:
-        num_unused: How many no backward has reached.
-        is_training: Whether the last one that autograd recorded was in training mode.
-        line: Where in the user's code the last one was.
-    """
+    """Counts forwards whose backwards are to be reduced."""
 
     def __init__(self) -> None:
         self.num_unused = 0

@@ -24,12 +24,7 @@ _SMALL_BYTES = 1 << 18
 
 @final
 class StepGradients:
-    """What becomes of reduced gradients on one rank.
-
-    Args:
-        reducer: Reduces them.
-        may_read: Whether they may be read in every step: not on an asynchronous device, where it would wait.
-    """
+    """What becomes of reduced gradients on one rank."""
 
     def __init__(self, reducer: "weakref.ref[Reducer]", *, may_read: bool) -> None:
         self._reducer = reducer

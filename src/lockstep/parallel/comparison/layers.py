@@ -25,11 +25,7 @@ _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 
 @final
 class ForwardState:
-    """How the layers of a model ran in the last forward, on one rank.
-
-    Args:
-        model: The model.
-    """
+    """How the layers of a model ran in the last forward, on one rank."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
@@ -43,7 +39,6 @@ class ForwardState:
         self._number = hash((tuple(self._model.modes()), zlib.crc32(self._precision.encode())))
 
     def number(self) -> int:
-        """Return a number for it (local)."""
         return self._number
 
     def describe(self) -> Mapping[str, str]:

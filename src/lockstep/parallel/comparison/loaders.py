@@ -65,7 +65,6 @@ class LoaderPositions:
         return tuple(sorted(count for count in counts if count > 0))
 
     def number(self) -> int:
-        """Return a number for it (local)."""
         return hash(self.describe())
 
     def compare(self, positions: Sequence[tuple[int, ...]], num_reductions: int) -> None:

@@ -59,7 +59,6 @@ class StepHook:
 
     @disable_compiler
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Call it, unless it is gone."""
         method = self._method()
         if method is not None:
             method(optimizer)
@@ -92,7 +91,6 @@ class HeldParameters:
     known: Sequence[nn.Parameter]
     """Those of the wrapped model."""
     others: Sequence[nn.Parameter]
-    """The others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +109,7 @@ class _NumberedOptions:
 class OptimizerSteps:
     """The steps of one rank's optimizers over some parameters, since the last reduction.
 
-    Attributes:
-        num_steps: How many there were; an optimizer's within another one's step are not counted.
-        line: Where in the user's code the last one was.
-        owned: Ids of the parameters of the wrapped model that an optimizer has had in a step.
+    A step within another optimizer's does not count. `owned` are ids of all known parameters that ever were in a step.
     """
 
     def __init__(self) -> None:
@@ -151,7 +146,6 @@ class OptimizerSteps:
         self._held.clear()
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that a step begins (local)."""
         if id(optimizer) in self._running:  # its last step has failed
             self._running = self._running[: self._running.index(id(optimizer))]
         self.line = user_line()
@@ -160,7 +154,6 @@ class OptimizerSteps:
         self._running.append(id(optimizer))
 
     def end(self, optimizer: Optimizer) -> None:
-        """Note that a step has ended (local)."""
         if id(optimizer) in self._running:
             self._running = self._running[: self._running.index(id(optimizer))]
         self.num_steps += not self._running

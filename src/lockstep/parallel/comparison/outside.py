@@ -44,7 +44,6 @@ class OutsideValue:
     name: str
     """What messages call it."""
     shape: tuple[int, ...]
-    """Its shape."""
     bits: int
     """The sum of its bits."""
     total: float
@@ -53,11 +52,7 @@ class OutsideValue:
 
 @final
 class OutsideParameters:
-    """The parameters outside of every wrapper that this rank's optimizers step with gradients.
-
-    Args:
-        may_read: Whether reading a parameter does not wait for a device.
-    """
+    """The parameters outside of every wrapper that this rank's optimizers step with gradients."""
 
     def __init__(self, *, may_read: bool) -> None:
         self._may_read = may_read
@@ -156,18 +151,7 @@ class IdleOptimizers:
         owned: Collection[int],
         num_reductions: int,
     ) -> None:
-        """Look at a step with parameters that are not the model's (local).
-
-        Args:
-            optimizer: Whose step.
-            others: Its parameters that are not the model's.
-            trained: Those of the model, by name.
-            owned: Ids of those of the model that an optimizer steps.
-            num_reductions: How many reductions there were.
-
-        Raises:
-            ReductionError: They have the shapes of the model's, and no gradients, for the third time.
-        """
+        """Look at a step with `others`, not the model's (local); `owned` are ids of the model's in optimizers."""
         idle = [each for each in others if each.grad is None and each.requires_grad and not has_place(each)]
         if not idle or num_reductions == self._num_reductions:
             return

@@ -55,18 +55,7 @@ class ComparisonOptions:
 
 @final
 class RankComparison:
-    """Compares what the ranks of a wrapper do; a `BackwardObserver` of its reducer.
-
-    Args:
-        model: The wrapped model.
-        world: The ranks.
-        reducer: Reduces its gradients; held weakly, for it holds this.
-        options: How.
-
-    Attributes:
-        order: In which order models were wrapped.
-        forwards: The training forwards of this rank.
-    """
+    """Compares what the ranks of a wrapper do; a `BackwardObserver` of its reducer, which it holds weakly."""
 
     def __init__(self, model: TrainedModel, world: World, reducer: Reducer, options: ComparisonOptions) -> None:
         may_read = not options.is_asynchronous
@@ -99,7 +88,6 @@ class RankComparison:
         self._stop_listening = listen_to_steps(self._steps)
 
     def close(self) -> None:
-        """Look at nothing any more (local)."""
         self._stop_listening()
         self._ending.close()
         self._posts.close()
@@ -203,12 +191,7 @@ class RankComparison:
         )
 
     def compare(self, status: GroupStatus) -> None:
-        """Look at the status of all ranks (collective where they differ, which all see).
-
-        Raises:
-            ParameterMismatchError: The replicas are no longer the same.
-            ReductionError: The ranks make other calls.
-        """
+        """Look at the status of all ranks (collective where they differ, which all see)."""
         reducer = self._reducer()
         if reducer is None:
             return
@@ -286,16 +269,7 @@ class RankComparison:
 
 
 def compare_at_start(model: TrainedModel, world: World, model_number: int) -> None:
-    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective).
-
-    Args:
-        model: The model.
-        world: The ranks.
-        model_number: See `ComparisonOptions`.
-
-    Raises:
-        ParameterMismatchError: Models were wrapped in another order on a rank; on every rank alike.
-    """
+    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective)."""
     WrapOrder(world, model_number).compare_values(model)
     warn_of_unlike_layers(model, world)
 

@@ -67,7 +67,6 @@ class Finding:
     """A difference that makes what the ranks train wrong."""
 
     kind: Kind
-    """Its kind."""
     text: str
     """What has happened, and what to do, in words."""
 

@@ -24,11 +24,7 @@ _NAMES = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "num_samples"
 
 @final
 class DataSamplers:
-    """Looks at the samplers of one rank: at all for what must be the same, at those that shuffle for their epochs.
-
-    Args:
-        world: The ranks of the wrapper.
-    """
+    """Looks at the samplers of one rank: at all for what must be the same, at those that shuffle for their epochs."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,7 +37,6 @@ class DataSamplers:
         self._is_compared = True
 
     def find(self) -> None:
-        """Look for them (local)."""
         # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for
         # others.
         objects = gc.get_objects()

@@ -22,14 +22,7 @@ from lockstep.torch_private import foreach_mul_
 
 @final
 class SkippedBatches:
-    """Takes part in reductions without a backward of this rank.
-
-    Args:
-        reducer: Reduces the gradients.
-
-    Attributes:
-        is_empty: Whether this rank takes part with nothing now.
-    """
+    """Takes part in reductions without a backward of this rank; `is_empty` while that is with nothing."""
 
     def __init__(self, reducer: "weakref.ref[Reducer]") -> None:
         self._reducer = reducer
@@ -66,11 +59,7 @@ class SkippedBatches:
             parameter.grad = gradient
 
     def correct_mean(self, status: GroupStatus) -> None:
-        """Make a mean over all ranks one over those that had a backward (local; on every rank).
-
-        Raises:
-            ReductionError: No rank had one.
-        """
+        """Make a mean over all ranks one over those that had a backward (local; on every rank)."""
         if not status.empty:
             return
         num_ranks = len(status.comparisons)

@@ -34,22 +34,8 @@ _LOCAL_GRADIENTS = (
 class WatchedSteps:
     """The steps of one rank's optimizers with what they are given; a `StepListener`.
 
-    Args:
-        world: The ranks.
-        model_number: Which of the models that were wrapped over their group it is.
-        reducer: Reduces the gradients.
-        values: The values of the wrapped parameters.
-        nonfinite: What becomes of steps with gradients that are not finite.
-        may_read: Whether tensors may be read in every step: not on an asynchronous device, where it would wait.
-
-    Attributes:
-        optimizers: Which optimizers have stepped, and how.
-        gradients: What becomes of reduced gradients.
-        finite: Which gradients are not finite.
-        outside: The parameters outside of every wrapper that are stepped too.
-        compares_replicas: Whether parameters, optimizers and their steps must be the same on all ranks.
-        is_joining: Whether ranks may have run out of inputs.
-        gradient_number: A number for the gradients of the steps since the last reduction; 0 if they were not changed.
+    `may_read` is False on an asynchronous device, where reading would wait. `gradient_number` is 0 if nobody has
+    changed the gradients of the steps since the last reduction.
     """
 
     def __init__(
@@ -89,12 +75,7 @@ class WatchedSteps:
         self.finite.know([name for name, _ in named])
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at what the optimizer is given (local).
-
-        Raises:
-            ReductionError: Its gradients are those of this rank alone, or it holds the parameters of a copy.
-            LossError: They are not finite, on every rank alike.
-        """
+        """Look at what the optimizer is given (local)."""
         reducer, held = self._reducer(), self.optimizers.parameters_of(optimizer, self.names)
         if reducer is None or not self._world.has_group:
             return

@@ -27,12 +27,7 @@ _WINDOW_ELEMENTS = 1 << 15
 
 @final
 class ReplicaValues:
-    """Numbers for some parameters of one rank.
-
-    Args:
-        list_parameters: Returns them with their names.
-        may_read: Whether parameters may be read in every backward: not on an asynchronous device, where it would wait.
-    """
+    """Numbers for some parameters of one rank."""
 
     def __init__(self, list_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], *, may_read: bool) -> None:
         self._list_parameters = list_parameters

@@ -21,12 +21,7 @@ _JOIN_SECONDS: Final = 5.0
 
 @final
 class WaitPosts:
-    """Calls a function again and again while a rank has waited longer than 0.25 s.
-
-    Args:
-        reducer: The reducer; the thread ends with it.
-        post: Writes to the group's store in which reduction, from 1 on, this rank waits.
-    """
+    """Calls `post` with the reduction's number, from 1 on, again and again while a rank waits longer than 0.25 s."""
 
     def __init__(self, reducer: "weakref.ref[Reducer]", post: Callable[[int], object]) -> None:
         self._reducer = reducer

@@ -42,15 +42,7 @@ _NUM_LAST: Final = 8
 
 @final
 class WrapOrder:
-    """Compares in which order one rank has wrapped its models over a group.
-
-    Args:
-        world: The ranks.
-        number: Which model it is, from 1 on.
-
-    Attributes:
-        wrapper: The wrapper, as long as it is there.
-    """
+    """Compares in which order one rank has wrapped its models over a group; `number` is which it is, from 1 on."""
 
     def __init__(self, world: World, number: int) -> None:
         store = None if world.group is None else group_store(world.group)
@@ -61,11 +53,7 @@ class WrapOrder:
         self._names: frozenset[str] = frozenset()
 
     def compare_values(self, model: TrainedModel) -> None:
-        """Compare the models that were wrapped so far, before this one gets rank 0's values (collective).
-
-        Raises:
-            ParameterMismatchError: Their order differs; on every rank alike.
-        """
+        """Compare the models that were wrapped so far, before this one gets rank 0's values (collective)."""
         if self._store is None:
             return
         plain = [each for _, each in model.parameters() if type(each.detach()) is Tensor]

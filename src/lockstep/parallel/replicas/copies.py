@@ -49,10 +49,7 @@ class Copies:
         """Return the tensors of each replica: for replica 0 tensors that share memory with `tensors`, else copies.
 
         If grad mode is on, backward adds the gradients of the results to those `tensors` that require a gradient.
-
-        Args:
-            tensors: Tensors without duplicates, all on the first device.
-            devices: One per replica.
+        `tensors` are without duplicates, and all on the first device.
         """
         spread: list[list[Tensor]] = [[*tensors] for _ in devices]
         buckets = _buckets(tensors)
@@ -85,7 +82,6 @@ class Copies:
         return kept
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Copies":
-        """Return one without memory."""
         return Copies()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,7 +164,6 @@ class _FreshMemory:
         self._device = device
 
     def fill(self, members: Sequence[Tensor]) -> list[Tensor]:
-        """Copy into new memory."""
         return [member.detach().to(self._device, copy=True) for member in members]
 
 

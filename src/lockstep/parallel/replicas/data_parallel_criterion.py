@@ -169,8 +169,6 @@ class DataParallelCriterion(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaLoss:
-    """The loss of one replica."""
-
     loss: Tensor
     weight: Tensor | float
     """Its weight in the mean over the batch."""

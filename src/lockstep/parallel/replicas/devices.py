@@ -29,12 +29,7 @@ def visible_ids() -> list[DeviceId]:
 
 
 def as_device(device_id: DeviceId) -> torch.device:
-    """Return the device that an entry of `device_ids`, or an `output_device`, means.
-
-    Raises:
-        DeviceError: It is not here.
-        TypeError: It is neither a number nor a device nor a device's name.
-    """
+    """Return the device that an entry of `device_ids`, or an `output_device`, means."""
     if isinstance(device_id, torch.cuda.device | torch.xpu.device):
         device_id = f"{'cuda' if isinstance(device_id, torch.cuda.device) else 'xpu'}:{device_id.idx}"
     if isinstance(device_id, bool) or not isinstance(device_id, SupportsIndex | str | torch.device):

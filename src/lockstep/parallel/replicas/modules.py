@@ -64,11 +64,7 @@ class _OriginalBuffers:
 
 
 def check_on_device(module: nn.Module, home: torch.device) -> None:
-    """Check that all parameters and buffers are on the first device.
-
-    Raises:
-        RuntimeError: A parameter or buffer is on another device, or is not initialized yet.
-    """
+    """Check that all parameters and buffers are on the first device."""
     for tensor in _tensors(_submodules(module)):
         if is_lazy(tensor):
             raise RuntimeError(
@@ -83,11 +79,7 @@ def check_on_device(module: nn.Module, home: torch.device) -> None:
 
 
 def check_no_sync_batchnorm(module: nn.Module) -> None:
-    """Check that no layer of a module calls collectives in its forward.
-
-    Raises:
-        ValueError: There is a SyncBatchNorm in training mode, in a group of more than one rank.
-    """
+    """Check that no layer of a module calls collectives in its forward."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     for layer in _submodules(module):
@@ -103,16 +95,7 @@ def check_no_sync_batchnorm(module: nn.Module) -> None:
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies) -> Replicas:
-    """Return one replica of `module` per device; if grad mode is on, backward adds their gradients to the module's.
-
-    Args:
-        module: A module on the first device.
-        devices: One per replica; a device may occur more than once.
-        copies: Memory that is reused between calls.
-
-    Raises:
-        RuntimeError: A ScriptModule holds Python modules.
-    """
+    """Return one replica of `module` per device; if grad mode is on, backward adds their gradients to the module's."""
     module = uncompiled(module)
     modules = list(_submodules(module))
     _check_script_modules(modules)

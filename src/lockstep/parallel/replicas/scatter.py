@@ -28,10 +28,6 @@ def scatter_arguments(
     devices. A mapping whose class cannot be constructed from a dict, and all other objects, go to each replica by
     reference. If there is no tensor, there is one part, for the first device. With one device nothing is
     split, only moved.
-
-    Raises:
-        TypeError: An argument is a packed sequence, which cannot be split along samples.
-        ValueError: A tensor has no dimension `dim`, or tensors split into different numbers of parts.
     """
     splitter = _Splitter(devices, dim)
     select = _make_selector((inputs, kwargs), splitter)
@@ -65,11 +61,7 @@ class _Splitter:
         return self.done[id(tensor)][1]
 
     def num_parts(self) -> int:
-        """Return the number of parts of every tensor.
-
-        Raises:
-            ValueError: Tensors have different numbers of parts.
-        """
+        """Return the number of parts of every tensor."""
         counts = {len(parts): tensor for tensor, parts in self.done.values()}
         if len(counts) > 1:
             sizes = " and ".join(str(tensor.size(self.dim)) for tensor in counts.values())
@@ -129,17 +121,6 @@ def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: s
     """Join the outputs of the replicas, in their order, into one of the same structure on `device`.
 
     Tensors are concatenated along `dim`; scalars become a vector with one element per replica.
-
-    Args:
-        outputs: One per replica, of one structure.
-        device: Where the result lies.
-        dim: Along which tensors were cut.
-        path: What messages call the outputs.
-
-    Raises:
-        RuntimeError: Tensors whose shapes differ in more than `dim`.
-        TypeError: Replicas returned different kinds of things, or something that cannot be joined.
-        ValueError: Containers of different lengths or keys.
     """
     first = outputs[0]
     kinds = list(dict.fromkeys(Tensor if isinstance(output, Tensor) else type(output) for output in outputs))

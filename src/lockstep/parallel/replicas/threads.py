@@ -90,17 +90,8 @@ class ReplicaThreads:
     ) -> list[Any]:
         """Run the calls, each with its device as the current one, and return their results.
 
-        The first call runs in this thread.
-
-        Args:
-            calls: One per replica.
-            devices: One per replica.
-            one_at_a_time: Whether calls on one device run one after the other; if False, all run at the same time.
-                [Note: one replica at a time].
-
-        Raises:
-            BaseException: The exception of a call, the first in time if there are several, with a note that names the
-                replica.
+        The first call runs in this thread. `one_at_a_time` is per device; [Note: one replica at a time].
+        Of several exceptions the first in time is raised, with a note that names the replica.
         """
         mine, *others = _threads_of_replicas(devices, one_at_a_time=one_at_a_time)
         pool = self._take_idle_pool(len(others))
@@ -126,7 +117,6 @@ class ReplicaThreads:
         return _ThreadPool(num_threads)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "ReplicaThreads":
-        """Return one without threads."""
         return ReplicaThreads()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,9 +169,7 @@ class _ForwardCalls:
     def run(self, numbers: Sequence[int], caught: type[BaseException] = Exception) -> None:
         """Run the calls of some replicas in this thread, one after the other, until one raises.
 
-        Args:
-            numbers: Numbers of the replicas.
-            caught: Exceptions that are stored for `results`; all others are raised here at once.
+        Exceptions of type `caught` are stored for `results`; all others are raised here at once.
         """
         for number in numbers:
             try:
