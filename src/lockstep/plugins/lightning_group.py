@@ -10,12 +10,7 @@ from lockstep.settings import set_rendezvous
 
 
 def make_group(strategy: Any, timeout: timedelta | None) -> None:
-    """Make the default group as a strategy of Lightning would, if there is none (collective).
-
-    Args:
-        strategy: One with a cluster environment and ranks.
-        timeout: How long a collective may take.
-    """
+    """Make the default group as a strategy of Lightning would, if there is none (collective)."""
     if dist.is_initialized():
         return
     environment = strategy.cluster_environment
