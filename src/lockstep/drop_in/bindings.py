@@ -21,16 +21,12 @@ class Binding:
     """A name in a module's namespace."""
 
     module: ModuleType
-    """The module."""
     name: str
-    """The name."""
 
     def bind(self, value: object) -> None:
-        """Bind the name to `value`."""
         vars(self.module)[self.name] = value
 
     def bound(self) -> Any:
-        """Return what the name is bound to."""
         return vars(self.module)[self.name]
 
 

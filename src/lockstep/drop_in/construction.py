@@ -14,11 +14,7 @@ from lockstep.drop_in.replacements import ReplacedClass
 
 @final
 class Redirection:
-    """Makes torch's class construct objects of ours, and gives its subclasses ours as a base.
-
-    Args:
-        replaced: The class.
-    """
+    """Makes torch's class construct objects of ours, and gives its subclasses ours as a base."""
 
     def __init__(self, replaced: ReplacedClass) -> None:
         self._replaced = replaced
@@ -28,8 +24,7 @@ class Redirection:
     def apply(self, existing: frozenset[type[Any]]) -> list[type[Any]]:
         """Redirect; return the subclasses that keep torch's class as a base.
 
-        Args:
-            existing: Classes of which there are objects: a subclass among them keeps its base.
+        Those in `existing`, of which there are objects, do.
         """
         torchs, ours = self._replaced.torchs, self._replaced.ours
         original = self._init = torchs.__init__

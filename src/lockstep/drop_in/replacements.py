@@ -20,9 +20,7 @@ class ReplacedClass:
     """A class of torch, and the subclass of it that takes its place."""
 
     torchs: type[Any]
-    """torch's own."""
     ours: type[Any]
-    """Lockstep's; a subclass of torch's."""
 
 
 CLASSES = (

@@ -34,7 +34,6 @@ class DropIn:
 
     @property
     def is_active(self) -> bool:
-        """Whether they are."""
         return self._is_active
 
     def apply(self) -> None:
