@@ -15,16 +15,6 @@ class ShardAssignment:
 
     A loader requests the shards of later steps because it prefetches. So a change takes effect at a step that no worker
     has requested yet.
-
-    Args:
-        world_size: How many workers there are.
-        num_shards: Number of shards of the run.
-
-    Attributes:
-        last_requested: The furthest step that was requested here.
-
-    Raises:
-        ValueError: More workers than shards.
     """
 
     def __init__(self, world_size: int, num_shards: int) -> None:
@@ -48,13 +38,7 @@ class ShardAssignment:
         return cursor < self._since
 
     def change(self, ranges: Sequence[range], *, after: Cursor, last_requested: Cursor) -> None:
-        """Let workers run other shards when `after` is over, from the first step beyond `last_requested` on.
-
-        Args:
-            ranges: The shards of every worker, in rank order.
-            after: The step that is over.
-            last_requested: The furthest step that any worker has requested.
-        """
+        """Let workers run other shards when `after` is over, from the first beyond every worker's `last_requested`."""
         self._before = self.ranges(after)
         self._now = tuple(ranges)
         self._since = Cursor(last_requested.epoch, last_requested.step + 1)

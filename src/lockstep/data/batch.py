@@ -19,7 +19,6 @@ class Slice:
     """What one shard works on in one step."""
 
     shard: int
-    """Number of the shard."""
     num_samples: int
     """How many samples it holds; at least 1."""
     data: Any
@@ -83,13 +82,7 @@ class ShardedBatch:
 
 @final
 class ErrorPlace:
-    """Adds to an error of the user's code for which slice it was raised: epoch, step, shard and samples.
-
-    Args:
-        cursor: The step.
-        shard: Of the slice.
-        indices: Its samples.
-    """
+    """Adds to an error of the user's code for which slice it was raised: epoch, step, shard and samples."""
 
     __slots__ = ("_cursor", "_indices", "_shard")
 
@@ -102,7 +95,6 @@ class ErrorPlace:
         """Begin with the slice."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Add the note."""
         if not isinstance(error, Exception) or isinstance(error, LockstepError):
             return
         cursor, indices = self._cursor, self._indices

@@ -36,11 +36,9 @@ class Record(NamedTuple):
     """One record of a stream; a tuple, because one is made for each."""
 
     pass_number: int
-    """In which pass it was read."""
     place: int
     """How many records of the pass come before it."""
     value: Any
-    """What was read."""
 
     def __str__(self) -> str:
         return str(self.place)
@@ -52,16 +50,12 @@ def make_records(found: Iterable[tuple[int, int, Any]]) -> list[Record]:
 
 
 def values_of(records: Sequence[Record]) -> list[Any]:
-    """Return what was read."""
     return [record.value for record in records]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStart:
-    """Where a block begins."""
-
     pass_number: int
-    """In which pass."""
     block: int
     """Number of the block in the pass."""
     place: int
@@ -123,11 +117,6 @@ class RecordBlock:
     """Records that are shuffled together.
 
     What follows from them is computed when it is asked for: a run that is resumed reads over many blocks.
-
-    Args:
-        start: Where it begins.
-        values: What was read, in the order of the stream.
-        order: Of the records.
     """
 
     def __init__(self, start: BlockStart, values: Sequence[Any], order: BlockOrder) -> None:
@@ -151,16 +140,7 @@ class RecordBlock:
 
 
 def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
-    """Yield the blocks of one pass.
-
-    Args:
-        stream: The stream.
-        order: Of its blocks.
-        start: Where the first of them begins.
-
-    Raises:
-        ValueError: A part has another length than the stream says.
-    """
+    """Yield the blocks of one pass."""
     reader = PassReader(stream, order.parts(len(stream.parts), start.pass_number), start, order.seed)
     block, place = start.block, start.place
     while True:
@@ -187,14 +167,7 @@ def _number_of(values: Sequence[Any]) -> int:
 
 @final
 class PassReader:
-    """Reads the records of one pass over a stream, in order.
-
-    Args:
-        stream: The stream.
-        parts: The order of its parts.
-        start: Where to begin.
-        seed: Of the run.
-    """
+    """Reads the records of one pass over a stream, in order."""
 
     def __init__(self, stream: Stream, parts: Sequence[int], start: BlockStart, seed: int) -> None:
         self._stream = stream

@@ -40,15 +40,7 @@ def can_be_divided(stream: Stream, cut: Cut) -> bool:
 
 @final
 class DividedSamples(Samples):
-    """The samples of a stream whose parts have known lengths.
-
-    Args:
-        stream: The stream.
-        cut: How its epochs are cut.
-
-    Raises:
-        ValueError: The stream is empty, or gives other records when it is read again.
-    """
+    """The samples of a stream whose parts have known lengths."""
 
     def __init__(self, stream: Stream, cut: Cut) -> None:
         self._stream = stream
@@ -57,24 +49,20 @@ class DividedSamples(Samples):
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples an epoch has."""
         return self._stream.num_records
 
     def __str__(self) -> str:
         return f"{self._stream}, a share for each shard, shuffled among {self._stream.buffer_size}"
 
     def content(self) -> int:
-        """Return a number for the data that is the same on every worker."""
         return self._content
 
     def epoch(self, begin: EpochBegin) -> EpochSamples:
-        """Begin with an epoch."""
         return DividedEpoch(
             self._stream, self._cut, begin.epoch, drops_last=self._cut.drop_last and not begin.keeps_last
         )
 
     def alone(self) -> Self:
-        """Return these samples for another loader."""
         return self
 
     def check_unchanged(self) -> None:
@@ -83,15 +71,6 @@ class DividedSamples(Samples):
 
 @final
 class DividedEpoch(EpochSamples):
-    """An epoch of such a stream.
-
-    Args:
-        stream: The stream.
-        cut: How it is cut.
-        epoch: Its number.
-        drops_last: Whether a smaller last batch is left out.
-    """
-
     def __init__(self, stream: Stream, cut: Cut, epoch: int, *, drops_last: bool) -> None:
         assert stream.lengths is not None
         self._cut = cut
@@ -116,7 +95,6 @@ class DividedEpoch(EpochSamples):
         ]
 
     def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for other streams
-        """Return the steps of the epoch."""
         return self._known_steps
 
     def number(self, step: int) -> int:  # noqa: ARG002 - as for other streams
@@ -124,7 +102,6 @@ class DividedEpoch(EpochSamples):
         return 0
 
     def keys(self, draws: Draws) -> SliceKeys:
-        """Return what a loading process needs to load a slice."""
         return RecordKeys(records=list(draws), seed=self._cut.seed)
 
     def indices(self, draws: Draws) -> Sequence[int]:
@@ -132,7 +109,6 @@ class DividedEpoch(EpochSamples):
         return [record.place for record in draws]
 
     def forget(self, step: int) -> None:
-        """Drop the records of a step that is over."""
         for shard, reader in self._readers.items():
             reader.forget((step + 1) * self._whole[shard])
 

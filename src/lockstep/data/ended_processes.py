@@ -16,14 +16,7 @@ _POLL_SECONDS = 0.01
 
 @contextmanager
 def loading_processes_explained(read_kills: Callable[[], OomKills] = read_oom_kills) -> Iterator[None]:
-    """Name the loading process that was killed, if that is why something within fails; enter when they have started.
-
-    Args:
-        read_kills: Returns how many processes the kernel has killed for lack of memory.
-
-    Raises:
-        RuntimeError: A loading process was killed; the message names its signal, and who sent it where that is known.
-    """
+    """Name the loading process that was killed, if that is why something within fails; enter when they have started."""
     processes = multiprocessing.active_children()
     before = read_kills()
     try:

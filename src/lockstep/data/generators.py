@@ -39,7 +39,6 @@ class OwnGenerator:
     """The generator: torch's, NumPy's (of either kind) or Python's."""
 
     def seed(self, seed: int) -> None:
-        """Seed it for a sample."""
         own = derive_seed(f"generator {self.path}", seed)
         if isinstance(self.generator, torch.Generator):
             self.generator.manual_seed(own)

@@ -56,14 +56,11 @@ class DrawKeys(SliceKeys):
     seed: int
     """Seed of the run."""
     epoch: int
-    """The epoch."""
 
     def indices(self) -> list[int]:
-        """Return the indices of the samples."""
         return [draw % self.num_samples for draw in self.draws]
 
     def seeds(self, number: int) -> list[int]:
-        """Return the seeds of the random states of the first samples, so many."""
         return list(map(self._seed_of, self.draws[:number]))
 
     def _seed_of(self, draw: int) -> int:
@@ -81,18 +78,13 @@ class FailedSlice:
     """
 
     error: LockstepError
-    """Why."""
 
 
 @final
 class KeyedDataset(Dataset[Any]):
     """A data set of whole slices, asked for by the keys of their samples.
 
-    Args:
-        dataset: Makes a sample of an index.
-        collate: Makes a slice of a list of samples.
-        read: Returns the samples of these indices, where they are there already and need no random state; None where
-            the data set makes them.
+    `read` returns samples that are there already and need no random state; without it the data set makes them.
     """
 
     def __init__(
@@ -190,12 +182,7 @@ def _generators_restored(own: Sequence[OwnGenerator]) -> Iterator[None]:
 
 @final
 class RandomState:
-    """States of the global generators, and of those that an object holds, for one piece of work that is interrupted.
-
-    Args:
-        seed: Of the states at the beginning.
-        root: The object.
-    """
+    """States of the global generators, and of those that an object holds, for one piece of work that is interrupted."""
 
     def __init__(self, seed: int, root: object) -> None:
         self._seed = seed

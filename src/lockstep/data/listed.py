@@ -16,14 +16,7 @@ from lockstep.data.sampling import Sampling
 
 @final
 class ListedSamples(Samples):
-    """The samples of a data set with an index.
-
-    Args:
-        dataset: The data set.
-        sampling: Their order.
-        num_shards: Slices of a batch.
-        drop_last: Whether a last batch that is smaller than the others is left out.
-    """
+    """The samples of a data set with an index."""
 
     def __init__(self, dataset: Dataset[Any], sampling: Sampling, num_shards: int, *, drop_last: bool) -> None:
         self._length = partial(length_of, dataset)
@@ -34,18 +27,15 @@ class ListedSamples(Samples):
 
     @property
     def num_samples(self) -> int:
-        """How many samples an epoch has."""
         return self._sampling.num_samples
 
     def __str__(self) -> str:
         return str(self._sampling)
 
     def content(self) -> int:
-        """Return a number for the data; 0 if it is known only from whole slices."""
         return self._content
 
     def epoch(self, begin: EpochBegin) -> EpochSamples:
-        """Begin with an epoch."""
         return ListedEpoch(
             self._sampling,
             begin.epoch,
@@ -55,15 +45,10 @@ class ListedSamples(Samples):
         )
 
     def alone(self) -> Samples:
-        """Return these samples for another loader."""
         return self
 
     def check_unchanged(self) -> None:
-        """Check that the data set has as many samples as at first.
-
-        Raises:
-            ValueError: It has not.
-        """
+        """Check that the data set has as many samples as at first."""
         length = self._length()
         if length != self.num_samples:
             raise ValueError(
@@ -75,16 +60,6 @@ class ListedSamples(Samples):
 
 @final
 class ListedEpoch(EpochSamples):
-    """An epoch of a data set with an index.
-
-    Args:
-        sampling: The order.
-        epoch: Its number.
-        num_shards: Slices of a batch.
-        each_once: Whether each sample comes once, whatever its weight.
-        drops_last: Whether a smaller last batch is left out.
-    """
-
     def __init__(
         self, sampling: Sampling, epoch: int, num_shards: int, *, each_once: bool = False, drops_last: bool = False
     ) -> None:
@@ -96,12 +71,10 @@ class ListedEpoch(EpochSamples):
         self._num_steps = math.floor(batches) if drops_last else math.ceil(batches)
 
     def cut(self, step: int) -> list[Draws]:
-        """Return the draws of each shard in a step."""
         order = self._order if step < self._num_steps else []
         return list(step_slices(order, step, batch_size=self._sampling.batch_size, num_shards=self._num_shards))
 
     def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for streams
-        """Return the steps of the epoch."""
         return self._num_steps
 
     def number(self, step: int) -> int:  # noqa: ARG002 - as for streams
@@ -109,12 +82,10 @@ class ListedEpoch(EpochSamples):
         return 0
 
     def keys(self, draws: Draws) -> SliceKeys:
-        """Return what a loading process needs to load a slice."""
         sampling = self._sampling
         return DrawKeys(draws, num_samples=sampling.num_samples, seed=sampling.seed, epoch=self._epoch)
 
     def indices(self, draws: Draws) -> Sequence[int]:
-        """Return the indices of the samples."""
         return self._sampling.samples(draws)
 
     def forget(self, step: int) -> None:
@@ -126,17 +97,11 @@ class ListedEpoch(EpochSamples):
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Return the present length of a data set."""
     return int(type(dataset).__len__(dataset))  # type: ignore[attr-defined]
 
 
 def check_listed(dataset: Dataset[Any]) -> int:
-    """Return the length of a data set with an index.
-
-    Raises:
-        TypeError: It is not one.
-        ValueError: It is empty.
-    """
+    """Return the length of a data set with an index; raise an error if it has none, or no sample."""
     length = getattr(type(dataset), "__len__", None)
     if length is None or getattr(dataset, "__getitem__", None) is None:
         raise TypeError(

@@ -23,13 +23,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> li
 def weighted_order(weights: Tensor, *, seed: int, epoch: int) -> list[int]:
     """Return the draws of one epoch, as many as there are samples, with replacement in proportion to their weights.
 
-    Args:
-        weights: float64 [num_samples], on the CPU; not negative, and not all zero.
-        seed: Seed of the run.
-        epoch: The epoch, counted from 0.
-
-    Returns:
-        Index of the sample, plus the number of samples for each time that it was drawn before.
+    A draw is the index of a sample, plus the number of samples for each time that it was drawn before.
     """
     generator = torch.Generator()
     generator.manual_seed(derive_seed("draws", seed, epoch))
@@ -51,13 +45,6 @@ def bucketed_order(draws: Sequence[int], lengths: Tensor, *, batch_size: int, se
     They are taken in pools of 50 batches. Each pool is sorted by length and cut into batches, and all batches come in a
     random order. The smaller last batch, if there is one, is taken from a random place of the last pool: at the end of
     it the longest samples would be the ones that `drop_last` leaves out.
-
-    Args:
-        draws: The draws in a random order.
-        lengths: float64 [num_samples], on the CPU.
-        batch_size: Samples of a batch.
-        seed: Seed of the run.
-        epoch: The epoch, counted from 0.
     """
     generator = torch.Generator()
     generator.manual_seed(derive_seed("buckets", seed, epoch))

@@ -20,7 +20,6 @@ class Place:
     """Where a block of a run begins."""
 
     start: BlockStart
-    """The block."""
     total: int
     """Records before it: of the epoch; of the run, where an epoch reads on where the one before has ended."""
 
@@ -30,23 +29,13 @@ class Place:
 
     @staticmethod
     def from_mapping(found: Mapping[str, Any]) -> "Place":
-        """Return what `to_mapping` has made a mapping of."""
         start = BlockStart(**{name: found[name] for name in BlockStart.__dataclass_fields__})
         return Place(start=start, total=found["total"])
 
 
 @final
 class RecordQueue:
-    """The records of a run from one of them on.
-
-    Args:
-        blocks: From that one on in which the first record is.
-        total: How many records come before the first one.
-
-    Attributes:
-        total: How many records come before the next one.
-        is_reading: Whether a block is being read; after an error of the stream it remains so.
-    """
+    """The records of a run from one of them on; `total` come before the next. An error leaves `is_reading` true."""
 
     def __init__(self, blocks: Iterator[tuple[int, RecordBlock]], total: int) -> None:
         self.total = total
@@ -88,19 +77,7 @@ class RecordQueue:
 def open_queue(
     stream: Stream, order: BlockOrder, *, first_pass: int, is_endless: bool, total: int, noted: Place | None
 ) -> RecordQueue:
-    """Begin to read where `total` records come before.
-
-    Args:
-        stream: The stream.
-        order: Of its blocks.
-        first_pass: The pass that begins where `total` is 0.
-        is_endless: Whether another pass follows each.
-        total: How many records come before the first one.
-        noted: A place to begin at, before or at that record; None to read from the beginning.
-
-    Raises:
-        ValueError: The stream has other records than when `noted` was noted.
-    """
+    """Begin to read where `total` records come before: from `noted`, before or at that record, if there is one."""
     beginning = Place(start=BlockStart(pass_number=first_pass, block=0, place=0), total=0)
     if noted is not None and (stream.read is not None or noted.start.state is not None):
         blocks = _read(stream, order, noted, is_endless=is_endless)

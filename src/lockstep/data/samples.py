@@ -88,8 +88,4 @@ class Samples(ABC):
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Check that there are as many samples as at first.
-
-        Raises:
-            ValueError: There are not.
-        """
+        """Check that there are as many samples as at first."""

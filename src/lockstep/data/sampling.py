@@ -25,7 +25,6 @@ class Sampling:
     num_samples: int
     """Length of the data set."""
     batch_size: int
-    """Samples of a batch."""
     seed: int
     """Of the order."""
     shuffle: bool
@@ -58,18 +57,7 @@ class Sampling:
 
 
 def read_weights(weights: Any, dataset: Dataset[Any], *, shuffle: bool = True) -> Tensor:
-    """Return the weights of the samples of a data set, float64 [samples] on the CPU.
-
-    Args:
-        weights: A number for each sample: a list, an array or a tensor of one dimension; or "balanced".
-        dataset: The data set; it has a length.
-        shuffle: Whether its order is random.
-
-    Raises:
-        TypeError: They are not numbers.
-        ValueError: There are more or fewer than samples, one is negative or not finite, all are zero, the classes to
-            balance are not known, or the order is not random.
-    """
+    """Return the weights of the samples of a data set, float64 [samples] on the CPU."""
     if not shuffle:
         raise ValueError(
             "weights draw samples at random, and shuffle=False keeps the order of the data set: "
@@ -87,17 +75,7 @@ def read_weights(weights: Any, dataset: Dataset[Any], *, shuffle: bool = True) -
 
 
 def read_lengths(lengths: Any, dataset: Dataset[Any], *, shuffle: bool = True) -> Tensor:
-    """Return the lengths of the samples of a data set, float64 [samples] on the CPU.
-
-    Args:
-        lengths: A number for each sample: a list, an array or a tensor of one dimension.
-        dataset: The data set; it has a length.
-        shuffle: Whether its order is random.
-
-    Raises:
-        TypeError: They are not numbers.
-        ValueError: There are more or fewer than samples, one is negative or not finite, or the order is not random.
-    """
+    """Return the lengths of the samples of a data set, float64 [samples] on the CPU."""
     if not shuffle:
         raise ValueError(
             "lengths puts samples of similar length into one batch, and shuffle=False keeps the order of the data set: "

@@ -34,13 +34,11 @@ class EpochRanges:
         self._ranges: dict[int, tuple[range, ...]] = {}
 
     def ranges(self, step: int) -> tuple[range, ...]:
-        """Return the shards of every worker in a step."""
         if step not in self._ranges:
             self._ranges[step] = self._assignment.ranges(Cursor(self._epoch, step))
         return self._ranges[step]
 
     def forget(self, step: int) -> None:
-        """Drop those of a step that is over."""
         self._ranges.pop(step, None)
 
 
@@ -59,7 +57,6 @@ def keys_of_slices(first_step: int, samples: EpochSamples, epoch_ranges: EpochRa
 
 
 def keys_after(first: Sequence[SliceKeys], keys: Keys) -> Iterator[SliceKeys]:
-    """Yield some keys before those of the slices."""
     yield from first
     yield from keys()
 

@@ -22,18 +22,6 @@ _PREFETCH_FACTOR = 2
 
 @final
 class SliceLoading:
-    """Loads the slices of a data set.
-
-    Args:
-        dataset: Makes the slices.
-        num_workers: Loading processes.
-        keeps_processes: Whether they are kept for the next epoch.
-        pin_memory: Whether slices are put into pinned memory.
-
-    Attributes:
-        is_under_way: Whether an epoch is being loaded.
-    """
-
     def __init__(
         self, dataset: KeyedDataset, *, num_workers: int = 0, keeps_processes: bool = False, pin_memory: bool = False
     ) -> None:

@@ -123,12 +123,7 @@ class Stream(IterableDataset[Any]):
 
 @final
 class OpenPart:
-    """A part of a stream that is being read.
-
-    Args:
-        records: The records.
-        place: What tells its place, and goes there before the first record is read; None for nothing.
-    """
+    """A part of a stream that is being read; `place` tells where, and goes there before the first record; or None."""
 
     def __init__(self, records: Iterable[Any], place: Any) -> None:
         self._records = records

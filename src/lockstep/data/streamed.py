@@ -34,7 +34,6 @@ class RecordKeys(SliceKeys):
     """What a loading process needs for a slice of records."""
 
     records: Sequence[Record]
-    """The records."""
     seed: int
     """Seed of the run."""
 
@@ -43,18 +42,13 @@ class RecordKeys(SliceKeys):
         return self.records
 
     def seeds(self, number: int) -> list[int]:
-        """Return the seeds of the random states of the first samples, so many."""
         records = self.records[:number]
         return [derive_seed("sample", self.seed, each.pass_number, each.place) for each in records]
 
 
 @final
 class Transformed(Dataset[Any]):
-    """Makes samples of records; a data set whose index is a record.
-
-    Args:
-        transform: Makes a sample of what was read; None if that is one.
-    """
+    """Makes samples of records; a data set whose index is a record."""
 
     def __init__(self, transform: Callable[[Any], Any] | None) -> None:
         self._transform = transform
@@ -71,7 +65,6 @@ class Cut:
     """How an epoch of a stream is cut."""
 
     batch_size: int
-    """Samples of a batch."""
     num_shards: int
     """Slices of a batch."""
     drop_last: bool
@@ -79,7 +72,6 @@ class Cut:
     seed: int
     """Of the order and of the samples' random states."""
     shuffle: bool
-    """Whether the order is random."""
 
     def slices(self, records: Sequence[Any]) -> list[Draws]:
         """Cut a batch into the slices of all shards."""
@@ -88,16 +80,6 @@ class Cut:
 
 @final
 class StreamedSamples(Samples):
-    """The samples of a stream.
-
-    Args:
-        stream: The stream.
-        cut: How its epochs are cut.
-
-    Raises:
-        ValueError: The stream is empty, or gives other records when it is read again.
-    """
-
     def __init__(self, stream: Stream, cut: Cut) -> None:
         self._stream = stream
         self._cut = cut
@@ -108,7 +90,6 @@ class StreamedSamples(Samples):
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples an epoch has; None if that is not known before it ends."""
         if self._stream.steps_per_epoch is not None:
             return self._stream.steps_per_epoch * self._cut.batch_size
         return self._stream.num_records
@@ -117,17 +98,14 @@ class StreamedSamples(Samples):
         return f"{self._stream}, {f'shuffled among {self._order.size}' if self._cut.shuffle else 'in order'}"
 
     def content(self) -> int:
-        """Return a number for the data that is the same on every worker."""
         return self._content
 
     def alone(self) -> Self:
-        """Return these samples for another loader."""
         other = copy(self)
         other._last_queue = None  # noqa: SLF001 - of this class
         return other
 
     def epoch(self, begin: EpochBegin) -> EpochSamples:
-        """Begin with an epoch."""
         epoch, steps = begin.epoch, self._stream.steps_per_epoch
         before = 0 if steps is None else epoch * steps * self._cut.batch_size
         total = before + begin.first_step * self._cut.batch_size
@@ -176,17 +154,7 @@ class StreamedSamples(Samples):
 
 @final
 class StreamedEpoch(EpochSamples):
-    """An epoch of a stream.
-
-    Args:
-        queue: The records, from the first step on that is asked for.
-        cut: How it is cut.
-        first_step: The first step that is asked for.
-        num_samples: Samples of the epoch, if known.
-        total_before: How many records of the queue's count come before the epoch.
-        epoch: Its number; None where a bookmark is for any epoch.
-        drops_last: Whether a smaller last batch is left out.
-    """
+    """An epoch of a stream, of which `queue` begins at `first_step`; without `epoch`, a bookmark is for any epoch."""
 
     def __init__(
         self,
@@ -210,7 +178,6 @@ class StreamedEpoch(EpochSamples):
         self._cuts: dict[int, list[Draws]] = {}
 
     def cut(self, step: int) -> list[Draws]:
-        """Return the records of each shard in a step."""
         while self._next <= step and self._next != self._num_steps:
             self._read_step()
         found: list[Draws] = self._cuts.get(step, [[]] * self._cut.num_shards)
@@ -226,15 +193,12 @@ class StreamedEpoch(EpochSamples):
         return 0 if place is None else place.start.number or 0
 
     def keys(self, draws: Draws) -> RecordKeys:
-        """Return what a loading process needs to load a slice."""
         return RecordKeys(records=draws, seed=self._cut.seed)
 
     def indices(self, draws: Draws) -> Sequence[int]:
-        """Return where the records are in the stream."""
         return [record.place for record in draws]
 
     def forget(self, step: int) -> None:
-        """Drop the records of a step that is over."""
         self._cuts.pop(step, None)
         self._queue.forget(self._total(step + 1))
 
@@ -261,11 +225,7 @@ class StreamedEpoch(EpochSamples):
             self._end(self._next)
 
     def _end(self, num_steps: int) -> None:
-        """Note how many steps the epoch has.
-
-        Raises:
-            ValueError: There are none, or another number than the lengths of the parts say.
-        """
+        """Note how many steps the epoch has."""
         if not num_steps:
             too_few = "fewer than a batch, and drop_last=True leaves them out" if self._drops_last else "none at all"
             raise ValueError(f"The stream has {self._queue.fill(1)} samples: {too_few}. (LS409)")
@@ -273,16 +233,11 @@ class StreamedEpoch(EpochSamples):
 
 
 def count_steps(num_samples: int, batch_size: int, *, drops_last: bool) -> int:
-    """Return how many batches so many samples make."""
     return num_samples // batch_size if drops_last else math.ceil(num_samples / batch_size)
 
 
 def read_head(stream: Stream, seed: int) -> int:
-    """Return a number for the first records of a stream, the same wherever it is read.
-
-    Raises:
-        ValueError: There are none, or they are others when they are read again.
-    """
+    """Return a number for the first records of a stream, the same wherever it is read."""
     first, again = (_read_head(stream, seed) for _ in range(2))
     if not first:
         raise ValueError("The stream has no records. Check what it reads. (LS409)")
