@@ -36,8 +36,6 @@ from lockstep.shards import shard_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """What a trainer was given."""
-
     model: nn.Module
     """On the device where it is to train."""
     optimizer: Optimizer | Mapping[str, Optimizer]
@@ -47,23 +45,18 @@ class TrainerArguments:
     every: Mapping[str, int] | None
     """In every how many steps an optimizer steps, by name."""
     num_shards: int
-    """Number of shards of the run."""
     seed: int
     """Of every random state in a step."""
     scheduler: Any
     """Learning-rate scheduler, several by the names of their optimizers, or None."""
     scaler: GradScaler | None
-    """Scales the loss."""
     max_grad_norm: float | None
-    """Where the gradient's norm is clipped."""
     nonfinite: str
     """What to do with a step whose loss or gradient is not finite."""
     balance: str
     """How shards are assigned to workers."""
     deterministic: bool
-    """Whether operators must be deterministic."""
     bucket_limits: BucketLimits
-    """Sizes of the gradient buckets."""
     on_worker_loss: str
     """What calls do when a worker is lost."""
     min_workers: int
@@ -75,7 +68,6 @@ class TrainerArguments:
     compile: bool | str = False
     """Whether calls of the model run compiled, or by which of torch.compile's backends."""
     callbacks: Sequence[Callback] = ()
-    """Called at named moments."""
 
     @property
     def norm_limit(self) -> float | None:
@@ -86,18 +78,7 @@ class TrainerArguments:
 def check_arguments(
     arguments: TrainerArguments, world: World, progress: Description = MappingProxyType({})
 ) -> list[Description]:
-    """Check what a trainer was given, on every worker; return what all were given (collective).
-
-    Args:
-        arguments: What this worker's trainer was given.
-        world: The workers.
-        progress: What else must be the same on all, of a run that has begun already.
-
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument has a value that is not allowed.
-        PeerFailedError: An argument on another worker is wrong.
-    """
+    """Check what a trainer was given, on every worker; return what all were given (collective)."""
     return gather_results(world, lambda: {**_check_own(arguments, world), **progress}, "constructing a Trainer")
 
 
@@ -108,11 +89,7 @@ def find_device_type(model: Any) -> str:
 
 
 def check_same_arguments(found: Sequence[Description]) -> None:
-    """Compare what the workers' trainers were given, by rank.
-
-    Raises:
-        ValueError: It is not the same.
-    """
+    """Compare what the workers' trainers were given, by rank."""
     for rank, description in enumerate(found):
         if description != found[0]:
             raise ValueError(
@@ -122,12 +99,7 @@ def check_same_arguments(found: Sequence[Description]) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Check that a scheduler can be stepped, and that it is this optimizer's.
-
-    Raises:
-        TypeError: Not a scheduler.
-        ValueError: Its step wants a metric, or it is of another optimizer.
-    """
+    """Check that a scheduler can be stepped, and that it is this optimizer's."""
     kind = type(scheduler).__name__
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(scheduler, method, None)):
@@ -159,11 +131,6 @@ def can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bo
 
 
 def check_whole_number(name: str, value: Any) -> int:
-    """Return `value` as an int.
-
-    Raises:
-        TypeError: It is not a whole number.
-    """
     if not isinstance(value, bool):
         try:
             return operator.index(value)

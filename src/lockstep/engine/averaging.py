@@ -159,16 +159,7 @@ class SWA(AveragedWeights):
 
 
 def tensors_of(weights: AveragedWeights | None, callbacks: Sequence[Callback]) -> Mapping[str, Tensor]:
-    """Return what is to be evaluated in the place of the model's own tensors; nothing for None.
-
-    Args:
-        weights: An average.
-        callbacks: Those of the trainer.
-
-    Raises:
-        TypeError: It is no average.
-        ValueError: It has averaged nothing, and no trainer calls it.
-    """
+    """Return what is to be evaluated in the place of the model's own tensors; nothing for None."""
     if weights is None:
         return {}
     if not isinstance(weights, AveragedWeights):
@@ -187,11 +178,7 @@ def tensors_of(weights: AveragedWeights | None, callbacks: Sequence[Callback]) -
 
 @torch.no_grad()
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a model, by the names of its `state_dict`; those that are not named keep their values (local).
-
-    Raises:
-        CheckpointError: The model has no such tensor, or one of another shape.
-    """
+    """Write tensors into a model, by the names of its `state_dict`; those not named keep their values (local)."""
     live = LiveTensors(model).read()
     for name, value in tensors.items():
         if name not in live or live[name].shape != value.shape:
@@ -222,8 +209,7 @@ def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
 class LiveTensors:
     """Finds the tensors of a model that can be averaged: parameters and saved buffers of floating-point numbers.
 
-    Args:
-        model: Its parameters stay the same objects; a forward may put other tensors in the place of buffers.
+    The model's parameters stay the same objects; a forward may put other tensors in the place of buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:

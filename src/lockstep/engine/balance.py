@@ -32,10 +32,7 @@ class Balancer:
     def note(self, batch: ShardedBatch, seconds: Sequence[float], last_requested: Cursor) -> None:
         """Record what the workers measured in the step of `batch`, and move shards if that makes steps shorter.
 
-        Args:
-            batch: Its step is over.
-            seconds: Per shard, for each worker; 0 where it was not measured.
-            last_requested: The furthest step that any worker's loader has requested.
+        `seconds` are per shard, for each worker; 0 where a worker has not measured.
         """
         if min(seconds) <= 0 or batch.assignment.is_changing(batch.cursor):
             return

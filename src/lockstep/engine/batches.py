@@ -11,12 +11,7 @@ from lockstep.errors import counted
 
 
 def check_cut(batch: Any, num_shards: int, world: World) -> None:
-    """Check that a batch was cut for this number of shards and these workers.
-
-    Raises:
-        TypeError: It is not a batch of a ShardedLoader.
-        ValueError: It was cut otherwise.
-    """
+    """Check that a batch was cut for this number of shards and these workers."""
     if not isinstance(batch, ShardedBatch):
         raise TypeError(
             f"The batch is a {type(batch).__name__}, expected what a ShardedLoader yields: "
@@ -31,11 +26,7 @@ def check_cut(batch: Any, num_shards: int, world: World) -> None:
 
 
 def check_world(batch: ShardedBatch, world: World) -> None:
-    """Check that a batch was cut for these workers.
-
-    Raises:
-        ValueError: It was not.
-    """
+    """Check that a batch was cut for these workers."""
     mine = batch.ranges[world.rank] if world.rank < len(batch.ranges) else range(0)
     if len(batch.ranges) != world.world_size or any(part.shard not in mine for part in batch.slices):
         raise ValueError(
@@ -45,11 +36,7 @@ def check_world(batch: ShardedBatch, world: World) -> None:
 
 
 def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
-    """Refuse a batch in which a shard has no samples, and so no part in a SyncBatchNorm.
-
-    Raises:
-        ValueError: The model has one, and the batch is smaller than the number of shards.
-    """
+    """Refuse a batch in which a shard has no samples, and so no part in a SyncBatchNorm."""
     if batch.num_samples >= batch.num_shards:
         return
     name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
@@ -82,11 +69,7 @@ class BatchSequenceCheck:
         self.source, self._is_restored = source, True
 
     def check(self, batch: ShardedBatch, cursor: Cursor) -> None:
-        """Check that a batch is of the run's data, and warn if its step lies behind `cursor`.
-
-        Raises:
-            ValueError: It is of another loader, of other data, or not the next one of a restored run.
-        """
+        """Check that a batch is of the run's data, and warn if its step lies behind `cursor`."""
         if self.source is not None and batch.source != self.source and self._is_restored:
             raise ValueError(
                 f"The restored run was trained on a loader of {self.source}, and the batch is of one of "
@@ -123,5 +106,4 @@ class BatchSequenceCheck:
 
 
 def name_step(cursor: Cursor) -> str:
-    """Return in words where a step is."""
     return f"epoch {cursor.epoch}, step {cursor.step} (counted from 0)"

@@ -36,19 +36,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 def compute_statistics(
     state: RunState, world: World, loader: ShardedLoader, weights: Mapping[str, Tensor], forward: Forward
 ) -> dict[str, Tensor]:
-    """Return running means and variances by the names of the model's buffers (collective); nothing is changed.
-
-    Args:
-        state: The model, and the seed of the run.
-        world: The workers.
-        loader: The data.
-        weights: Tensors that the model has meanwhile, by name.
-        forward: Called with the model and each slice.
-
-    Raises:
-        PeerFailedError: The forward has raised an error on another worker.
-        ValueError: Workers have different data.
-    """
+    """Return running means and variances by the names of the model's buffers (collective); nothing is changed."""
     model = state.model
 
     def compute() -> tuple[str, int, dict[int, Sums]]:

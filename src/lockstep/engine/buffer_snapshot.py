@@ -31,11 +31,9 @@ class BufferSpec:
     number: int
     """Equal for two names of one tensor."""
     shape: tuple[int, ...]
-    """Its shape."""
     memory_shape: tuple[int, ...]
     """The shape of the part that has memory; another one for an expanded tensor."""
     dtype: torch.dtype
-    """Its dtype."""
     is_on_cpu: bool
     """Whether it is on the CPU, wherever the model is."""
 
@@ -45,7 +43,6 @@ BufferSpecs = list[dict[str, BufferSpec | None]]
 
 
 def buffer_parts(model: nn.Module) -> BufferParts:
-    """Return the dictionaries in which the modules of a model keep their buffers."""
     return [buffer_registry(module) for module in model.modules()]
 
 
@@ -54,17 +51,7 @@ class BufferSnapshot:
     """The buffers of a model at a moment. [Note: buffers that are replaced].
 
     Its memory is kept from record to record, as long as the model has the same buffers.
-
-    Args:
-        parts: The dictionaries in which modules keep their buffers.
-        prefers_flat: Whether copies should lie in one memory per device, where all buffers are dense.
-
-    Attributes:
-        names: The recorded buffers, by name.
-        live: Every buffer once, in the order of the names, as a tensor that shares its memory.
-        values: Copies of these.
-        is_flat: Whether they lie in `memory`.
-        memory: One memory per device.
+    `live` holds every buffer once, in the order of the names, as a tensor that shares its memory; `values` are copies.
     """
 
     def __init__(self, parts: BufferParts, *, prefers_flat: bool = False) -> None:

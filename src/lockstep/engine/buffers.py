@@ -44,13 +44,7 @@ _PURPOSE = "sending shard 0's buffers"
 
 @final
 class ShardZeroBuffers:
-    """Lets every shard of a worker start from the step's buffers, and keeps those of shard 0.
-
-    Args:
-        model: Whose buffers; its modules stay the same.
-        world: The workers.
-        device: Where buffers are that are not on the CPU.
-    """
+    """Lets every shard of a worker start from the step's buffers, and keeps those of shard 0."""
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
         self._parts = buffer_parts(model)
@@ -99,8 +93,7 @@ class ShardZeroBuffers:
     def has_new_layout(self) -> bool:
         """Whether shard 0 has left other buffers than the step began with, or of other shapes; asked on rank 0.
 
-        Raises:
-            Exception: What has failed when the buffers were to be sent.
+        It raises what has failed in `start_sending`.
         """
         if self._send_error is not None:
             raise self._send_error
@@ -138,9 +131,6 @@ class ShardZeroBuffers:
         """Send rank 0's buffers to all where they have other shapes than the step began with (collective).
 
         When it returns, every rank has them. They are written by `commit`.
-
-        Raises:
-            PeerFailedError: Another rank could not make room for them.
         """
         if not self._is_sent:
             return
@@ -169,11 +159,7 @@ class ShardZeroBuffers:
         return self._before.is_flat and set(self._before.memory.flat_by_device) <= {self._device}
 
     def commit(self, is_bad: Tensor | None = None) -> None:
-        """Let the model's buffers be those of shard 0 (local).
-
-        Args:
-            is_bad: On the device, whether they are to be what they were when the step began all the same.
-        """
+        """Let the model's buffers be those of shard 0, or what they were before if `is_bad` on the device (local)."""
         self._is_recorded = False
         self._write()
         if is_bad is not None and self._before.live:

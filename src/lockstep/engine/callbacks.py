@@ -103,15 +103,7 @@ MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 @final
 class Callbacks:
-    """The callbacks of a trainer, by name: that of the class, with a number for the second of one class.
-
-    Args:
-        callbacks: In the order in which they are called.
-
-    Raises:
-        TypeError: One is not a `Callback`.
-        ValueError: One has a method like that of a moment that there is not.
-    """
+    """The callbacks of a trainer, by name: that of the class, with a number for the second of one class."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._by_name: dict[str, Callback] = {}
@@ -130,11 +122,9 @@ class Callbacks:
         }
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._by_name)
 
     def all(self) -> list[Callback]:
-        """Return all, in order."""
         return list(self._by_name.values())
 
     def of(self, moment: str) -> list[Callback]:
@@ -153,7 +143,6 @@ class Callbacks:
 
     @property
     def names(self) -> list[str]:
-        """The names, in order."""
         return list(self._by_name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,11 +156,7 @@ class Callbacks:
             self._by_name[name].load_state_dict(state)
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """Check that states are those of these callbacks.
-
-        Raises:
-            CheckpointError: One is missing, or one is of a callback that is not here.
-        """
+        """Check that states are those of these callbacks."""
         mine = self.state_dict()
         for name in saved:
             if name not in self._by_name:
@@ -189,12 +174,6 @@ class Callbacks:
 
 
 def check_callbacks(value: Any) -> None:
-    """Check that a value is a sequence of callbacks.
-
-    Raises:
-        TypeError: It is not.
-        ValueError: See `check_callback`.
-    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"callbacks is {value!r}, expected a list: callbacks=[...]. (LS525)")
     for each in value:
@@ -202,12 +181,6 @@ def check_callbacks(value: Any) -> None:
 
 
 def check_callback(value: Any) -> None:
-    """Check that a value is a callback.
-
-    Raises:
-        TypeError: It is not.
-        ValueError: It has a method like that of a moment that there is not, or one that takes other arguments.
-    """
     if isinstance(value, type) and issubclass(value, Callback):
         raise TypeError(
             f"callbacks holds the class {value.__name__}, expected an object of it: {value.__name__}(...). (LS525)"
@@ -228,11 +201,7 @@ def check_callback(value: Any) -> None:
 
 
 def _check_arguments(kind: str, name: str, method: Any) -> None:
-    """Check that a method can be called as its moment calls it, which may be hours later.
-
-    Raises:
-        ValueError: It takes other arguments.
-    """
+    """Check that a method can be called as its moment calls it, which may be hours later."""
     _, *expected = inspect.signature(getattr(Callback, name)).parameters
     try:
         inspect.signature(method).bind(*expected)

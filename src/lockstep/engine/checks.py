@@ -18,12 +18,7 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 
 
 def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the named trainable parameters of a model.
-
-    Raises:
-        TypeError: Not a module, or one that is wrapped for data parallelism.
-        ValueError: Nothing to train, parameters without a shape, or gradients of another dtype than their parameter's.
-    """
+    """Return the named trainable parameters of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model is a {type(model).__name__}, expected a torch.nn.Module. (LS509)")
     for name, module in model.named_modules():
@@ -62,12 +57,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer's parameters are the model's.
-
-    Raises:
-        TypeError: Not an optimizer.
-        ValueError: Some are not.
-    """
+    """Check that an optimizer's parameters are the model's."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer. (LS504)")
     known = {id(parameter) for parameter in model.parameters()}
@@ -82,11 +72,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
-    """Refuse layers whose result depends on the number of workers.
-
-    Raises:
-        ValueError: A SyncBatchNorm where workers run several shards.
-    """
+    """Refuse layers whose result depends on the number of workers."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if not found:
         return
@@ -133,13 +119,7 @@ def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) 
 
 @final
 class ModelChangeCheck:
-    """Checks that a model and its optimizer still have the parameters that a trainer was made for.
-
-    Args:
-        model: What is trained.
-        optimizer: Over its parameters.
-        trained: The model as it is when the trainer is made.
-    """
+    """Checks that a model and its optimizer still have the parameters that a trainer was made for."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, trained: TrainedModel) -> None:
         self._model = model
@@ -148,11 +128,6 @@ class ModelChangeCheck:
         self._held = self._look()
 
     def check(self) -> None:
-        """Look again (local).
-
-        Raises:
-            ValueError: Something was added, taken away, frozen, unfrozen, cast or moved.
-        """
         held = self._look()
         if held != self._held:
             check_optimizer(self._optimizer, self._model)

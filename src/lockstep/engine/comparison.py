@@ -25,13 +25,7 @@ _PURPOSE = "comparing what the workers train"
 
 @final
 class WorkerComparison:
-    """Compares the optimizer's options and the parameters of the workers, step by step.
-
-    Args:
-        model: Whose parameters.
-        optimizer: Whose options.
-        world: The workers; one that is alone has nothing to compare.
-    """
+    """Compares the optimizer's options and the parameters of the workers, step by step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._named = list(model.named_parameters())
@@ -59,12 +53,7 @@ class WorkerComparison:
         self._num_writes = -1
 
     def check_options(self, numbers: Sequence[float], place: str) -> None:
-        """Compare the workers' numbers of this step (collective where they differ, which all see).
-
-        Raises:
-            PeerFailedError: Another worker could not read its own.
-            ValueError: The options differ; names the first rank that does, and what.
-        """
+        """Compare the workers' numbers of this step (collective where they differ, which all see)."""
         if len(set(numbers)) == 1:
             return
         first, *others = gather_results(self._world, lambda: describe_options(self._optimizer), _PURPOSE)
@@ -76,12 +65,7 @@ class WorkerComparison:
                 )
 
     def check_values(self, numbers: Sequence[float], place: str) -> None:
-        """Compare the workers' numbers of this step (collective where they differ, which all see).
-
-        Raises:
-            ParameterMismatchError: The parameters differ; names the first rank and parameter that do.
-            PeerFailedError: Another worker could not read its own.
-        """
+        """Compare the workers' numbers of this step (collective where they differ, which all see)."""
         if len(set(numbers)) == 1:
             return
 

@@ -15,13 +15,10 @@ class Continued:
     generation: int
     """Number of the present generation of workers; the first is 0."""
     lost: tuple[LostWorker, ...]
-    """Who has ended."""
     arrived: tuple[ChangedWorker, ...] = ()
-    """Who is new."""
     left: tuple[ChangedWorker, ...] = ()
     """Who has left, as it was asked to."""
     world_size: int
-    """How many workers there are now."""
     shards: tuple[range, ...]
     """Which shards each of them runs, in rank order."""
     cursor: Cursor
@@ -32,7 +29,6 @@ class Continued:
     """From the error of the call to the moment at which it could be made again."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
         changes = [f"rank {each.rank} (pid {each.pid}) {each.reason}" for each in self.lost]
         changes += [f"rank {each.rank} (pid {each.pid}) left" for each in self.left]
         changes += [f"rank {each.rank} (pid {each.pid}) joined" for each in self.arrived]

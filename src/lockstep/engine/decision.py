@@ -45,21 +45,11 @@ class Decision:
     is_bad: Tensor | None
     """On the device, whether they stay as they are all the same; None where the host knows that they do not."""
     read: Callable[[], StepOutcome]
-    """Returns what the step has computed."""
 
 
 @final
 class StepJudge:
-    """Decides what becomes of each step, alike on all workers.
-
-    Args:
-        state: Whose gradients.
-        arguments: What is to be done with a step that is not finite, and where gradients are clipped.
-        row: What the device knows; None where the model is on the CPU.
-        update: Makes the update.
-        buffers: Written with it.
-        hooks: The user's, called with the reduced gradients.
-    """
+    """Decides what becomes of each step, alike on all workers; `row` is None where the model is on the CPU."""
 
     def __init__(
         self,
@@ -79,11 +69,7 @@ class StepJudge:
         self._hooks = hooks
 
     def decide(self, batch: ShardedBatch, sums: StepSums) -> Decision:
-        """Decide on a step (collective on an asynchronous device).
-
-        Raises:
-            LossError: A loss or the gradient is not finite, or no shard had anything to learn from.
-        """
+        """Decide on a step (collective on an asynchronous device)."""
         if self._row is not None:
             return self._decide_on_device(batch, sums, self._row)
         norm: Tensor | None = None

@@ -13,9 +13,6 @@ class DeterminismSwitches:
     """Sets the switches, and restores them.
 
     The environment variables that `set_deterministic` sets as well stay: what reads them has done so already.
-
-    Args:
-        deterministic: What to set them to.
     """
 
     def __init__(self, *, deterministic: bool) -> None:

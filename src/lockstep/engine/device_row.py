@@ -45,15 +45,7 @@ class RowValues:
 class DeviceRow:
     """The row of one step after the other, in memory that is kept.
 
-        | loss * weight of each shard | weight of each shard | 0 or NaN for the gradients | norm of the gradient |
-
-    Args:
-        world: The workers.
-        num_shards: Number of shards of the run.
-        device: Asynchronous.
-
-    Attributes:
-        device: Where it is.
+    | loss * weight of each shard | weight of each shard | 0 or NaN for the gradients | norm of the gradient |
     """
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
@@ -66,7 +58,6 @@ class DeviceRow:
         self._on_host = torch.zeros(len(self._values), dtype=torch.float64, pin_memory=True)
 
     def begin(self) -> None:
-        """Begin with a step (local)."""
         self._values.zero_()
 
     @torch.no_grad()
@@ -102,8 +93,7 @@ class DeviceRow:
     def total_weight(self, known: Sequence[float]) -> Tensor:
         """Return the sum of the weights, in the order of the tree, on the device (local; after `exchange`).
 
-        Args:
-            known: The weight of each shard; below zero for one that is on the device only.
+        In `known`, a weight below zero is one that is on the device only.
         """
         for shard, weight in enumerate(known):
             if weight >= 0:
@@ -114,8 +104,7 @@ class DeviceRow:
     def is_bad(self, total_weight: Tensor | None) -> Tensor:
         """Return, on the device, whether a loss, a weight, or the gradient is not what an update can be made of.
 
-        Args:
-            total_weight: Of `total_weight`, where any weight is on the device.
+        `total_weight` is None where no weight is on the device.
         """
         is_bad = ~self._values.isfinite().all()
         if total_weight is not None:

@@ -47,15 +47,7 @@ def evaluate(
     metric: Metric | Any,
     weights: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Sum a metric over a data set (collective); `Trainer.evaluate` says what it returns and raises.
-
-    Args:
-        state: The model, and the seed of the run.
-        world: The workers.
-        loader: The data.
-        metric: A function, or an object of torchmetrics.
-        weights: Tensors that the model has meanwhile, by name.
-    """
+    """Sum a metric over a data set (collective); `Trainer.evaluate` says what it returns and raises."""
     if not isinstance(loader, ShardedLoader):
         raise TypeError(
             f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
@@ -97,13 +89,7 @@ class ModelOfRun(Protocol):
 
 @final
 class SliceCalls:
-    """Calls a function for slices, each from the same mode, buffers and random states whatever this worker ran before.
-
-    Args:
-        state: The model, and the seed of the run.
-        function: Called with the model and the data of a slice.
-        is_training: Whether the model is in training mode meanwhile.
-    """
+    """Calls a function for slices, each from the same mode, buffers and random states, whatever this worker ran."""
 
     def __init__(self, state: ModelOfRun, function: Metric | Any, *, is_training: bool = False) -> None:
         self._state = state
@@ -122,7 +108,6 @@ class SliceCalls:
             self._function.generators.restore()
 
     def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
-        """Return what the function returns for a slice."""
         self._state.model.train(self._is_training)
         self._buffers.put_back()
         seed_slice("evaluate", self._state.seed, batch, part)
@@ -143,16 +128,6 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
     """Add up what a metric gives for every slice of a data set (collective).
 
     Sums are kept per shard and added in shard order.
-
-    Args:
-        loader: The data.
-        values_of: The metric.
-        world: The workers.
-
-    Raises:
-        PeerFailedError: The metric has raised an error on another worker.
-        TypeError: It returned what cannot be added up.
-        ValueError: Workers have different data, or a weight is below zero or not a number.
     """
 
     def compute() -> tuple[str, int, dict[int, dict[str, Mean]]]:
@@ -226,11 +201,7 @@ def _describe(value: object) -> str:
 
 
 def check_same_data(sources: Sequence[str], contents: Sequence[int | None]) -> None:
-    """Check what the workers have said of their data, by rank.
-
-    Raises:
-        ValueError: They are different.
-    """
+    """Check what the workers have said of their data, by rank."""
     _check_same_loader(sources)
     _check_same_content(contents)
 
@@ -262,17 +233,8 @@ def update_in_order(
     """Let an object of torchmetrics see all predictions, in the order of the data, and return what it computes.
 
     It is updated on rank 0 alone, which gets the others' predictions; its own synchronisation would add up in an order
-    that depends on the number of workers. (Collective.)
-
-    Args:
-        metric: A Metric or MetricCollection; it is reset before and left as it is afterwards.
-        loader: The data.
-        update_of: Returns predictions and target of a slice.
-        world: The workers.
-
-    Raises:
-        PeerFailedError: Another worker has raised an error.
-        ValueError: Workers have different data.
+    that depends on the number of workers. (Collective.) It is reset before, and left as it is afterwards. `update_of`
+    returns predictions and target.
     """
     metric.reset()
     _check_same_loader(gather_results(world, lambda: loader.source, _PURPOSE))

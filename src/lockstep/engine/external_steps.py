@@ -16,11 +16,7 @@ from lockstep.torch_private import optimizer_step_pre_hooks
 
 @final
 class StepGuard:
-    """Refuses an optimizer's `step`, as long as there is a trainer of the optimizer.
-
-    Attributes:
-        is_allowed: Whether it may step now.
-    """
+    """Refuses an optimizer's `step`, as long as there is a trainer of the optimizer."""
 
     def __init__(self) -> None:
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -35,7 +31,6 @@ class StepGuard:
             )
 
     def add(self, trainer: Any) -> None:
-        """Note a trainer of the optimizer."""
         self._trainers.add(trainer)
 
     def remove(self, trainer: Any) -> None:
@@ -45,12 +40,7 @@ class StepGuard:
 
 @final
 class StepGuards:
-    """The guards of the optimizers of one trainer.
-
-    Args:
-        optimizers: The optimizers.
-        trainer: The trainer.
-    """
+    """The guards of the optimizers of one trainer."""
 
     def __init__(self, optimizers: Sequence[Optimizer], trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)  # which holds this: a cycle would keep its group open for long

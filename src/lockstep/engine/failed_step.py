@@ -21,14 +21,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 @final
 class FailedStep:
-    """Lets a step that has failed on this worker fail on all.
-
-    Args:
-        state: The state of the run.
-        world: The workers.
-        gradients: In whose reduction the others may wait.
-        written_parameters: What the shards have written before the step failed.
-    """
+    """Lets a step that has failed on this worker fail on all."""
 
     def __init__(
         self, state: RunState, world: World, gradients: ShardReducer, written_parameters: WrittenParameterCheck
@@ -41,15 +34,8 @@ class FailedStep:
     def report(self, error: Exception, table: StepTable, ranges: Sequence[range], *, has_reduced: bool) -> None:
         """Make the calls in which the other workers wait for this one, and send them the error (collective).
 
-        Args:
-            error: What was raised on this worker.
-            table: Of this step.
-            ranges: The shards of every worker, as the batch has them.
-            has_reduced: Whether the reduction of this step is over here.
-
-        Raises:
-            ReductionError: What another worker has raised, where `error` is only a consequence of it.
-            UnusableStateError: An earlier step has failed on some workers alone.
+        The caller then raises `error`; this raises another one where `error` is only a consequence of a worker's, or an
+        earlier step has failed on some workers alone.
         """
         self._read_last_step(error)
         is_consequence = has_reduced and self._gradients.has_failed_on_all

@@ -24,11 +24,8 @@ class Fingerprint:
     threads: int
     """CPU threads per worker of torch's operators; they change the last bits on the CPU."""
     num_shards: int
-    """Number of shards of the run."""
     seed: int
-    """Seed of the run."""
     deterministic: bool
-    """Whether operators must be deterministic."""
     matmul_precision: str
     """torch.get_float32_matmul_precision(): "highest" unless TensorFloat-32 or bfloat16 is allowed."""
 
@@ -62,23 +59,12 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
-        """Return what `to_dict` was called on, also by an earlier version of Lockstep.
-
-        Raises:
-            TypeError: Keys are missing or unknown.
-        """
+        """Return what `to_dict` was called on, also by an earlier version of Lockstep."""
         return cls(**{**values, "switches": in_present_names(values.get("switches", {}))})
 
 
 def take_fingerprint(device: torch.device, *, num_shards: int, seed: int, is_compiled: bool = False) -> Fingerprint:
-    """Return what the bits of a run on `device` depend on, as this process is set now (local).
-
-    Args:
-        device: Of the model.
-        num_shards: Number of shards of the run.
-        seed: Seed of the run.
-        is_compiled: Whether torch.compile has compiled the model or a part of it.
-    """
+    """Return what the bits of a run on `device` depend on, as this process is set now (local)."""
     return Fingerprint(
         torch=str(torch.__version__),  # it is of a class of its own
         device=_describe_device(device),

@@ -11,11 +11,9 @@ _ALIGNMENT_BYTES = 16
 
 @final
 class FlatMemory:
-    """Memory for tensors of any dtypes, kept from step to step: one flat tensor per device.
+    """Memory for tensors of any dtypes, kept from step to step: one flat tensor of bytes per device.
 
-    Attributes:
-        flat_by_device: The memory, as bytes.
-        values: A tensor for each of those that it was fitted to, in that memory.
+    `values` are views of it, one for each tensor that it was fitted to.
     """
 
     def __init__(self) -> None:

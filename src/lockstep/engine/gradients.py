@@ -13,11 +13,7 @@ from lockstep.errors import LossError
 
 
 def require_gradients(parameters: Iterable[nn.Parameter], place: str) -> list[Tensor]:
-    """Return the gradients of these parameters.
-
-    Raises:
-        LossError: None has one.
-    """
+    """Return the gradients of those parameters that have one; a LossError if none has."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         raise LossError(
@@ -30,10 +26,7 @@ def require_gradients(parameters: Iterable[nn.Parameter], place: str) -> list[Te
 def explain_nonfinite(state: RunState, norm: Tensor | None, place: str) -> str:
     """Return in words which gradient is not finite; empty if all are. On a GPU this waits for the device.
 
-    Args:
-        state: Whose gradients, as they are before they are clipped: a norm that is not finite makes all of them so.
-        norm: Their norm, if it was computed.
-        place: The step, in words.
+    Call it before gradients are clipped: a norm that is not finite makes all of them so.
     """
     trained = set(map(id, state.trained_parameters()))
     name = next(
@@ -52,12 +45,7 @@ def explain_nonfinite(state: RunState, norm: Tensor | None, place: str) -> str:
 
 
 def explain_late_nonfinite(norm: float, name: str) -> str:
-    """Return in words that the gradient of a step was not finite, where it is there no more.
-
-    Args:
-        norm: Its norm; 0 if it was not computed.
-        name: The step, in words.
-    """
+    """Return in words that the gradient of a step was not finite, where it is there no more; a norm of 0 is unknown."""
     what = "The gradient was not finite" if math.isfinite(norm) else f"The gradient's norm was {norm}"
     return (
         f"{what} at {name}, although the loss is finite. Look for a square root or logarithm of zero, or a division by "

@@ -22,7 +22,6 @@ class SliceLoss:
     loss: Tensor
     """The mean loss, a scalar with a graph."""
     weight: float | Tensor
-    """Its weight."""
     values: ShardValues
     """What else it has returned, by name."""
 
@@ -31,9 +30,6 @@ def read_loss(result: Any, part: Slice) -> SliceLoss:
     """Return the mean loss of a slice, and its weight: of samples, unless the loss function returns another.
 
     A weight that is a tensor on an asynchronous device stays there.
-
-    Raises:
-        LossError: It is neither a mean, nor a pair of a mean and a weight, nor a dictionary with one of them as "loss".
     """
     others: Mapping[Any, Any] = {}
     if isinstance(result, Mapping):

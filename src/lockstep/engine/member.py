@@ -38,20 +38,13 @@ _PURPOSE: Final = "comparing which calls the workers have completed"
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How a call has ended."""
-
     agreement: StepAgreement | None = None
     """What was exchanged, in a step."""
     error: tuple[str, str] | None = None
     """Class and text of the error that it has raised; None for none."""
 
     def raise_error(self) -> None:
-        """Raise the error, if there was one.
-
-        Raises:
-            LockstepError: Of the same class, where it is one of ours.
-            PeerFailedError: Another error.
-        """
+        """Raise the error, if there was one: of its own class if that is one of ours, else a PeerFailedError."""
         if self.error is None:
             return
         name, text = self.error
@@ -75,11 +68,7 @@ class _Standing:
 
 @final
 class Member:
-    """This worker, in a run that continues with other workers.
-
-    Args:
-        generations: The generations of the run.
-    """
+    """This worker, in a run that continues with other workers."""
 
     def __init__(self, generations: Generations) -> None:
         self.generations = generations
@@ -123,10 +112,8 @@ class Member:
     def call(self, trainer: Any, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         """Make a call of a trainer (collective); however often a worker is lost meanwhile, it is completed once.
 
-        Args:
-            trainer: Whose call it is.
-            body: The call. It can be repeated as long as no worker has completed it.
-            finish: Called when the call is complete, before others are; returns what was exchanged in a step.
+        `body` may run again as long as no worker has completed the call. `finish` is called when the call is complete,
+        before other workers are adopted, and returns what was exchanged in a step.
         """
         if self._is_in_call:
             return body()  # a part of the call that it is made in
@@ -137,12 +124,7 @@ class Member:
             self._is_in_call = False
 
     def confirmed(self, body: Callable[[], Result], world: Callable[[], World]) -> Result:
-        """Let no worker complete a call before all can (collective). [Note: one call apart].
-
-        Args:
-            body: The call.
-            world: Returns the present workers.
-        """
+        """Let no worker complete a call before all can (collective). [Note: one call apart]."""
         result = body()
         if self._is_in_call:
             try:
@@ -152,11 +134,7 @@ class Member:
         return result
 
     def ask_others(self, error: GroupError) -> CallOutcome:
-        """Return how the call ended elsewhere, when its last exchange has failed here (collective).
-
-        Raises:
-            GroupError: The present one, where no worker has completed the call.
-        """
+        """Return how the call ended elsewhere, when its last exchange failed; raise `error` if nowhere (collective)."""
         if not self._is_in_call or not self._is_loss(error):
             raise error
         outcome = self._meet_others(error)
@@ -206,12 +184,8 @@ class Member:
     def begin_step(self, number: int, world: World) -> None:
         """Continue with other workers before a step, if that is planned or if one is lost (collective).
 
-        Args:
-            number: The generation that all workers have known of in the step before; 0 for none.
-            world: The present workers.
-
-        Raises:
-            SystemExit: This worker leaves.
+        `number` is the generation that all workers have known of in the step before; 0 for none. A worker that leaves
+        raises SystemExit.
         """
         is_planned = number > self.generations.number  # else a worker was lost, so it was given up
         if self._is_in_call or not (is_planned or self.generations.has_next):
@@ -236,11 +210,7 @@ class Member:
             self._meet_others(error)
 
     def join(self) -> None:
-        """Join the others, as a new worker (collective).
-
-        Raises:
-            SystemExit: The run has ended, or needs no more workers.
-        """
+        """Join the others, as a new worker (collective); SystemExit if the run has ended or needs no more workers."""
         self._failed_at = time.monotonic()
         self._is_between = True
         while self.generations.is_joiner:
@@ -269,11 +239,7 @@ class Member:
         self._callbacks.append(callback)
 
     def _meet_others(self, error: GroupError) -> CallOutcome | None:
-        """Meet the workers that are left, however many times one more is lost (collective); see `_meet`.
-
-        Raises:
-            GroupError: The run cannot continue.
-        """
+        """Meet the workers that are left, however many times one more is lost (collective); see `_meet`."""
         self._failed_at = self._failed_at or time.monotonic()
         cause: GroupError = error
         while True:
@@ -284,11 +250,7 @@ class Member:
                 cause = again
 
     def _meet(self) -> CallOutcome | None:
-        """Meet the workers of the next generation (collective); return how the present call ended, if it has elsewhere.
-
-        Raises:
-            GroupError: A worker was lost meanwhile, or none that is left has the state of the run.
-        """
+        """Meet the workers of the next generation (collective); return how the present call ended elsewhere, if so."""
         world, joined = self.generations.join_next()
         self._to_adopt = world, joined
         mine = _Standing(calls=self._num_calls, has_state=not self.generations.is_joiner, is_between=self._is_between)

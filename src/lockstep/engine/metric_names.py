@@ -14,11 +14,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 
 
 def conclude_mode(metric: str) -> Literal["min", "max"]:
-    """Return whether lower ("min") or higher values of a metric are better, by the words of its name.
-
-    Raises:
-        ValueError: The name does not say it.
-    """
+    """Return whether lower ("min") or higher values of a metric are better, by the words of its name."""
     mode = mode_of_name(metric)
     if mode is None:
         raise ValueError(

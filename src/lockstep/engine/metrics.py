@@ -12,7 +12,6 @@ class Mean:
     """A sum and how much it is a sum of."""
 
     total: float
-    """The sum."""
     weight: float
     """Number of samples (or tokens, or whatever the metric counts) in it."""
 

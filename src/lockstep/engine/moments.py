@@ -16,16 +16,7 @@ from lockstep.engine.step_result import StepResult
 
 @final
 class Moments:
-    """Calls callbacks at named moments. [Note: callbacks and workers] in `lockstep.engine.callbacks`.
-
-    Attributes:
-        callbacks: The callbacks.
-
-    Args:
-        trainer: Given to the callbacks; held weakly.
-        state: Of the run, with its callbacks.
-        present: The present workers.
-    """
+    """Calls callbacks at named moments. [Note: callbacks and workers] in `lockstep.engine.callbacks`."""
 
     def __init__(self, trainer: Any, state: RunState, present: PresentEngine) -> None:
         self._trainer = weakref.ref(trainer)
@@ -55,23 +46,14 @@ class Moments:
         self._has_started = self._has_ended = not self.callbacks
 
     def end_epoch(self, result: StepResult) -> None:
-        """Call `on_epoch` if a step was the last one of its epoch (collective).
-
-        Raises:
-            LossError: That step was not finite, which was known on the device alone.
-        """
+        """Call `on_epoch` if a step was the last one of its epoch (collective)."""
         if self.callbacks and self._state.cursor.step == 0:
             self._state.check_last_step()  # a step that is undone ends no epoch
             self.callbacks.call("on_epoch", self._trainer(), result.cursor.epoch)
             self._agree()
 
     def look_at_evaluation(self, found: Any, name: str = "") -> None:
-        """Call `on_evaluate` (collective).
-
-        Args:
-            found: What `evaluate` returns.
-            name: Of the data set; put before the names of the values.
-        """
+        """Call `on_evaluate` (collective)."""
         if not self.callbacks:
             return
         prefix = f"{name}_" if name else ""

@@ -23,9 +23,6 @@ def check_can_be_saved(optimizer: Optimizer) -> None:
 
     One that is made of several, or wraps another, inherits a `state_dict` that knows nothing of them: the run would
     resume with empty moments and other bits.
-
-    Raises:
-        ValueError: It does not.
     """
     if _saves_by_itself(optimizer):
         return
@@ -41,11 +38,7 @@ def check_can_be_saved(optimizer: Optimizer) -> None:
 
 
 def check_takes_dense_gradients(optimizer: Optimizer) -> None:
-    """Check that an optimizer takes the gradients that a step computes.
-
-    Raises:
-        ValueError: It takes sparse ones alone.
-    """
+    """Check that an optimizer takes the gradients that a step computes."""
     parts = [optimizer, *(part for _, part in _optimizers_in(optimizer))]
     if any(isinstance(part, SparseAdam) for part in parts):
         raise ValueError(
@@ -55,11 +48,7 @@ def check_takes_dense_gradients(optimizer: Optimizer) -> None:
 
 
 def check_group_options(optimizer: Optimizer) -> None:
-    """Check that no option of a parameter group is a misspelt one: optimizers read those that they know, alone.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Check that no option of a parameter group is a misspelt one: optimizers read those that they know, alone."""
     for group in optimizer.param_groups:
         for option in set(group) - {"params", *optimizer.defaults}:
             near = difflib.get_close_matches(option, optimizer.defaults, n=1, cutoff=0.8)
@@ -71,12 +60,7 @@ def check_group_options(optimizer: Optimizer) -> None:
 
 
 def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str, Any]:
-    """Return the optimizers of a run by name; one that is alone has an empty name.
-
-    Raises:
-        TypeError: The names or frequencies are of the wrong type.
-        ValueError: There is none, a frequency is of another name or not above zero, or none steps in every step.
-    """
+    """Return the optimizers of a run by name; one that is alone has an empty name."""
     if not isinstance(optimizer, Mapping):
         if every:
             raise ValueError(
@@ -108,11 +92,7 @@ def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str
 
 
 def list_losses(loss: Any, optimizer: Any) -> list[Any]:
-    """Return the loss functions of a run: one, or one for each of several optimizers.
-
-    Raises:
-        ValueError: They have other names than the optimizers.
-    """
+    """Return the loss functions of a run: one, or one for each of several optimizers."""
     if not isinstance(loss, Mapping):
         return [loss]
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
@@ -125,11 +105,7 @@ def list_losses(loss: Any, optimizer: Any) -> list[Any]:
 
 
 def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the schedulers of a run by the names of their optimizers.
-
-    Raises:
-        ValueError: They are not given by the names of several optimizers.
-    """
+    """Return the schedulers of a run by the names of their optimizers."""
     if scheduler is None:
         return {}
     if isinstance(optimizer, Mapping) != isinstance(scheduler, Mapping):
@@ -148,11 +124,7 @@ def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_separate(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
-    """Check that no two optimizers have a parameter in common.
-
-    Raises:
-        ValueError: Two have.
-    """
+    """Check that no two optimizers have a parameter in common."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, str] = {}
     for name, optimizer in optimizers.items():
@@ -167,11 +139,7 @@ def check_separate(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
 
 @final
 class UnsavedAttributes:
-    """Numbers and tensors that an optimizer keeps in attributes, which `Optimizer.state_dict` leaves out, as at first.
-
-    Args:
-        optimizer: Whose attributes.
-    """
+    """Numbers and tensors in attributes of an optimizer, which `Optimizer.state_dict` leaves out, as at first."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

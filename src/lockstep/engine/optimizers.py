@@ -27,7 +27,6 @@ class UpdateSpec:
     name: str
     """Of its optimizer, where each has a loss function of its own; else empty."""
     loss: Callable[..., Any]
-    """The loss function."""
     chosen: tuple[str, ...]
     """The optimizers that step; empty where the run has one, without a name."""
 
@@ -36,13 +35,7 @@ class UpdateSpec:
 class OptimizerSet(Optimizer):
     """Several optimizers, seen as one.
 
-    Args:
-        parts: The optimizers by name; no two have a parameter in common.
-        every: How many steps there are from one step of an optimizer to the next, by name; 1 where it has no entry.
-
-    Attributes:
-        chosen: Those that step in the present update.
-        num_updates: How many updates of the present step were made, where a step has several.
+    Those in `chosen` step in the present update; `num_updates` of the present step were made, where it has several.
     """
 
     def __init__(self, parts: Mapping[str, Optimizer], every: Mapping[str, int]) -> None:
@@ -81,7 +74,6 @@ class OptimizerSet(Optimizer):
         return [group for name in self.chosen for group in self.parts[name].param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step those that are chosen."""
         assert closure is None
         for name in self.chosen:
             self.parts[name].step()
@@ -92,11 +84,6 @@ class OptimizerSet(Optimizer):
         return {"optimizers": states, "every": dict(self.every), "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state back.
-
-        Raises:
-            CheckpointError: The optimizers have other names, or step more or less often.
-        """
         saved = state_dict.get("optimizers", {})
         every = dict(state_dict.get("every", {}))
         if list(saved) != list(self.parts) or every != self.every:
@@ -112,12 +99,7 @@ class OptimizerSet(Optimizer):
 
 @final
 class SchedulerSet:
-    """The schedulers of several optimizers, seen as one: each is stepped when its optimizer has stepped.
-
-    Args:
-        parts: The schedulers, by the names of their optimizers.
-        optimizers: The optimizers.
-    """
+    """The schedulers of several optimizers, seen as one: each is stepped when its optimizer has stepped."""
 
     def __init__(self, parts: Mapping[str, Any], optimizers: OptimizerSet) -> None:
         self.parts = dict(parts)
@@ -142,23 +124,16 @@ class SchedulerSet:
                 self.parts[name].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parts by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state back."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
 
 
 @final
 class UpdatePlan:
-    """Which updates a step of a run has.
-
-    Args:
-        optimizer: The optimizer of the run.
-        loss: Its loss function, or one for each optimizer, by name.
-    """
+    """Which updates a step of a run has."""
 
     def __init__(self, optimizer: Optimizer, loss: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> None:
         self._optimizer = optimizer
@@ -173,11 +148,7 @@ class UpdatePlan:
         return next(name for name, every in self._optimizer.every.items() if every == 1)
 
     def updates(self, num_steps: int) -> Sequence[UpdateSpec]:
-        """Return the updates that are left of the present step, of which some may have been made; never none.
-
-        Args:
-            num_steps: How many steps were taken before it.
-        """
+        """Return the updates that are left of the present step, of which some may have been made; never none."""
         if not isinstance(self._optimizer, OptimizerSet):
             assert not isinstance(self._loss, Mapping)
             return [UpdateSpec(name="", loss=self._loss, chosen=())]

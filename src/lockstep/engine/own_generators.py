@@ -21,12 +21,7 @@ _NOT_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 @final
 class OwnGenerators:
-    """Seeds the generators of a model and of a function, and puts earlier states back.
-
-    Args:
-        model: The model.
-        function: The loss function, several, or a metric.
-    """
+    """Seeds the generators of a model and of a function, and puts earlier states back."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any] | Sequence[Callable[..., Any]]) -> None:
         self._model = model
@@ -36,12 +31,10 @@ class OwnGenerators:
         self._restore_calls: list[Callable[[], object]] = []
 
     def save(self) -> None:
-        """Record their states (local)."""
         self._search()
         self._restore_calls = [each.keep_state() for each in self._found]
 
     def restore(self) -> None:
-        """Put the recorded states back (local)."""
         for restore in self._restore_calls:
             restore()
         self._restore_calls = []

@@ -27,15 +27,7 @@ _OWN = "lockstep."
 
 @final
 class ParameterHooks:
-    """Takes the user's hooks off the parameters of a model, calls them, and puts them on again.
-
-    Args:
-        trained: The parameters that are trained.
-        world: The workers.
-
-    Attributes:
-        ask_others: See `StepEngine`.
-    """
+    """Takes the user's hooks off the parameters of a model, calls them, and puts them on again."""
 
     def __init__(self, trained: Sequence[TrainedParameter], world: World) -> None:
         self._parameters = [each.parameter for each in trained]
@@ -52,7 +44,6 @@ class ParameterHooks:
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
-        """Let the parameters be without the user's hooks in this context."""
         self._take_off()
         try:
             yield
@@ -60,12 +51,7 @@ class ParameterHooks:
             self._put_on()
 
     def call(self) -> None:
-        """Call them with the reduced gradients (collective, if any worker has hooks).
-
-        Raises:
-            PeerFailedError: A hook on another worker has raised an error.
-            ValueError: They give other gradients on another worker.
-        """
+        """Call them with the reduced gradients (collective, if any worker has hooks)."""
         try:
             found = gather_results(self._world, self._call, "calling the hooks on parameters")
         except GroupError as error:

@@ -24,18 +24,7 @@ Result = TypeVar("Result")
 class PresentEngine:
     """Makes the collective calls of a trainer, with the workers that there are.
 
-    Constructing is collective, as that of a `StepEngine`.
-
-    Args:
-        state: The state of the run.
-        arguments: How steps are taken.
-        world: The workers.
-        descriptions: What each worker's trainer was given, in rank order.
-
-    Attributes:
-        engine: Takes the steps.
-        recovery: Lets the calls continue.
-        on_step: Called with the result of each step, as a part of it; it changes what belongs to this worker.
+    Constructing is collective, as that of a `StepEngine`. `on_step` is called with each result, as a part of the step.
     """
 
     def __init__(
@@ -62,7 +51,6 @@ class PresentEngine:
 
     @property
     def world(self) -> World:
-        """The present workers."""
         return self.engine.world
 
     def step(self, batch: ShardedBatch) -> StepResult:
@@ -94,11 +82,7 @@ class PresentEngine:
         return self._trained != _trained_parameters(self._state.model)
 
     def remake(self) -> None:
-        """Make the engine anew, for parameters that were frozen or unfrozen (collective).
-
-        Raises:
-            ParameterMismatchError: Workers train different parameters now.
-        """
+        """Make the engine anew, for parameters that were frozen or unfrozen (collective)."""
         self._state.check_last_step()
 
         def make(world: World) -> None:

@@ -10,17 +10,9 @@ Result = TypeVar("Result")
 
 
 def gather_results(world: World, compute: Callable[[], Result], purpose: str) -> list[Result]:
-    """Return what `compute` returns on every worker, in rank order (collective).
+    """Return what `compute` returns on every worker, in rank order: small, picklable values (collective).
 
-    If it raises on one worker it raises on all, so no worker waits for one that has failed.
-
-    Args:
-        world: The workers.
-        compute: What this worker does; returns small, picklable values.
-        purpose: What it is for, in words; in the errors of workers that do not do the same.
-
-    Raises:
-        PeerFailedError: It raised an error on another worker.
+    If it raises on one worker, all others raise `PeerFailedError`, so no worker waits for one that has failed.
     """
     failure: Exception | None = None
     result: Result | None = None

@@ -35,11 +35,7 @@ def set_device_states(states: Sequence[torch.Tensor]) -> None:
 
 @final
 class RandomStates:
-    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back.
-
-    Attributes:
-        own: The generators that the model and the loss hold, which are treated in the same way.
-    """
+    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back."""
 
     def __init__(self) -> None:
         self.own: OwnGenerators | None = None
@@ -47,7 +43,6 @@ class RandomStates:
         self._numpy: _NumpyGenerator | None = None
 
     def save(self) -> None:
-        """Record the states (local)."""
         cpu = torch.default_generator
         calls: list[Callable[[], object]] = [
             partial(random.setstate, random.getstate()),
@@ -71,7 +66,6 @@ class RandomStates:
         self._restore_calls = calls
 
     def restore(self) -> None:
-        """Put the recorded states back (local)."""
         for restore in self._restore_calls:
             restore()
         self.discard()

@@ -53,12 +53,7 @@ def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Mo
 
 @final
 class ReachedNetworks:
-    """The networks that a trainer's loss functions use and that it does not train.
-
-    Args:
-        networks: Of `find_networks`.
-        model: What it trains.
-    """
+    """The networks that a trainer's loss functions use and that it does not train."""
 
     def __init__(self, networks: Mapping[str, nn.Module], model: nn.Module) -> None:
         _TRAINED.add(model)

@@ -42,16 +42,7 @@ class LoopState(Protocol):
 class Recovery:
     """Lets the collective calls of one trainer continue with other workers.
 
-    Args:
-        state: The state of the run.
-        continue_with: A method that continues with other workers (local); held weakly.
-        continues: Whether the trainer is to continue; if not, a loss is an error of the call.
-        min_workers: With fewer workers the launcher ends the run.
-
-    Attributes:
-        has_moved: Whether the workers are others than those that the trainer was made with.
-        on_continued: Called on every worker that continues; by default rank 0 logs who was lost.
-        member: This worker's part; None where a loss is an error.
+    `continue_with` (local) is held weakly. `member` is None where the loss of a worker is an error of the call.
     """
 
     def __init__(
@@ -78,12 +69,7 @@ class Recovery:
         return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
 
     def step(self, call: "Callable[[], StepResult]", engine: "Callable[[], StepEngine]") -> "StepResult":
-        """Make a call that takes a step (collective).
-
-        Args:
-            call: The call.
-            engine: Returns the present engine.
-        """
+        """Make a call that takes a step (collective)."""
         member = self.member
         if member is None:
             return call()
@@ -98,24 +84,14 @@ class Recovery:
             self._is_in_step = False
 
     def repeatable(self, call: Callable[[], Result], world: Callable[[], World]) -> Result:
-        """Make a call that changes no state, or that may be made again (collective).
-
-        Args:
-            call: The call.
-            world: Returns the present workers.
-        """
+        """Make a call that changes no state, or that may be made again (collective)."""
         member = self.member
         if member is None:
             return call()
         return member.call(self, lambda: member.confirmed(call, world), _no_agreement)
 
     def ask_others(self, error: GroupError) -> StepAgreement:
-        """Return what was exchanged in a step where that has failed here, if another worker has it (collective).
-
-        Raises:
-            GroupError: The present one, if none has.
-            LockstepError: The step has failed there.
-        """
+        """Return what a step has exchanged, if that failed here and another worker has it; else raise (collective)."""
         if self.member is None:
             raise error
         agreement = self.member.ask_others(error).agreement
@@ -188,7 +164,6 @@ class Recovery:
             numpy.random.set_state(found["numpy"])
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
-        """Report with whom this trainer continues (local)."""
         self.on_continued(
             Continued(
                 generation=joined.number,

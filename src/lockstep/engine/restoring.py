@@ -32,15 +32,7 @@ def class_name(value: object) -> str | None:
 
 
 def check_state(state: Any, expected: Mapping[str, Any]) -> None:
-    """Check that a state is that of a run like this one.
-
-    Args:
-        state: What is to be taken back.
-        expected: What this run would save.
-
-    Raises:
-        CheckpointError: It is not; says in what.
-    """
+    """Check that a state is that of a run like this one."""
     missing = [name for name in _NEEDED if not isinstance(state, Mapping) or name not in state]
     if missing:
         raise CheckpointError(
@@ -76,14 +68,9 @@ def option_names(optimizer: Optimizer) -> list[set[str]]:
 
 
 def check_options(optimizer: Optimizer, before: Sequence[set[str]]) -> None:
-    """Check that an optimizer still has its options after it has taken a state, and so that the state was of its kind.
+    """Check that an optimizer still has its options after it has taken a state, so that the state was of its kind.
 
-    Args:
-        optimizer: It has just taken a state. That gives its `defaults` an option that its groups may never have had.
-        before: What its groups had.
-
-    Raises:
-        ValueError: It has not.
+    Taking one gives its `defaults` options that its groups may never have had: `before` is what the groups had.
     """
     for group, options in zip(optimizer.param_groups, before, strict=True):
         missing = sorted(options - set(group))
@@ -108,13 +95,8 @@ class Stateful(Protocol):
 def restored_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[Stateful | None]) -> Iterator[None]:
     """Give a model, an optimizer and others their state back if the block raises.
 
-    Args:
-        model: Whose tensors are copied before.
-        optimizer: Its state, which taking another one replaces, is kept.
-        others: Their states are copied before.
-
-    Raises:
-        CheckpointError: It has failed.
+    Tensors of the model are copied before; the optimizer's state, which taking another one replaces, is kept.
+    An error that is none of ours becomes a `CheckpointError`.
     """
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -139,11 +121,7 @@ def restored_on_error(model: nn.Module, optimizer: Optimizer, others: Sequence[S
 
 @final
 class UnsavedBuffers:
-    """The buffers that are no part of a model's state (`persistent=False`), as they were at first.
-
-    Args:
-        model: Whose buffers.
-    """
+    """The buffers that are no part of a model's state (`persistent=False`), as they were at first."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -161,12 +139,7 @@ class UnsavedBuffers:
 
 
 def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
-    """Warn of a scheduler that the user steps once per epoch and has not stepped for the last epoch.
-
-    Args:
-        scheduler: The one that is about to be saved; None for none.
-        cursor: The next step of the run.
-    """
+    """Warn of a scheduler that the user steps once per epoch and has not stepped for the last epoch."""
     is_between = cursor.step == 0 and cursor.epoch > 0
     if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
         warnings.warn(
@@ -201,12 +174,7 @@ def _parameters(kind: type) -> set[str]:
 
 
 def warn_of_other_schedule(made: Description, loaded: Description) -> None:
-    """Warn of options with which a scheduler was made, and which a state has replaced.
-
-    Args:
-        made: Of `describe_schedule`, before the state was taken.
-        loaded: The same, after.
-    """
+    """Warn of options with which a scheduler was made, and which a state has replaced."""
     changed = [name for name in made if made[name] != loaded.get(name, made[name])]
     if changed:
         listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in changed)
@@ -218,12 +186,7 @@ def warn_of_other_schedule(made: Description, loaded: Description) -> None:
 
 
 def warn_of_other_options(made: Description, loaded: Description) -> None:
-    """Warn of options with which an optimizer was made, and which a state has replaced.
-
-    Args:
-        made: Of `describe_options`, before the state was taken.
-        loaded: The same, after.
-    """
+    """Warn of options with which an optimizer was made, and which a state has replaced."""
     has_schedule = any(name.startswith("initial_lr") for name in loaded)
     changed = [name for name in made if name in loaded and made[name] != loaded[name]]
     odd = [name for name in changed if not (has_schedule and name.partition(" ")[0] in SCHEDULED)]

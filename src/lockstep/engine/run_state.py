@@ -60,23 +60,10 @@ class UnreadStep(Protocol):
 class RunState:
     """The state of a run on one worker; the same on every worker between two steps.
 
-    Args:
-        arguments: What the trainer was given, checked.
-
-    Attributes:
-        cursor: The next step.
-        global_step: How many steps were taken, skipped ones included.
-        device: Where the trained parameters are.
-        data: The batches that were trained on.
-        scheduler_check: Warns if the user's code steps the scheduler as well.
-        unread_step: The last step, where its loss may still be on the device.
-        may_be_unread: Whether there may be such a step.
-        waits_for_device: Whether the host waits for the device in each step, before it exchanges the step table: where
-            workers continue without one that is lost.
-        callbacks: The user's, with their states.
-        is_ending: Whether a callback has ended the training; the same on all workers between two calls.
-        end_reason: Why; empty on workers on which none has, until they have agreed.
-        end_reason_after_step: Why it is to end with the next step; empty if it is not.
+    `cursor` is the next step; `global_step` counts skipped steps too. With `waits_for_device`, where workers continue
+    without one that is lost, the host waits in each step before it exchanges the step table. `is_ending` is the same on
+    all workers between two calls. `end_reason` is empty where no callback has ended the training, until the workers
+    have agreed.
     """
 
     def __init__(self, arguments: TrainerArguments) -> None:
@@ -194,11 +181,7 @@ class RunState:
             self.unread_step.read()
 
     def check_last_step(self) -> None:
-        """Raise the error of the last step, if it was known only after the step; once (local, the same on all workers).
-
-        Raises:
-            LossError: It was not finite.
-        """
+        """Raise the `LossError` of the last step, if it was known only later; once (local, the same on all workers)."""
         self.read_last_step()
         step, self.unread_step = self.unread_step, None
         if step is not None and step.error is not None:
@@ -215,11 +198,7 @@ class RunState:
         return self._failed_step or self._unusable_because
 
     def mark_unusable(self, reason: str) -> None:
-        """Note that parameters, optimizer and scheduler belong to no step.
-
-        Args:
-            reason: What was written, as a sentence.
-        """
+        """Note that parameters, optimizer and scheduler belong to no step; the reason is a sentence."""
         self._unusable_because = self._unusable_because or reason
 
     def note_end(self) -> None:
@@ -237,11 +216,7 @@ class RunState:
         self._failed_step = ""
 
     def check_usable(self) -> None:
-        """Refuse to continue after an update that has failed in the middle.
-
-        Raises:
-            UnusableStateError: One has, and no state was loaded since.
-        """
+        """Refuse to continue after an update that has failed in the middle."""
         if self._unusable_because:
             raise UnusableStateError(
                 f"{self._failed_step or self._unusable_because} This trainer cannot continue. Load a checkpoint on "
@@ -262,11 +237,7 @@ class RunState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that the run needs to resume: plain values, and the live tensors.
-
-        Raises:
-            UnusableStateError: An update has failed in the middle.
-        """
+        """Return all that the run needs to resume: plain values, and the live tensors."""
         self.check_usable()
         self.read_last_step()
         unsaved = self._unsaved.changed()
@@ -293,16 +264,7 @@ class RunState:
     ) -> Iterator[None]:
         """Load what `to_dict` returned; if the block raises, restore the state before.
 
-        Args:
-            state: The state.
-            scheduler: One that this run does not step by itself, and that is to be resumed as well.
-            of_scheduler: Its state.
-            others: Objects that the block loads.
-            has_callbacks: Whether the callbacks take their states, too.
-
-        Raises:
-            CheckpointError: The state belongs to another model or optimizer, another number of shards or another seed,
-                or to a run with a scheduler or scaler where this has none, or the other way round. Nothing was changed.
+        `scheduler` is one that this run does not step by itself; `others` are objects that the block loads.
         """
         self.read_last_step()
         self.unread_step = None  # what it was is replaced
@@ -344,11 +306,7 @@ class RunState:
 
     @torch.no_grad()
     def take_from_worker(self, found: Mapping[str, Any]) -> None:
-        """Take what `for_new_worker` has returned on another worker (local).
-
-        Raises:
-            CheckpointError: This worker has another model or optimizer. Nothing was changed but the shapes of buffers.
-        """
+        """Take what `for_new_worker` has returned on another worker (local); an error changes only buffers' shapes."""
         buffers: Mapping[str, Tensor] = found["buffers"]
         for name, mine in self.model.named_buffers():
             new = buffers.get(name)

@@ -42,16 +42,7 @@ def save_state(
     metrics: Mapping[str, float],
     extra: Mapping[str, Stateful],
 ) -> Path:
-    """Write a state into one file and return its path (collective); `Trainer.save` says what it raises.
-
-    Args:
-        state: The state.
-        world: The workers.
-        path: The file, or a directory.
-        scheduler: One that the run does not step by itself, or None.
-        metrics: What was measured, by name.
-        extra: Further objects whose states are saved, by name.
-    """
+    """Write a state into one file and return its path (collective); `Trainer.save` says what it raises."""
     _check_extra(extra)
     _check_scheduler(state, scheduler)
     gather_results(world, state.check_usable, "Trainer.save")
@@ -71,15 +62,7 @@ def load_state(
     scheduler: Scheduler | LRScheduler | None,
     extra: Mapping[str, Stateful],
 ) -> LoadedState:
-    """Resume from a file (collective); `Trainer.load` says what it raises.
-
-    Args:
-        state: What takes it back.
-        world: The workers.
-        path: The file, or a directory.
-        scheduler: One that the run does not step by itself, or None.
-        extra: Further objects whose states are loaded, by name.
-    """
+    """Resume from a file (collective); `Trainer.load` says what it raises."""
     _check_scheduler(state, scheduler)
     _check_extra(extra)
     file, checkpoint = read_on_all_ranks(world, path)

@@ -14,14 +14,7 @@ ScheduleName = Literal["constant", "cosine", "linear"]
 
 @final
 class Schedule:
-    """By what the learning rate is multiplied in each step; an object whose attributes are saved with the scheduler.
-
-    Args:
-        kind: What follows the warm-up: "constant", or a way down to `final` with the last step.
-        num_steps: Steps of the run.
-        warmup: Steps of the warm-up: the rate grows from `1 / (warmup + 1)` to 1 of what it is after.
-        final: By what the rate is multiplied at the end.
-    """
+    """By what the learning rate is multiplied in each step; an object whose attributes are saved with the scheduler."""
 
     def __init__(self, kind: ScheduleName, num_steps: int, warmup: int, final: float) -> None:
         self.kind, self.num_steps, self.warmup, self.final = kind, num_steps, warmup, final

@@ -15,17 +15,9 @@ from lockstep.engine.shard_runs import ShardRuns
 def number_shards(
     state: RunState, runs: ShardRuns, buffers: ShardZeroBuffers, batch: ShardedBatch, order: Sequence[int]
 ) -> dict[int, dict[str, str]]:
-    """Compute shards in an order, each from the buffers of the step's begin; gradients are left on the model (local).
+    """Compute shards in an order, each from the buffers of the step's begin (local); gradients are left on the model.
 
-    Args:
-        state: The model, and which updates the next step has.
-        runs: Runs the shards.
-        buffers: Recorded at the begin of the step.
-        batch: With the slices of all these shards.
-        order: The shards.
-
-    Returns:
-        Of each shard, a hash of each loss and gradient by name.
+    Returns for each shard a hash of each loss and gradient, by name. `batch` has the slices of all these shards.
     """
     slices = {part.shard: part for part in batch.slices}
     found: dict[int, dict[str, str]] = {}

@@ -35,15 +35,7 @@ Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 
 @final
 class ShardRuns:
-    """Runs shards, each from the same buffers and with a random state of its own.
-
-    Args:
-        state: The model, and the seed of the run.
-        generators: Those of the model and the loss functions.
-        gradients: Adds up what the backwards give.
-        buffers: Keeps those of shard 0.
-        values: Gets what the loss function returns besides the loss.
-    """
+    """Runs shards, each from the same buffers and with a random state of its own."""
 
     def __init__(
         self,
@@ -80,15 +72,7 @@ class ShardRuns:
         *,
         watches_attributes: bool,
     ) -> None:
-        """Run the shards of this worker; the last one's gradients are left to `end_last` (its backward is collective).
-
-        Args:
-            batch: This worker's part of the batch.
-            tasks: The shards, in order.
-            table: Gets the losses.
-            stopwatch: Measures them.
-            watches_attributes: Whether to warn of plain attributes that a forward changes.
-        """
+        """Run this worker's shards; the last one's gradients are left to `end_last` (its backward is collective)."""
         model = self._state.model
         slices = {part.shard: part for part in batch.slices}
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])

@@ -32,10 +32,7 @@ _NOT_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenValue:
-    """A value as it was seen."""
-
     identity: int
-    """Of the object."""
     content: object
     """What can be compared of it."""
     value: Any
@@ -56,12 +53,7 @@ class StateChanges:
 
 @final
 class LeftState:
-    """What modules and loss functions hold at a moment, besides parameters, buffers and generators.
-
-    Args:
-        model: The model.
-        functions: The loss functions.
-    """
+    """What modules and loss functions hold at a moment, besides parameters, buffers and generators."""
 
     def __init__(self, model: nn.Module, functions: Sequence[Any]) -> None:
         self._model = model
@@ -69,7 +61,6 @@ class LeftState:
         self._seen = dict(self._look())
 
     def changes(self) -> StateChanges:
-        """Return what has changed since."""
         now = dict(self._look())
         certain: list[str] = []
         possible: list[str] = []

@@ -67,15 +67,7 @@ def pack_state(
 ) -> Checkpoint:
     """Return a state as a checkpoint; its tensors are the live ones, and its digest is left open (local).
 
-    Args:
-        state: What `Trainer.state_dict` returned.
-        scheduler: The scheduler, stepped by the trainer or by the user.
-        config: Of the run, if it has one.
-        metrics: What was measured, by name.
-        extra: Further objects whose states are saved, by name.
-
-    Raises:
-        CheckpointError: The state holds something that a checkpoint cannot store.
+    `scheduler` is stepped by the trainer or by the user.
     """
     model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
     of_modules = {name: value for name, value in state["model"].items() if name not in model}
@@ -134,17 +126,7 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
 def split_scheduler_state(
     state: dict[str, Any], *, has_scheduler: bool, own: Any
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the trainer's part of an unpacked state, and that of a scheduler which the trainer does not step.
-
-    Args:
-        state: Of `unpack_state`.
-        has_scheduler: Whether the trainer steps a scheduler.
-        own: The scheduler that the user steps, or None.
-
-    Raises:
-        CheckpointError: There is a state and no scheduler, or the other way round, or one of another class, or one that
-            was stepped by the user before and not now, or the other way round.
-    """
+    """Return the trainer's part of an unpacked state, and that of a scheduler that it does not step itself (`own`)."""
     known = {name: value for name, value in state.items() if name != "other_scheduler_class"}
     other = state.get("other_scheduler_class")
     if has_scheduler:
@@ -180,13 +162,8 @@ def split_scheduler_state(
 def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
     """Write a checkpoint on rank 0 and return its path (collective); it is durable then.
 
-    Args:
-        world: The workers.
-        path: The file; a directory for one in it that is named by its step.
-        take: Returns what to write; called on rank 0 alone.
-
-    Raises:
-        CheckpointError: On all ranks: it could not be written. What was under `path` before is still there.
+    `take` is called on rank 0 alone. In a directory the file is named by its step. An error is raised on all ranks, and
+    what was under `path` before is still there.
     """
 
     def write() -> Path:
@@ -209,12 +186,7 @@ def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) ->
 def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
     """Read the same checkpoint on every rank, every byte checked (collective).
 
-    Args:
-        world: The workers.
-        path: The file; a directory for the newest whole one in it, by what rank 0 sees there.
-
-    Raises:
-        CheckpointError: On all ranks: one cannot read it, or it is not the same file on all.
+    Of a directory it is the newest intact one that rank 0 sees there. An error is raised on all ranks.
     """
 
     def find() -> str:
@@ -235,11 +207,7 @@ def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
 
 
 def raise_on_all_ranks(world: World, compute: Callable[[], Result], purpose: str) -> Result:
-    """Return what `compute` returns on this rank, if it raises on none (collective).
-
-    Raises:
-        CheckpointError: It has raised, here or on another rank.
-    """
+    """Return what `compute` returns here; if it raises on one rank, the others raise `CheckpointError` (collective)."""
     results: list[Result] = []
 
     def keep() -> None:  # the result stays on this rank

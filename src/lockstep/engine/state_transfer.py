@@ -21,11 +21,7 @@ _PURPOSE = "sending the state of the run to a new worker"
 
 
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
-    """Send a nested value with tensors (collective for this rank and `targets`).
-
-    Raises:
-        GroupError: One of them is lost.
-    """
+    """Send a nested value with tensors (collective for this rank and `targets`)."""
     stream = io.BytesIO()
     pickler = _StatePickler(stream)
     pickler.dump(state)
@@ -37,11 +33,7 @@ def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
 
 
 def receive_state(world: World, source: int) -> Any:
-    """Return what `send_state` sends on rank `source` (collective for both).
-
-    Raises:
-        GroupError: It is lost.
-    """
+    """Return what `send_state` sends on rank `source` (collective for both)."""
 
     def receive(tensor: Tensor) -> Tensor:
         dist.recv(tensor, group=world.group, group_src=source)

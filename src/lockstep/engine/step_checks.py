@@ -15,14 +15,7 @@ def check_progress(sums: StepSums, world: World, failed_step: str) -> None:
     """Check that all workers have taken the same steps (collective where they have not, which all workers see).
 
     An update that fails on one worker fails when the others may have made theirs, so it is found in the next step.
-
-    Args:
-        sums: The table.
-        world: The workers.
-        failed_step: How this worker's last step has failed, if others may have finished it, in words; else empty.
-
-    Raises:
-        UnusableStateError: They have not, or an update has failed in the middle; the same text on every worker.
+    `failed_step` says how that of this worker has failed; else it is empty. The error has the same text on all workers.
     """
     counts = [status.num_steps for status in sums.statuses]
     if len(set(counts)) == 1 and all(status.failure is not Failure.UNUSABLE for status in sums.statuses):
@@ -47,14 +40,7 @@ def check_progress(sums: StepSums, world: World, failed_step: str) -> None:
 def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None:
     """Raise what a worker has raised in this step, if any has (collective then, which all workers see).
 
-    Args:
-        sums: The table.
-        world: The workers.
-        error: What this worker has raised by itself; None for nothing.
-
-    Raises:
-        ReductionError: Another worker has raised an error, or this one; not where this worker's reduction has failed
-            and no worker has raised an error of its own: then there is nothing to add to that.
+    Nothing is raised where this worker's reduction has failed and no worker has an error of its own (`error`).
     """
     if all(status.failure is Failure.NONE for status in sums.statuses):
         return
@@ -75,11 +61,7 @@ def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None
 
 
 def check_places(sums: StepSums) -> None:
-    """Check that all workers train on parts of one batch.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that all workers train on parts of one batch."""
     odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
     if odd is None:
         return
@@ -99,17 +81,7 @@ def check_places(sums: StepSums) -> None:
 
 
 def check_written(sums: StepSums, names: Sequence[str], lost: Sequence[str], batch: ShardedBatch) -> None:
-    """Check that no worker's shards have written parameters.
-
-    Args:
-        sums: The table.
-        names: Of the parameters that are watched.
-        lost: Names of those that could not be put back, for every worker has written them.
-        batch: The step's.
-
-    Raises:
-        LossError: They have.
-    """
+    """Check that no worker's shards have written parameters; `lost` are those that every worker has written."""
     rank, number = next(((rank, each.written) for rank, each in enumerate(sums.statuses) if each.written), (0, 0))
     if number:
         left = "It was put back on every rank. No parameter was changed."
@@ -127,11 +99,7 @@ def check_written(sums: StepSums, names: Sequence[str], lost: Sequence[str], bat
 
 
 def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
-    """Return which loss is not finite, in words; empty if none is.
-
-    Raises:
-        LossError: No shard had anything to learn from.
-    """
+    """Return which loss is not finite, in words; empty if none is. `LossError` if no loss has a weight."""
     for shard, (loss, weight) in enumerate(zip(sums.losses, sums.weights, strict=True)):
         if not (math.isfinite(loss) and math.isfinite(weight)):
             rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
@@ -153,9 +121,7 @@ class NestedBackwardCheck:
     """Checks whether a backward runs another one inside, on which the order of addition depends.
 
     [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.
-
-    Args:
-        allow_in_place: Called after each step, with `adds_once` for whether none has so far.
+    `allow_in_place` is called in each step, with whether no backward has done that so far.
     """
 
     def __init__(self, allow_in_place: Callable[[bool], None]) -> None:
@@ -168,16 +134,7 @@ class NestedBackwardCheck:
         return update in self._known
 
     def check(self, sums: StepSums, batch: ShardedBatch, update: str) -> None:
-        """Read from the table whether a backward has run another inside.
-
-        Args:
-            sums: The table.
-            batch: The step's.
-            update: The name of the update.
-
-        Raises:
-            LossError: A backward has run another inside for the first time, and not in the first step.
-        """
+        """Read from the table whether a backward has run another inside; raise if that is new after the first step."""
         rank = next((rank for rank, each in enumerate(sums.statuses) if each.has_nested_backward), None)
         is_late = rank is not None and not self._has_inner and update in self._known
         self._known.add(update)

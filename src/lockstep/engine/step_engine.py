@@ -73,28 +73,11 @@ from lockstep.shards import ShardTask, derive_seed
 class StepEngine:
     """Takes the steps of a run with one set of workers.
 
-    Constructing is collective. Rank 0's parameters and buffers become those of all workers.
+    Constructing is collective. Rank 0's parameters and buffers become those of all workers. With `descriptions` None
+    (workers continue without others) it is local: nothing is compared or broadcast, and the next step compares.
 
-    Args:
-        state: The state of the run, kept when this engine is closed; written in the commit phase alone.
-        arguments: How steps are taken.
-        world: The workers.
-        descriptions: What each worker's trainer was given, in rank order; compared. None for workers that continue
-            without others: then constructing is local, nothing is compared or broadcast, and the next step compares.
-
-    Attributes:
-        world: The workers.
-        phase: What the engine is doing.
-        stopwatch: Measures how long a shard takes.
-        stop_requested: Whether this worker was asked to stop.
-        planned: The generation of workers that this one knows to be planned; 0 for none.
-        agreement: What was exchanged in the last step.
-        ask_others: Called when an exchange in the phase AGREE has failed here. Returns what was exchanged if another
-            worker has all of it: then every worker can finish the step. Else raises the error.
-
-    Raises:
-        ParameterMismatchError: Workers have different models.
-        ValueError: Their trainers were given different arguments.
+    `planned` is the generation of workers that this one knows to be planned; 0 for none. `ask_others` returns what was
+    exchanged where that has failed here, if another worker has all of it; else it raises the error.
     """
 
     def __init__(
@@ -198,12 +181,7 @@ class StepEngine:
         return read, self._state.is_ending or any(status.stop_requested for status in sums.statuses)
 
     def number_shards(self, batch: ShardedBatch, order: Sequence[int]) -> dict[int, dict[str, str]]:
-        """Compute shards in an order, and change nothing; return a hash of each loss and gradient by name (local).
-
-        Args:
-            batch: With the slices of all these shards.
-            order: The shards.
-        """
+        """Compute shards in an order, and change nothing; return a hash of each loss and gradient by name (local)."""
         self._enter(StepPhase.PREPARE)
         self._random.save()
         self._buffers.begin()
@@ -307,9 +285,6 @@ class StepEngine:
         """Wait for reduced gradients and shard 0's buffers, where workers continue without one that is lost (local).
 
         [Note: one call apart] in `lockstep.engine.member`: the host must know that it can end the step by itself.
-
-        Raises:
-            GroupError: A worker was lost, so what the device has received may be anything.
         """
         if self._state.waits_for_device and is_asynchronous(self._state.device):
             torch.accelerator.synchronize(self._state.device)
@@ -338,10 +313,7 @@ class StepEngine:
     def _undo(self, error: BaseException, batch: ShardedBatch, table: StepTable) -> None:
         """Put back what was recorded, and let the step fail on all workers (collective where others wait).
 
-        Raises:
-            BaseException: Something could not be put back.
-            ReductionError: What another worker has raised, where `error` is only a consequence of it.
-            UnusableStateError: An earlier step has failed on some workers alone.
+        Raises in place of `error` where that is a consequence of what another worker has raised.
         """
         failed_in = self.phase
         self._enter(StepPhase.IDLE)

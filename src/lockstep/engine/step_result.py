@@ -9,18 +9,13 @@ from lockstep.data import Cursor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step has computed; the same on every worker."""
+    """What a step has computed, as in `StepResult`; the same on every worker."""
 
     loss: float
-    """See `StepResult`."""
     weight: float
-    """See `StepResult`."""
     is_skipped: bool
-    """See `StepResult`."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """See `StepResult`."""
     grad_norm: float | None = None
-    """See `StepResult`."""
 
 
 @final
@@ -30,17 +25,9 @@ class StepResult:
     On an asynchronous device `loss`, `weight` and `is_skipped` wait for the device where its results are not read yet:
     to look at them after each step costs the time in which the host could have launched the next one.
 
-    Args:
-        cursor: The step that was taken.
-        should_stop: See the attribute.
-        read: Returns what the step has computed; may wait for the device.
-
-    Attributes:
-        cursor: The step that was taken.
-        should_stop: Whether some worker was asked to stop (`Trainer.request_stop`), or a callback has ended the
-            training (`Trainer.is_ending`); the same on all workers after the same step. Not after the last step of an
-            epoch, unless it is the only one: what a loop does between two epochs (step a scheduler, evaluate) belongs
-            to it.
+    `cursor` is the step that was taken. `should_stop`: some worker was asked to stop (`Trainer.request_stop`), or a
+    callback has ended the training; the same on all workers after the same step. Not after the last step of an epoch,
+    unless it is the only one: what a loop does between two epochs (step a scheduler, evaluate) belongs to it.
     """
 
     __slots__ = ("_read", "cursor", "should_stop")
@@ -83,15 +70,12 @@ class StepResult:
         return self._read().is_skipped
 
     def __eq__(self, other: object) -> bool:
-        """Compare what the steps did."""
         return isinstance(other, StepResult) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        """Hash what the step did."""
         return hash((self.loss, self.weight, self.is_skipped, self.cursor, self.should_stop))
 
     def __repr__(self) -> str:
-        """Show what the step did."""
         return (
             f"StepResult(loss={self.loss!r}, weight={self.weight!r}, cursor={self.cursor!r}, "
             f"is_skipped={self.is_skipped!r}, should_stop={self.should_stop!r}"
@@ -114,12 +98,7 @@ def with_values(
 
 
 def merge_updates(reads: Mapping[str, Callable[[], StepOutcome]], main: str) -> Callable[[], StepOutcome]:
-    """Return what reads the outcome of a step of several updates.
-
-    Args:
-        reads: Reads the outcome of each update, by the name of its optimizer.
-        main: The update whose loss is the step's, where it was made.
-    """
+    """Return what reads the outcome of a step of several updates, with the loss of `main` where that was made."""
 
     def read() -> StepOutcome:
         outcomes = {name: each() for name, each in reads.items()}

@@ -50,12 +50,8 @@ class Failure(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """The status of one worker in a step."""
-
     failure: Failure = Failure.NONE
-    """Whether it can finish the step."""
     num_steps: int = 0
-    """How many steps it has taken."""
     seconds: float = 0.0
     """How long a shard took; 0 where it was not measured."""
     last_requested: Cursor = _BEGINNING
@@ -67,7 +63,6 @@ class WorkerStatus:
     has_new_layout: bool = False
     """Whether shard 0 has left other buffers than the step began with; on rank 0."""
     stop_requested: bool = False
-    """Whether a stop was requested on it."""
     has_hooks: bool = False
     """Whether its parameters have hooks of the user's."""
     planned: int = 0
@@ -108,7 +103,6 @@ class StepSums:
     places: tuple[tuple[float, ...], ...]
     """Of every worker: what identifies its batch: epoch, step, and a number for its loader."""
     statuses: tuple[WorkerStatus, ...]
-    """Of every worker."""
     options: tuple[float, ...]
     """Of every worker, `WorkerNumbers.options`."""
     parameters: tuple[float, ...]
@@ -123,7 +117,6 @@ class StepSums:
 
     @property
     def has_weights_on_device(self) -> bool:
-        """Whether the summed weight is on the device."""
         return ON_DEVICE in self.weights
 
     @property
@@ -148,7 +141,6 @@ class StepAgreement:
     """What the workers have exchanged in a step besides gradients and buffers; the same on all."""
 
     sums: StepSums
-    """The table."""
     means: Callable[[], dict[str, float]] | None
     """Reads the means of further numbers that the loss function returned; None for none."""
 
@@ -157,10 +149,7 @@ class StepAgreement:
 class StepTable:
     """The table of one step, as one worker fills it in.
 
-    Args:
-        world: The workers.
-        num_shards: Number of shards of the run.
-        row: Gets what the device knows; None where the model is on the CPU, or the host waits for the device.
+    `row` gets what the device knows; None where the model is on the CPU, or the host waits for the device.
     """
 
     def __init__(self, world: World, num_shards: int, row: DeviceRow | None) -> None:
@@ -192,25 +181,12 @@ class StepTable:
             self._values[shard] = count, names
 
     def fill_in(self, batch: ShardedBatch, status: WorkerStatus, numbers: WorkerNumbers) -> None:
-        """Fill in this worker's row.
-
-        Args:
-            batch: The batch of this worker.
-            status: The status of this worker.
-            numbers: What there is to compare between workers.
-        """
         source = zlib.crc32(f"{batch.source} {batch.identity}".encode())
         self._place = (batch.cursor.epoch, batch.cursor.step, source)
         self._status, self._numbers = status, numbers
 
     def fill_in_failure(self, failure: Failure, num_steps: int, written: int) -> None:
-        """Fill in the row of a worker that cannot finish the step.
-
-        Args:
-            failure: Why.
-            num_steps: How many steps it has taken.
-            written: See `WorkerStatus`.
-        """
+        """Fill in the row of a worker that cannot finish the step."""
         self._losses.clear()
         self._values.clear()
         self._status = WorkerStatus(failure=failure, num_steps=num_steps, written=written)

@@ -28,13 +28,7 @@ ShardValues = Mapping[str, tuple[float | Tensor, float | Tensor]]
 
 @final
 class StepValues:
-    """Averages the values of steps.
-
-    Args:
-        world: The workers.
-        num_shards: Number of shards of the run.
-        device: Where the model is.
-    """
+    """Averages the values of steps."""
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
         self._world = world
@@ -44,7 +38,6 @@ class StepValues:
         self._found: dict[int, ShardValues] = {}
 
     def begin(self) -> None:
-        """Begin with a step (local)."""
         self._found = {}
 
     def add(self, shard: int, values: ShardValues) -> tuple[int, int]:
@@ -59,12 +52,8 @@ class StepValues:
     ) -> Callable[[], dict[str, float]] | None:
         """Return what reads the means by name, which may wait for the device; None for none (collective if any).
 
-        Args:
-            found: For each shard what `add` has returned, of all workers; zeros for a shard that was not run.
-            weights: Of the loss of each shard; 0 for a shard without samples.
-
-        Raises:
-            LossError: Shards have values of different names.
+        `found` is what `add` has returned for each shard, on whichever worker; zeros for one that was not run.
+        `weights` are of the losses; 0 for a shard without samples.
         """
         if not any(count for count, _ in found):
             return None
@@ -111,11 +100,9 @@ class _Means:
     """Computes means when they are asked for, once; a dataclass, so that it may be sent to another worker."""
 
     names: Sequence[str]
-    """Of the values."""
     sums: Tensor | None
     """Of each shard and value, value * weight and weight; None when the means are computed."""
     means: dict[str, float] = field(default_factory=dict)
-    """By name."""
 
     def __call__(self) -> dict[str, float]:
         if self.sums is not None:
@@ -128,11 +115,7 @@ class _Means:
 
 
 def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValues:
-    """Return the values of a slice, each with its weight: that of the loss, unless it has one of its own.
-
-    Raises:
-        LossError: A value is neither one number nor a pair of a mean and its weight.
-    """
+    """Return the values of a slice, each with its weight: that of the loss, unless it has one of its own."""
     found: dict[str, tuple[float | Tensor, float | Tensor]] = {}
     for name, value in values.items():
         parts = value if isinstance(value, tuple) else (value, weight)

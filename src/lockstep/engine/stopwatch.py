@@ -30,12 +30,7 @@ class Stopwatch(Protocol):
 
 @final
 class RecordedShards:
-    """Reads the recorded events of the shards. [Note: one clock].
-
-    Args:
-        recorder: Of this process.
-        last_gradient_ns: Returns when the last gradient of this worker had arrived in this step.
-    """
+    """Reads the recorded events of the shards. [Note: one clock]."""
 
     def __init__(self, recorder: WorkerRecorder, last_gradient_ns: Callable[[], int]) -> None:
         self._recorder = recorder
@@ -43,11 +38,9 @@ class RecordedShards:
         self._events: list[int] = []
 
     def start(self) -> None:
-        """Begin with a step."""
         self._events = []
 
     def begin_shard(self, event: int) -> None:
-        """Note that a shard begins, of which this is the event in the recording."""
         self._events.append(event)
 
     def end_shard(self, number: int) -> None:
@@ -84,9 +77,6 @@ class DeviceShards:
 
     Those of a step are reported in the next one, when they are there: to wait for them would leave the device without
     work.
-
-    Args:
-        device: Where shards run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,14 +85,12 @@ class DeviceShards:
         self._last: _Lap | None = None
 
     def start(self) -> None:
-        """Begin with a step."""
         self._last, self._lap = self._lap, _Lap(self._record())
 
     def begin_shard(self, event: int) -> None:
         """Do nothing: the device reaches the shard later."""
 
     def end_shard(self, number: int) -> None:
-        """Note that so many shards are done."""
         if self._lap is not None:
             self._lap.num_shards, self._lap.ended = number, self._record()
 
@@ -112,7 +100,6 @@ class DeviceShards:
             self.end_shard(1)
 
     def seconds_per_shard(self) -> float:
-        """Return the time of a shard in the last step; 0 if it is not known."""
         lap = self._last
         if lap is None or lap.ended is None or not lap.ended.query():
             return 0.0

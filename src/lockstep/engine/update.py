@@ -38,14 +38,6 @@ _WRITTEN_BY_SCHEDULER = "The scheduler's state could not be put back."
 
 @final
 class Update:
-    """Makes the updates of a run.
-
-    Args:
-        state: Parameters, optimizer, scaler, scheduler.
-        max_grad_norm: Where the gradient's 2-norm is clipped.
-        guards: Refuse steps of the optimizers that are not made here.
-    """
-
     def __init__(self, state: RunState, max_grad_norm: float | None, guards: StepGuards) -> None:
         self._state = state
         self._max_grad_norm = max_grad_norm
@@ -68,16 +60,10 @@ class Update:
         return self._updated_state is self._state.optimizer.state and self._updated >= self._with_gradient()
 
     def apply(self, norm: Tensor | None, *, is_skipped: bool, is_bad: Tensor | None = None) -> None:
-        """Clip, update and step the scheduler (local).
+        """Clip, update and step the scheduler (local). An error has changed nothing, or marks the state as unusable.
 
-        Args:
-            norm: The gradient's norm, for clipping; with a scaler it is computed here, and written into this.
-            is_skipped: Whether parameters and optimizer stay as they are.
-            is_bad: On the device, whether they stay so all the same; only where `can_be_left_out`.
-
-        Raises:
-            Exception: What the optimizer or the scheduler raises. Either nothing was changed then, or the state is
-                marked as unusable.
+        With a scaler the norm is computed here, and written into `norm`. Where `is_bad` is true on the device, the
+        update is left out all the same; only where `can_be_left_out`.
         """
         if is_skipped:
             self._step_scheduler_alone()
@@ -184,7 +170,6 @@ class _WriteRecord:
         )
 
     def put_back_options(self) -> None:
-        """Give the parameter groups the options that they had."""
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.clear()
             group.update(options)

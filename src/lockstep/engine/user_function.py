@@ -71,15 +71,7 @@ _CANNOT_COMPILE = (
 
 @final
 class UserFunction:
-    """Calls a function with the model and a slice, and seeds the generators that both hold.
-
-    Args:
-        function: The loss function or a metric.
-        generators: The generators of the model and the function.
-
-    Attributes:
-        takes_place: Whether the function is told where it is called.
-    """
+    """Calls a function with the model and a slice, and seeds the generators that both hold."""
 
     def __init__(self, function: Callable[..., Any], generators: OwnGenerators) -> None:
         self.generators = generators
@@ -87,16 +79,7 @@ class UserFunction:
         self.function = function
 
     def __call__(self, model: nn.Module, data: Any, place: StepPlace | None = None) -> Any:
-        """Return what the function returns; the global generators must have been seeded for the slice.
-
-        Args:
-            model: The model.
-            data: The slice.
-            place: Where it is called, for a function with `takes_place`.
-
-        Raises:
-            LossError: An error of torch that needs another remedy in a trainer.
-        """
+        """Return what the function returns; the global generators must have been seeded for the slice."""
         self.generators.seed_as_global()
         with EXPLAINED_ERRORS:
             return self.function(model, data) if place is None else self.function(model, data, place=place)
@@ -107,16 +90,12 @@ class ExplainedErrors:
     """Adds what to do to errors of torch, as a note, or in another error where torch's message does not help here.
 
     A class, because it is entered twice for each shard: a generator takes three times as long.
-
-    Raises:
-        LossError: In place of an error that needs another remedy in a trainer.
     """
 
     def __enter__(self) -> None:
         """Begin."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Explain an error."""
         if not isinstance(error, Exception):
             return
         remedy = _find_remedy(error)

@@ -43,15 +43,7 @@ def verify(
     num_steps: int,
     step: Callable[[ShardedBatch], object],
 ) -> None:
-    """Check some steps (collective); `Trainer.verify` says what it raises.
-
-    Args:
-        state: Of the run; put back at the end.
-        engine: Computes shards.
-        loader: The data.
-        num_steps: How many steps; fewer where the epoch ends.
-        step: Takes a step.
-    """
+    """Check some steps (collective); `Trainer.verify` says what it raises."""
     networks = ReachedNetworks(find_networks(state.plan.losses, state.model), state.model)
     random = RandomStates()
     random.own = OwnGenerators(state.model, state.plan.losses)
@@ -76,11 +68,7 @@ def verify(
 
 
 def _check_step(state: RunState, engine: ShardComputer, mine: ShardedBatch, whole: ShardedBatch) -> None:
-    """Compare the bits of every shard of one step (collective).
-
-    Raises:
-        LossError: They differ, on this worker or between two.
-    """
+    """Compare the bits of every shard of one step (collective)."""
 
     def compute() -> tuple[str, ShardHashes]:
         data = {part.shard: slice_number(part.data) for part in whole.slices}

@@ -27,16 +27,7 @@ _PURPOSE = "putting back parameters that a forward has written"
 
 @final
 class WrittenParameterCheck:
-    """Checks whether parameters are written between the beginning of a step and the update.
-
-    Args:
-        model: Whose parameters; they stay the same tensors.
-        reads_contents: Whether contents are compared too, in the first steps.
-        others: Parameters of other networks that the loss uses, by name.
-
-    Attributes:
-        names: Of the parameters.
-    """
+    """Checks whether parameters are written between the beginning of a step and the update."""
 
     def __init__(
         self,
@@ -78,12 +69,7 @@ class WrittenParameterCheck:
         """Give written parameters the values of a worker that has not written them (collective).
 
         Where a parameter was given memory of another shape, it gets memory of its own shape again.
-
-        Returns:
-            The names of those that every worker has written, whose values are lost; the same on all.
-
-        Raises:
-            PeerFailedError: Another worker has no memory for it; the error of that one is its own.
+        Returns the names of those that every worker has written, whose values are lost; the same on all.
         """
         with calls_for(_PURPOSE):
             found: list[list[int]] = world.gather_objects(self._written)
@@ -131,13 +117,9 @@ class _MemorySpec:
     """The memory of a parameter."""
 
     shape: torch.Size
-    """Its shape."""
     stride: tuple[int, ...]
-    """Its strides."""
     dtype: torch.dtype
-    """Its dtype."""
     device: torch.device
-    """Where it is."""
 
 
 def _spec_of(tensor: Tensor) -> _MemorySpec:

@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 def zero_over_parameters(loss: Tensor) -> Tensor | None:
-    """Return a zero whose backward gives zeros to the parameters that a loss depends on; None if it is on none (local).
-
-    Args:
-        loss: A scalar with a graph.
-    """
+    """Return a zero whose backward gives zeros to the parameters that a loss depends on; None for none (local)."""
     zeros = [leaf.sum() * 0.0 for leaf in _find_leaves(loss)]
     if not zeros:
         return None
