@@ -88,7 +88,6 @@ def not_begun(since_ns: int) -> Activity:
 
 
 def last_activity(file: FileEvents) -> Activity:
-    """Return what a worker did last."""
     open_events = _really_under_way(file)
     waits = [each for each in open_events if each.kind == EventKind.WAITING]
     calls = [each for each in open_events if each.kind == EventKind.COLLECTIVE]

@@ -13,13 +13,7 @@ _CURRENT: Final = "Current thread 0x"
 
 
 def crash_place(recording: Path | None, pid: int, exit_code: int) -> str:
-    """Return the user's line at which a worker was ended by a signal such as SIGSEGV; empty if it is not known (local).
-
-    Args:
-        recording: Of its job; None if there is none.
-        pid: Its process.
-        exit_code: How it has ended; -N for signal N.
-    """
+    """Return the user's line at which signal -`exit_code`, as SIGSEGV, ended a worker; empty if not known (local)."""
     if recording is None or -exit_code not in _CRASHES:
         return ""
     for path in recording.glob("*.rec"):

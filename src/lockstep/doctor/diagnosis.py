@@ -29,9 +29,7 @@ class LoadingProcess:
     """A process that loads data for a worker."""
 
     pid: int
-    """The process."""
     facts: ProcessFacts
-    """What the system knows of it."""
     line: str
     """The user's line where it is; empty if that is not known."""
 
@@ -41,11 +39,8 @@ class WorkerState:
     """What is known of one worker."""
 
     rank: int
-    """Its rank."""
     pid: int
-    """Its process."""
     activity: Activity
-    """What it does, or did last."""
     seconds: float
     """Since how long."""
     facts: ProcessFacts | None
@@ -59,7 +54,6 @@ class WorkerState:
     line: str = ""
     """The user's line where its main thread is; empty if that is not known."""
     loading: tuple[LoadingProcess, ...] = ()
-    """The processes that load data for it."""
     is_loading: bool = False
     """Whether it waits for its data."""
 
@@ -141,13 +135,7 @@ def _is_behind(last_calls: Mapping[int, int], number: int, *, is_default: bool) 
 def diagnose(
     workers: Sequence[WorkerState], stall_seconds: float = STALL_SECONDS, elsewhere: Sequence[int] = ()
 ) -> Verdict:
-    """Return what is the matter with a job.
-
-    Args:
-        workers: The present ones of it, in rank order.
-        stall_seconds: A worker that has begun and ended nothing for so long counts as standing still.
-        elsewhere: The ranks of which nothing is recorded here.
-    """
+    """Return what is the matter with a job, of whose ranks `elsewhere` nothing is recorded here."""
     if not workers:
         return Verdict(kind="empty", text="The recording holds no worker.", advice="", ranks=())
     failed = [worker for worker in workers if worker.failed]

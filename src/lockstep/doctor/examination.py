@@ -29,13 +29,11 @@ class Examination:
     recording: Path
     """The folder of its recording."""
     program: str
-    """Name of the program."""
     workers: tuple[WorkerState, ...]
     """The present workers, or the last ones of a job that has ended."""
     stacks: dict[int, str]
     """The Python stacks of each rank that was asked and has answered."""
     verdict: Verdict
-    """What is the matter."""
     late_stacks: frozenset[int] = frozenset()
     """The ranks that were asked for their stacks and run, but have not answered in time."""
     neighbours: tuple[Neighbour, ...] = ()
@@ -45,12 +43,7 @@ class Examination:
 def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float = STALL_SECONDS) -> Examination:
     """Look at a job (local).
 
-    Workers that stand still are asked for their stacks, which tell the line of the user's code.
-
-    Args:
-        recording: The folder of its recording.
-        wants_stacks: Whether all workers are asked.
-        stall_seconds: A worker that has begun and ended nothing for so long counts as standing still.
+    Workers that stand still, or all if wanted, are asked for their stacks, which tell the line of the user's code.
     """
     files = last_job(read_recording(recording))
     launcher = next((file for file in files if file.header.worker < 0), None)
@@ -190,12 +183,7 @@ def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]
 
 
 def _of_the_present(files: Mapping[int, FileEvents], states: Sequence[WorkerState]) -> list[WorkerState]:
-    """Leave out who was lost before the others continued, and new workers that wait to join: no step needs them.
-
-    Args:
-        files: By process.
-        states: All workers.
-    """
+    """Leave out who was lost before the others continued, and new workers that wait to join: no step needs them."""
     generations = {state.pid: files[state.pid].header.generation for state in states if state.pid in files}
     last = max((generations.get(state.pid, 0) for state in states if state.facts is not None), default=0)
     if not last:

@@ -20,16 +20,10 @@ _ADVICE: Final = (
 
 
 def find_recording(run_dir: Path | None = None, pid: int | None = None) -> Path:
-    """Return the folder of a recording (local).
+    """Return the folder of a recording: that of a worker or launcher `pid`, or of a run directory, or itself (local).
 
-    Args:
-        run_dir: A run directory, or the folder of a recording; None for the newest of runs/ and of jobs without a run
-            directory. One that still runs comes first; of several that run, one of runs/: the others may be of another
-            terminal.
-        pid: A worker or a launcher, in place of a folder.
-
-    Raises:
-        UsageError: There is none.
+    Without either the newest: one that still runs first, and of several that run, one of runs/: the others may be of
+    another terminal.
     """
     if pid is not None:
         return _find_process(pid)
@@ -78,7 +72,6 @@ def _all() -> Iterator[tuple[Path, list[FileHeader]]]:
 
 
 def read_headers(folder: Path) -> list[FileHeader]:
-    """Return who wrote the files of a recording (local)."""
     return [header for path in folder.glob("*.rec") if (header := read_header(path)) is not None]
 
 

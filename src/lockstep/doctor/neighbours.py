@@ -20,7 +20,6 @@ class ProcessTimes:
     """What a process has used since it began."""
 
     parent: int
-    """The process that started it."""
     ticks: int
     """Time on cores, in ticks."""
 
@@ -30,7 +29,6 @@ class Neighbour:
     """A process that is not of the job."""
 
     pid: int
-    """The process."""
     user: str
     """Who runs it; a number where the name is not known."""
     program: str
@@ -57,11 +55,7 @@ def find_neighbours(
 ) -> list[Neighbour]:
     """Return the processes outside a job that used cores between two looks, the busiest first (local).
 
-    Args:
-        before: The first look.
-        after: The second.
-        seconds: The time between.
-        job: Processes of the job; what these have started is of the job, too.
+    What the processes of `job` have started is of the job too; `seconds` is the time between the looks.
     """
     found = []
     for pid, times in after.items():

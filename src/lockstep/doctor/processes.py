@@ -50,11 +50,9 @@ class ProcessFacts:
     memory_bytes: int
     """What it has in memory."""
     swapped_bytes: int
-    """What was moved to the swap space."""
     cpu_seconds: float
     """Time on cores since it began, of all threads."""
     num_threads: int
-    """Threads."""
     call: str
     """The system call that its main thread is in, with the file if it has one; empty if it is in none, or not known."""
     catches: int

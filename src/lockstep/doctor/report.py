@@ -18,14 +18,7 @@ from lockstep.doctor.slow import PARTS, SlowReport
 def print_examination(
     found: Examination, console: Console, *, with_stacks: bool, gpus: Mapping[int, str] = MappingProxyType({})
 ) -> None:
-    """Print the report as text.
-
-    Args:
-        found: What was found.
-        console: Where to.
-        with_stacks: Whether to print stacks.
-        gpus: What each process uses of GPUs, in words; empty where there are none.
-    """
+    """Print the report as text; `gpus` is what each process uses of GPUs, in words."""
     console.print(found.verdict.text, highlight=False, markup=False, soft_wrap=True)
     if found.verdict.advice:
         console.print(found.verdict.advice, highlight=False, markup=False, soft_wrap=True)
@@ -63,7 +56,6 @@ def _slow_table(found: SlowReport) -> Table:
 
 
 def to_json(found: Examination) -> str:
-    """Return the report for programs."""
     return json.dumps(
         {
             "recording": str(found.recording),
@@ -86,7 +78,6 @@ def to_json(found: Examination) -> str:
 
 
 def slow_to_json(found: SlowReport) -> str:
-    """Return where the time of the steps went, for programs."""
     return json.dumps(
         {
             "text": found.text,

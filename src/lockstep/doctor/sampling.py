@@ -26,18 +26,10 @@ class Looks:
     lines: Counter[str] = field(default_factory=Counter)
     """In how many of them it was at each line."""
     samples: list[UsageSample] = field(default_factory=list)
-    """What it used."""
 
 
 def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
-    """Look at the workers of this host that run, some times, which takes about two seconds (local).
-
-    Args:
-        files: The workers'.
-
-    Returns:
-        What was seen, by process.
-    """
+    """Look at the workers of this host that run, for about two seconds; return what was seen, by process (local)."""
     boot = boot_id()
     living = [file for file in files if file.header.boot == boot and is_running(file.header)]
     found = {file.header.pid: Looks() for file in living}
@@ -55,12 +47,7 @@ def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
 
 
 def recorded_usage(launcher: FileEvents, since_ns: int) -> dict[int, list[UsageSample]]:
-    """Return what the launcher has recorded of each process from a moment on.
-
-    Args:
-        launcher: Its file.
-        since_ns: The moment, by its clock; the last sample before is taken too.
-    """
+    """Return what the launcher has recorded of each process since a moment of its clock, and the last sample before."""
     rows = launcher.table[launcher.table["kind"] == EventKind.USAGE]
     found: dict[int, list[UsageSample]] = {}
     values: dict[int, dict[str, int]] = {}

@@ -61,9 +61,7 @@ class TimeUse:
     """Where the time of one worker went."""
 
     rank: int
-    """Its rank."""
     num_steps: int
-    """In how many steps."""
     seconds: float
     """In how much time."""
     shares: Mapping[str, float]
@@ -71,7 +69,6 @@ class TimeUse:
     came_last: float
     """In which part of the waiting in collectives it was the last to come, for which the others waited."""
     pid: int = 0
-    """Its process."""
     begin_ns: int = 0
     """When the first of these steps began."""
     shards_per_step: float = 0.0
@@ -93,7 +90,6 @@ class SlowReport:
     behind: int | None
     """The rank for which the others wait; None if there is none."""
     workers: tuple[TimeUse, ...]
-    """A row per worker."""
     causes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the system says of a rank that is slow, in sentences; of those for which there is something to say."""
 
@@ -104,13 +100,9 @@ def find_slow(
     looks: Mapping[int, Looks] = MappingProxyType({}),
     load: float = 0.0,
 ) -> SlowReport:
-    """Return where the time of the last steps went, and why.
+    """Return where the time of the last steps went, and why; `usage` and `looks` are by process.
 
-    Args:
-        files: The workers'.
-        usage: What each process has used meanwhile, as it was recorded.
-        looks: What was seen of those that run.
-        load: Processes that run or wait for a core on this host; 0 if that is not known.
+    `load` is how many processes run or wait for a core on this host; 0 if that is not known.
     """
     last_of_rank = {each.header.rank: each for each in sorted(files, key=_last_begin)}
     files = [each for _, each in sorted(last_of_rank.items())]  # ranks may have been given to others

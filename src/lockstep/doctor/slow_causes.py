@@ -65,11 +65,7 @@ def explain_slowness(
 ) -> list[str]:
     """Return what the system says of a worker that could make it slow, the heaviest first; empty for nothing.
 
-    Args:
-        samples: Of one process, in order.
-        load: Processes that run or wait for a core on this host; 0 if that is not known.
-        in_collectives: The part of its time that it spends in calls of its group.
-        used_by_job: What `cores_used_together` returns for the workers of its job on this host.
+    A `load` of 0 is not known, `in_collectives` is a part of its time, `used_by_job` is of `cores_used_together`.
     """
     if len(samples) < _FEWEST_SAMPLES or samples[-1].moment_ns <= samples[0].moment_ns:
         return []

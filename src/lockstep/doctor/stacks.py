@@ -25,11 +25,8 @@ class StackFrame:
     """One line of a stack."""
 
     file: str
-    """The file of the code."""
     line: str
-    """The line in it."""
     function: str
-    """The function."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
@@ -57,12 +54,8 @@ def user_frame(stack: Sequence[StackFrame], libraries: Sequence[str] = _LIBRARIE
 def take_stack(path: Path, pid: int, number: int) -> str:
     """Return the Python stacks of a process; empty if it cannot be asked, or does not answer (local).
 
+    `number` is the signal on which it writes them to `path`, its worker's file; 0 for none.
     Of a main thread in disk sleep another thread of the process writes it, if that is safe.
-
-    Args:
-        path: The file of the worker that writes them; also for the processes that it has forked.
-        pid: The process.
-        number: The signal on which it writes them.
     """
     facts = look_at(pid)
     # The signal would end a process that has no handler, as one that a worker has started as another program.

@@ -47,15 +47,7 @@ _TOLD: Final = "stalls"
 
 @final
 class StallWatch:
-    """Looks at a recording from a thread of its own, until `close`.
-
-    Args:
-        recording: The folder.
-        seconds: How long a worker may begin and end nothing.
-        recorder: Receives that a stall was logged.
-        usage: Records what the workers use; None not to.
-        hosts: Tells the watches of other hosts that somebody is waited for.
-    """
+    """Looks at a recording from a thread of its own, until `close`."""
 
     def __init__(
         self,
@@ -81,7 +73,6 @@ class StallWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch (local)."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -178,14 +169,7 @@ class StallWatch:
 
 
 def is_told(verdict: "Verdict", silence: float, stall_seconds: float, *, is_awaited: bool = False) -> bool:
-    """Return whether a verdict is logged without being asked for.
-
-    Args:
-        verdict: What was found.
-        silence: For how many seconds the worker that did something last has begun and ended nothing.
-        stall_seconds: How long that may be.
-        is_awaited: Whether workers of another host wait for somebody.
-    """
+    """Return whether a verdict is logged without being asked for; nothing has happened for `silence` seconds."""
     if verdict.kind != "stalled":
         return False
     return verdict.is_certain or is_awaited or silence > _PATIENCE * stall_seconds
@@ -198,12 +182,7 @@ def answered(found: "Examination") -> bool:
 
 @contextmanager
 def stalls_watched(recording: Path | None, recorder: WorkerRecorder) -> Iterator[None]:
-    """Log within the block why the job stands still, if it does.
-
-    Args:
-        recording: Its recording; None not to watch.
-        recorder: That of the process that watches; receives what the workers use, too.
-    """
+    """Log within the block why the job stands still, if it does; do nothing if there is no recording."""
     if recording is None:
         yield
         return
@@ -220,9 +199,6 @@ class StallsElsewhere:
 
     While they do, their watch adds to a number in the store again and again. So no clocks are compared, and what was
     told of an earlier stall does not count.
-
-    Args:
-        store: That of the group.
     """
 
     def __init__(self, store: "Store") -> None:
@@ -253,13 +229,7 @@ class StallsElsewhere:
 
 
 def record_this_worker(rank: int, world_size: int, store: "Store | None" = None) -> None:
-    """Record what this process does, if nothing else has begun to; without a launcher of ours watch for stalls (local).
-
-    Args:
-        rank: Its rank.
-        world_size: How many workers there are.
-        store: That of the group, through which watches of several hosts know of each other; None without.
-    """
+    """Record what this process does, if nothing else has begun to; without our launcher watch for stalls (local)."""
     recorder = own_recorder()
     has_begun = ensure_own_recorder(rank, world_size)
     seconds = read_stall_seconds()

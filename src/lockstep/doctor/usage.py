@@ -30,22 +30,14 @@ _LONGEST_PAUSE: Final = 10.0
 
 @final
 class UsageEvents:
-    """Records what the workers of this host use: soon after they begin, and then every ten seconds.
-
-    Args:
-        recorder: Of the process that looks at them.
-    """
+    """Records what the workers of this host use: soon after they begin, and then every ten seconds."""
 
     def __init__(self, recorder: WorkerRecorder) -> None:
         self._recorder = recorder
         self._next = self._pause = 0.0
 
     def look(self, recording: Path) -> None:
-        """Record it, if it is time for that (local).
-
-        Args:
-            recording: The folder, with the files of the workers.
-        """
+        """Record it, if it is time for that (local)."""
         now = time.monotonic()
         if now < self._next:
             return

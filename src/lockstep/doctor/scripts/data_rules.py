@@ -16,7 +16,6 @@ _LOADER_SAMPLER, _LOADER_BATCH_SAMPLER, _LOADER_SHUFFLE, _LOADER_BATCH_SIZE = 3,
 
 
 def check_data(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield what is wrong with a script's data."""
     trained = _trained_names(source)
     for call in source.calls:
         if source.is_call_of(call, "DataLoader") and not has_unknown_arguments(call):

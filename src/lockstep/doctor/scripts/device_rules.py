@@ -11,7 +11,6 @@ _WRAPPERS: Final = ("DistributedDataParallel", "DDP")
 
 
 def check_devices(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield what is wrong with devices, ports and loading."""
     for call in source.calls:
         if source.is_call_of(call, *_WRAPPERS):
             yield from _check_device_ids(source, call)

@@ -15,12 +15,8 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFinding:
-    """One finding in a script."""
-
     rule: str
-    """Short name of the rule."""
     level: Level
-    """How much it matters."""
     line: int
     """The line, counted from 1."""
     text: str

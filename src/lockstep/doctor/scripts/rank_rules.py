@@ -21,7 +21,6 @@ _SEEDING: Final = {"manual_seed", "manual_seed_all", "seed_everything", "set_see
 
 
 def check_ranks(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield what only one rank does, and what all do."""
     yield from _check_collectives(source)
     yield from _check_skipped_steps(source)
     yield from _check_saving(source)

@@ -12,11 +12,7 @@ _WORDS = ("DistributedDataParallel", "init_process_group", "DistributedSampler",
 
 
 def check_source(text: str) -> list[ScriptFinding] | None:
-    """Return what is wrong in a script, by line; None if nothing in it is data-parallel.
-
-    Raises:
-        SyntaxError: It is not Python of this version.
-    """
+    """Return what is wrong in a script, by line; None if nothing in it is data-parallel. A SyntaxError is raised."""
     source = ScriptSource(text)
     if not _is_parallel(source):
         return None

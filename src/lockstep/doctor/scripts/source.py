@@ -18,14 +18,7 @@ _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD
 
 @final
 class ScriptSource:
-    """The syntax tree of a script, with what rules ask of it.
-
-    Args:
-        text: The script.
-
-    Raises:
-        SyntaxError: It is not Python of this version.
-    """
+    """The syntax tree of a script, with what rules ask of it."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
@@ -99,7 +92,6 @@ class ScriptSource:
             yield node
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return the node directly around a node."""
         return self._parents.get(node)
 
     def function_of(self, node: ast.AST) -> ast.AST:
