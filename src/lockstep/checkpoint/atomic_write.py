@@ -27,11 +27,8 @@ _TEMP_NAME = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
 def atomic_write(path: Path) -> Iterator[int]:
     """Yield the descriptor of a new file, which replaces `path` when the block ends without an exception.
 
-    If the block raises, or fsync or rename fails, the file at `path` is unchanged.
-
-    Raises:
-        OSError: The file cannot be created, written or renamed, or `path` exists and is not a regular file (the rename
-            would replace a device such as /dev/null).
+    If the block raises, or fsync or rename fails, the file at `path` is unchanged. OSError if `path` is not a regular
+    file: the rename would replace a device such as /dev/null.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it exists and is not a regular file", str(path))
@@ -51,11 +48,7 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file's content by a text in UTF-8; if that fails, the file is unchanged.
-
-    Raises:
-        OSError: The file cannot be created, written or renamed.
-    """
+    """Replace a file's content by a text in UTF-8; if that fails, the file is unchanged."""
     with atomic_write(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
         file.write(text)
 
@@ -66,11 +59,7 @@ def is_temp_name(name: str) -> bool:
 
 
 def remove_stale_temp_files(directory: Path) -> None:
-    """Remove the temporary files of killed writers from a directory. [Note: stale temporary files].
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
+    """Remove the temporary files of killed writers from a directory. [Note: stale temporary files]."""
     for path in directory.iterdir():
         if is_temp_name(path.name):
             _remove_if_stale(path)
@@ -106,11 +95,6 @@ def _remove_if_stale(path: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or a directory to the disk.
-
-    Raises:
-        OSError: It cannot be opened or flushed.
-    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

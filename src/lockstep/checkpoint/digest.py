@@ -19,10 +19,6 @@ def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, sorted by name.
 
     Equal digests mean equal bits: -0.0 and 0.0 give different digests, and so do NaNs with different bits.
-
-    Args:
-        tensors: Tensors on any device, by name.
-        pause: Called after every 4 MiB.
     """
     parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
     return digest_parts(parts, pause)

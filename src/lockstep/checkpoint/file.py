@@ -43,15 +43,6 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
     """Write `checkpoint` to `path` atomically (local; call it on one rank).
 
     Only tensors that are not contiguous or not on the CPU are copied, one at a time.
-
-    Args:
-        path: The file.
-        checkpoint: The content to write.
-        pause: Called after every MiB.
-
-    Raises:
-        CheckpointError: The disk is full, the directory cannot be written, a model tensor has a reserved name, or the
-            format has no name for a tensor's kind or dtype. A file that was at `path` before is unchanged.
     """
     for name in checkpoint.model:
         if name.startswith(OPTIMIZER_PREFIX):
@@ -87,17 +78,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
 
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bool = True) -> Checkpoint:
-    """Read a checkpoint; no code in it is executed (local).
-
-    Args:
-        path: A file that `save_checkpoint` wrote.
-        device: The device to which tensors are moved.
-        check: Compare every tensor with its checksum.
-
-    Raises:
-        CheckpointError: The file does not exist, is damaged or truncated, or is not a checkpoint of Lockstep.
-        LaterFormatError: The file has a later format.
-    """
+    """Read a checkpoint; no code in it is executed (local)."""
     header, manifest = _read_verified_header(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
@@ -124,10 +105,6 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint without reading its tensors (local).
 
     Checks the header's checksum and the length of the file.
-
-    Raises:
-        CheckpointError: As `load_checkpoint`.
-        LaterFormatError: As `load_checkpoint`.
     """
     return _read_verified_header(path)[1]
 
@@ -135,9 +112,7 @@ def read_manifest(path: Path) -> Manifest:
 def read_verified_manifest(path: Path) -> Manifest:
     """Compare every byte of a checkpoint with its checksums and return the manifest; reads 1 MiB at a time (local).
 
-    Raises:
-        CheckpointError: As `load_checkpoint`.
-        LaterFormatError: As `load_checkpoint`.
+    CheckpointError if it is damaged; LaterFormatError, a subclass, if it cannot be checked.
     """
     header, manifest = _read_verified_header(path)
     try:
@@ -169,11 +144,7 @@ def _read_verified_header(path: Path) -> tuple[Header, Manifest]:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """Return a file's header and the length of the file in bytes (local).
-
-    Raises:
-        CheckpointError: The file does not exist, or does not begin with the header of a safetensors file.
-    """
+    """Return a file's header and the length of the file in bytes (local)."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would block
             raise CheckpointError("it is not a regular file")  # noqa: TRY301 - one handler for all errors
@@ -187,12 +158,6 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def manifest_of(header: Header, path: Path) -> Manifest:
-    """Return the manifest in a header.
-
-    Raises:
-        CheckpointError: There is none, or it cannot be parsed, or the header has no checksum and should have one.
-        LaterFormatError: The manifest has a later format.
-    """
     text = header.metadata.get(MANIFEST_KEY)
     if text is None:
         raise CheckpointError(

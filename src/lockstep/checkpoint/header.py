@@ -58,11 +58,8 @@ class TensorInfo:
     """Name, type and position of a tensor in a file."""
 
     name: str
-    """Its name."""
     dtype: torch.dtype
-    """Its dtype."""
     shape: tuple[int, ...]
-    """Its shape."""
     begin: int
     """Offset of its first byte, counted from the end of the header."""
     end: int
@@ -70,14 +67,11 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Length in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A decoded header."""
-
     tensors: tuple[TensorInfo, ...]
     """The tensors, in the order of their data."""
     metadata: Mapping[str, str]
@@ -94,11 +88,7 @@ class Header:
 
 
 def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[TensorInfo, ...]:
-    """Assign each tensor its offsets; tensors with the widest elements come first, so that all are aligned.
-
-    Raises:
-        CheckpointError: safetensors has no name for a dtype.
-    """
+    """Assign each tensor its offsets; tensors with the widest elements come first, so that all are aligned."""
     for name, (dtype, _) in tensors.items():
         if dtype not in _DTYPES:
             raise CheckpointError(f"the tensor {name!r} is {dtype}, which the safetensors format cannot hold")
@@ -113,11 +103,7 @@ def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Return the header, with its checksum.
-
-    Raises:
-        CheckpointError: The header would exceed the limit of the safetensors library.
-    """
+    """Return the header, with its checksum."""
     values: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUM_KEY: EMPTY_CHECKSUM}}
     for info in tensors:
         offsets = [info.begin, info.end]
@@ -135,11 +121,7 @@ def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) ->
 
 
 def header_length(start: bytes, file_bytes: int) -> int:
-    """Return the length of the header that begins with these 8 bytes, including them.
-
-    Raises:
-        CheckpointError: The length exceeds the file or the limit of the safetensors library.
-    """
+    """Return the length of the header that begins with these 8 bytes, including them."""
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if len(start) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or _LENGTH_BYTES + length > file_bytes:
         raise CheckpointError(
@@ -150,11 +132,6 @@ def header_length(start: bytes, file_bytes: int) -> int:
 
 
 def decode_header(header: bytes) -> Header:
-    """Decode a header.
-
-    Raises:
-        CheckpointError: It is not the header of a safetensors file.
-    """
     try:
         values = json.loads(header[_LENGTH_BYTES:], object_pairs_hook=_reject_duplicate_names)
         metadata = values.pop("__metadata__", None) or {}

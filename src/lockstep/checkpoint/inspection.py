@@ -32,27 +32,17 @@ class TensorGroup:
     is_model: bool
     """Whether they are parameters and buffers."""
     num_tensors: int
-    """Number of tensors."""
     num_elements: int
-    """Number of their elements."""
     num_bytes: int
-    """Number of their bytes."""
     dtypes: tuple[str, ...]
-    """Their dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
-    """What a checkpoint file contains."""
-
     path: Path
-    """The file."""
     num_bytes: int
-    """Its length."""
     manifest: Manifest
-    """Its manifest."""
     groups: tuple[TensorGroup, ...]
-    """Its tensors, in groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +50,6 @@ class VerificationResult:
     """Whether a checkpoint file is intact."""
 
     path: Path
-    """The file."""
     problems: tuple[str, ...]
     """What is wrong with the header, the length or the digest of the file, in words."""
     damaged: tuple[str, ...]
@@ -72,11 +61,9 @@ class VerificationResult:
 
     @property
     def is_intact(self) -> bool:
-        """Whether there are no problems and no damaged tensors."""
         return not self.problems and not self.damaged
 
     def __str__(self) -> str:
-        """Describe it in one line."""
         if self.is_intact and self.has_checksums:
             return f"{self.path}: intact, {self.num_tensors} checksums and the digest match"
         if self.is_intact:
@@ -91,11 +78,7 @@ class VerificationResult:
 
 
 def show_checkpoint(path: Path) -> CheckpointContents:
-    """Return what a checkpoint contains, without reading its tensors (local).
-
-    Raises:
-        CheckpointError: The file cannot be read as a checkpoint.
-    """
+    """Return what a checkpoint contains, without reading its tensors (local)."""
     manifest = read_manifest(path)
     header, num_bytes = read_header(path)
     return CheckpointContents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
@@ -104,9 +87,7 @@ def show_checkpoint(path: Path) -> CheckpointContents:
 def verify_checkpoint(path: Path) -> VerificationResult:
     """Compare every byte of a checkpoint with its checksums and its digest; reads one tensor at a time (local).
 
-    Raises:
-        CheckpointError: The file does not exist, or is not a checkpoint of Lockstep.
-        LaterFormatError: The file has a later format.
+    CheckpointError only if there is no file, or an undamaged header is of another program or a later format.
     """
     try:
         header, num_bytes = read_header(path)

@@ -43,9 +43,7 @@ class Manifest:
     global_step: int
     """Number of optimizer updates since the run began."""
     num_shards: int
-    """Number of shards of the run."""
     seed: int
-    """Seed of the run."""
     digest: str
     """Digest of the parameters and buffers."""
     optimizer: Any
@@ -85,11 +83,6 @@ class Manifest:
             object.__setattr__(self, "format_version", max(self.format_version, FORMAT_VERSION))
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text.
-
-        Raises:
-            CheckpointError: A state is nested too deep.
-        """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in _ADDED_KEYS:
             if values[name] is None:
@@ -100,12 +93,6 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Decode a manifest.
-
-        Raises:
-            CheckpointError: The text is not a manifest.
-            LaterFormatError: The manifest has a later format.
-        """
         try:
             values = json.loads(text)
             version = values["format_version"]
@@ -134,11 +121,7 @@ class Checkpoint:
 
 
 def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON with tagged objects; add its tensors to `tensors` under names that begin with `prefix`.
-
-    Raises:
-        CheckpointError: The value contains something that is not a number, text, a container or a tensor.
-    """
+    """Return `value` as JSON with tagged objects; add its tensors to `tensors` under names that begin with `prefix`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -164,11 +147,7 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `encode_state` encoded.
-
-    Raises:
-        CheckpointError: A tensor is missing, or the value is not of the form that `encode_state` returns.
-    """
+    """Return the value that `encode_state` encoded."""
     try:
         return _decode(value, tensors)
     except (KeyError, TypeError, ValueError) as error:
@@ -195,12 +174,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """Check the type of each value.
-
-    Raises:
-        TypeError: A value has the wrong type.
-        ValueError: A value is nested too deep.
-    """
+    """Check the type of each value; raise TypeError or ValueError, which `from_json` handles."""
     kinds: dict[str, Any] = {
         **dict.fromkeys(_COUNTS, int),
         **dict.fromkeys(_MAPPINGS, dict),

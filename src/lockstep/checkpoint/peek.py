@@ -13,11 +13,7 @@ _MAX_HEADER_BYTES = 256 << 20
 
 
 def peek_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint as JSON values; nothing is compared with checksums (local).
-
-    Raises:
-        CheckpointError: It cannot be read, or has no manifest.
-    """
+    """Return the manifest of a checkpoint as JSON values; nothing is compared with checksums (local)."""
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))

@@ -54,15 +54,8 @@ def do_nothing(_path: Path, /) -> None:
 class Saver:
     """Write checkpoints, one at a time, in the background or synchronously.
 
-    Use it as a context manager, or call `close`.
-
-    Args:
-        is_async: Copy the state and write the copy in the background. Needs memory for one copy of the state, which is
-            reused for the next save.
-        on_error: "stop": the error of a failed save is raised by the next `save`, `wait` or `close`. "warn": it becomes
-            a warning.
-        on_saved: Called with the path of each file that is on the disk, on the thread that calls the saver.
-        warn_after_seconds: Warn if a save has to wait longer than this for the previous one.
+    Use it as a context manager, or call `close`. An error of a save in the background is raised by the next `save`,
+    `wait` or `close`. `on_saved` is called on the thread that calls these.
     """
 
     def __init__(
@@ -87,9 +80,6 @@ class Saver:
         """Write a checkpoint; the state may change as soon as this returns (local; call it on one rank).
 
         Waits first for a save that is still running. The digest in the manifest is computed here, from the saved state.
-
-        Raises:
-            CheckpointError: This save or the previous one failed, or there is no memory for the copy.
         """
         self.wait()
         if not self._is_async:
@@ -130,11 +120,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save is running, then report finished saves and errors.
-
-        Raises:
-            CheckpointError: A save failed, and `on_error` is "stop".
-        """
+        """Wait until no save is running, then report finished saves and errors."""
         if self._thread is not None:
             self._throttle.disable()
             if self._thread.ident is not None:  # None after a KeyboardInterrupt before the thread started
@@ -151,11 +137,7 @@ class Saver:
             warnings.warn(f"{error} The training continues without this checkpoint. (LS703)", stacklevel=3)
 
     def close(self) -> None:
-        """Wait for the last save and free the memory of the copy.
-
-        Raises:
-            CheckpointError: The save failed, and `on_error` is "stop".
-        """
+        """Wait for the last save and free the memory of the copy."""
         try:
             self.wait()
         finally:

@@ -20,11 +20,7 @@ class StateCopy:
         self._buffers: dict[tuple[str, bool], Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors and return the copies, which are valid until the next call.
-
-        Raises:
-            RuntimeError: There is not enough memory.
-        """
+        """Copy tensors and return the copies, which are valid until the next call; RuntimeError without memory."""
         previous, self._buffers = self._buffers, {}  # memory that is not reused below is freed
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():

@@ -14,12 +14,10 @@ _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
 
 def checkpoint_name(global_step: int) -> str:
-    """Return the file name of the checkpoint after `global_step` updates."""
     return f"step-{global_step:08d}.ckpt"
 
 
 def is_checkpoint_name(path: Path) -> bool:
-    """Return whether a file has the name of a checkpoint of a run."""
     return _CHECKPOINT.fullmatch(path.name) is not None
 
 
@@ -44,13 +42,7 @@ def find_last_by_name(folder: Path) -> Path | None:
 def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> "tuple[Path, Manifest]":
     """Return the intact checkpoint of a run after the most steps; reads every byte of the files it tries.
 
-    Args:
-        folder: The run directory.
-        on_damaged: Called with the error of each damaged checkpoint after more steps.
-
-    Raises:
-        CheckpointError: There is no intact checkpoint.
-        LaterFormatError: A checkpoint after more steps has a later format, so it cannot be checked.
+    `on_damaged` is called with the error of each damaged one before it; one of a later format raises LaterFormatError.
     """
     from lockstep.checkpoint.file import read_verified_manifest  # imports torch, which names do not need
 

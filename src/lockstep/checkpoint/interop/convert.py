@@ -22,7 +22,7 @@ from lockstep.checkpoint.interop.names import Renaming, first_components, plain_
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
 from lockstep.checkpoint.interop.weights import as_state_dict, describe_weights
 from lockstep.errors import CheckpointError
-from lockstep.torch_private import num_stored_elements
+from lockstep.torch_private.modules import num_stored_elements
 
 Form = Literal["pt", "safetensors", "dcp"]
 """A flat state_dict written by torch.save, a safetensors file, or a directory of torch.distributed.checkpoint (DCP)."""
@@ -38,14 +38,10 @@ _SUFFIXES: Mapping[str, Form] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What was read and what was written."""
-
     recognised: str
     """The format of the source and the changes to its names, in words."""
     form: Form
-    """The format that was written."""
     num_tensors: int
-    """Number of tensors."""
     num_bytes: int
     """Number of their bytes; a tensor under two names counts once."""
 
@@ -53,18 +49,7 @@ class Conversion:
 def convert_weights(
     source: Path, target: Path, form: Form | None = None, *, key: str | None = None, force: bool = False
 ) -> Conversion:
-    """Write the weights at `source` to `target`, atomically (local).
-
-    Args:
-        source: Any file or folder that `load_weights` reads.
-        target: A file, or the folder for "dcp".
-        form: The format to write; None to choose it by the target's suffix.
-        key: As for `load_weights`.
-        force: Replace an existing file or DCP folder at `target`.
-
-    Raises:
-        CheckpointError: The source cannot be read, the target exists or cannot be written, or the format is not known.
-    """
+    """Write the weights at `source` to `target`, atomically (local); None for `form`: by the suffix of `target`."""
     form = _choose_form(target, form)
     _check_target(target, form, force=force)
     weights = read_weights(source, key)

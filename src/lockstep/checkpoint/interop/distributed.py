@@ -54,14 +54,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class DistributedCheckpoint:
-    """A folder of torch.distributed.checkpoint.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        CheckpointError: `.metadata` is damaged, names a global that is not allowed, or a file outside the folder.
-    """
+    """A folder of torch.distributed.checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,11 +78,7 @@ class DistributedCheckpoint:
         return content
 
     def read(self, path: tuple[str, ...], names: Collection[str]) -> dict[str, Any]:
-        """Read the values under `names` in the nested dictionary at `path`.
-
-        Raises:
-            CheckpointError: A file is missing or damaged, or a value cannot be read with `weights_only=True`.
-        """
+        """Read the values under `names` in the nested dictionary at `path`."""
         heads = {(*path, name) for name in names}
         stored = {path_keys: name for path_keys, name in self._names.items() if path_keys[: len(path) + 1] in heads}
         try:
@@ -220,9 +209,6 @@ def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
     """Check that the chunks of a tensor are within it and do not overlap.
 
     Then they cover the tensor if they have as many elements as it has.
-
-    Raises:
-        ValueError: A chunk is outside the tensor, or two overlap.
     """
     bounds = [
         tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -35,12 +35,7 @@ class LoadedWeights:
 def find_shape_mismatches(
     found: Mapping[str, Shape], expected: Mapping[str, Shape | None]
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the names whose shapes differ.
-
-    Args:
-        found: Shapes in the file.
-        expected: Shapes in the model; None for a lazy parameter, which takes any shape.
-    """
+    """Return the names whose shapes differ, with both; None is the shape of a lazy parameter, which takes any."""
     return {
         name: (shape, wanted)
         for name, shape in found.items()
@@ -49,14 +44,7 @@ def find_shape_mismatches(
 
 
 def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_rest: bool) -> str:
-    """Return one message with all differences between the file and the model.
-
-    Args:
-        loaded: The differences.
-        source: The file's name.
-        hint: A sentence about what may help, or an empty string.
-        can_load_rest: Whether any tensor fits.
-    """
+    """Return one message with all differences between the file and the model."""
     lines = [f"{source} does not fit the model ({loaded.recognised})."]
     if loaded.missing:
         lines.append(f"{len(loaded.missing)} missing in the file: {_listed(loaded.missing)}")

@@ -22,9 +22,6 @@ def find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
     """Return the name of a folder's weight file and None, or the name of its index and the index's weight map.
 
     An index is preferred to a single file, and safetensors to pickles, as in the Hugging Face libraries.
-
-    Raises:
-        CheckpointError: There are no weights, or several files without an index.
     """
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
     for name in _USUAL_FILES:

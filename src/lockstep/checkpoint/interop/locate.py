@@ -38,16 +38,7 @@ class LocatedWeights:
 
 
 def find_weights(content: Any, source: str, key: str | None = None) -> LocatedWeights:
-    """Find the weights in the content of a file.
-
-    Args:
-        content: What was read.
-        source: The file's name, for messages.
-        key: Which weights to use: a key in the content (`ema`, `nets.generator`), or the first components of names.
-
-    Raises:
-        CheckpointError: There are no weights, there are several, or nothing matches `key`.
-    """
+    """Find the weights in the content of a file; `key` is a key in it (`nets.generator`), or how names begin."""
     if key is None:
         return _search(content, (), source)
     inner, path, rest = _follow_key(content, key)

@@ -34,7 +34,6 @@ class Renaming:
         return WRAPPER in self.dropped.split(".")
 
     def rename_module(self, path: str) -> str:
-        """Return the new path of a module."""
         plain = "".join(f"{part}." for part in path.split(".") if part not in {COMPILED, ""})
         return f"{self.added}{plain.removeprefix(self.dropped)}".removesuffix(".")
 
@@ -49,10 +48,6 @@ def fit_names(names: Collection[str], expected: Collection[str]) -> Renaming:
 
     The first of these that exists: a renaming that makes the two sets equal, with the fewest components changed; one
     that makes one set a subset of the other; one that removes `module.`, if the model has no child of that name.
-
-    Args:
-        names: Names in the file.
-        expected: Names in the model, which may itself be wrapped.
     """
     plain, wanted = _by_uncompiled_name(names), _by_uncompiled_name(expected)
     dropped, added = _common_prefix(plain), _common_prefix(wanted, WRAPPER)

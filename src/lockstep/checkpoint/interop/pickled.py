@@ -51,11 +51,7 @@ _SHARDED_TENSOR_CLASSES = re.compile(r"torch\.distributed\.(tensor|_tensor|_shar
 
 
 def read_archive(path: Path) -> Any:
-    """Read a zip archive of `torch.save`, its tensors with mmap if possible.
-
-    Raises:
-        CheckpointError: The file is damaged, is not an archive of torch.save, or contains more than weights.
-    """
+    """Read a zip archive of `torch.save`, its tensors with mmap if possible."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -79,11 +75,7 @@ def read_archive(path: Path) -> Any:
 
 
 def read_legacy(path: Path) -> Any:
-    """Read a file of `torch.save` from before torch 1.6.
-
-    Raises:
-        CheckpointError: The file is damaged, or contains more than weights.
-    """
+    """Read a file of `torch.save` from before torch 1.6."""
     return _load(path, mmap=False)
 
 

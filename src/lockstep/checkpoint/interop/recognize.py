@@ -58,15 +58,7 @@ class _Content:
 
 
 def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
-    """Read the weights at `path` to the CPU, in any known format; runs no code from them (local).
-
-    Args:
-        path: A file, a folder of shards or of torch.distributed.checkpoint, or a run directory.
-        key: Which of several sets of weights to use (`ema`), or the first components of their names (`model`).
-
-    Raises:
-        CheckpointError: The path does not exist, holds no weights, is damaged, or could run code.
-    """
+    """Read the weights at `path` to the CPU, in any known format; runs no code from them (local)."""
     try:
         if (path / METADATA_NAME).is_file():
             return _read_distributed(path, key)

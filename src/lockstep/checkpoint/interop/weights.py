@@ -17,7 +17,7 @@ from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
 from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
-from lockstep.torch_private import TorchDispatchMode, set_state_dict_versions
+from lockstep.torch_private.modules import TorchDispatchMode, set_state_dict_versions
 
 
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key: str | None = None) -> LoadedWeights:
@@ -137,13 +137,7 @@ def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
 def as_state_dict(
     state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str] = ()
 ) -> "OrderedDict[str, Any]":
-    """Return a dictionary of the kind that `Module.state_dict` returns.
-
-    Args:
-        state: Tensors and extra state by name.
-        versions: By module path, the version that wrote it.
-        without: Names to leave out.
-    """
+    """Return a dictionary of the kind that `Module.state_dict` returns."""
     left_out = set(without)
     chosen = OrderedDict((name, value) for name, value in state.items() if name not in left_out)
     set_state_dict_versions(chosen, versions)
