@@ -65,11 +65,7 @@ class RunParts:
 
 
 def build_parts(config: Config, device: torch.device) -> RunParts:
-    """Construct everything that a config names (collective: every worker calls).
-
-    Raises:
-        ConfigError: An object cannot be imported or constructed, or has the wrong type.
-    """
+    """Construct everything that a config names (collective: every worker calls)."""
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
     train_set, others = _limit_data(config, *_find_streams(config, *_build_data(config)))
@@ -133,7 +129,6 @@ def _limit_data(
 
 
 def first_samples(data: Dataset[Any], number: int) -> Dataset[Any]:
-    """Return a data set of the first samples of another one."""
     if isinstance(data, Stream):
         return data.first(number)
     sized: Any = data

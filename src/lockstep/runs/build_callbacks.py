@@ -24,15 +24,7 @@ WITHOUT_CALLBACKS: dict[str, Any] = {
 
 
 def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
-    """Return the callbacks that a config names: what averages first, then the user's own, then what looks at metrics.
-
-    Args:
-        config: The config.
-        optimizer: The trainer's.
-
-    Raises:
-        ConfigError: One cannot be imported, constructed or used.
-    """
+    """Return the callbacks of a config: what averages first, then the user's own, then what looks at metrics."""
     found: list[Callback] = []
     if config.ema is not None:
         found.append(EMA(config.ema.decay))
@@ -67,11 +59,7 @@ def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
 
 
 def build_named(key: str, named: NamedObject) -> Any:
-    """Import an object that a config names in a list; call it with its arguments, if it is a class or has some.
-
-    Raises:
-        ConfigError: It cannot be imported or constructed.
-    """
+    """Import an object that a config names in a list; call it with its arguments, if it is a class or has some."""
     path, arguments = next(iter(named.items())) if isinstance(named, dict) else (named, {})
     found = import_object(key, path)
     return call_object(key, found, **arguments) if arguments or isinstance(found, type) else found

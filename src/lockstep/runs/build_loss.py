@@ -20,11 +20,6 @@ _PAIRWISE_FUNCTIONS = (functional.mse_loss, functional.l1_loss, functional.smoot
 
 
 def build_criterion(config: Config, device: torch.device) -> Criterion:
-    """Construct the loss of a run.
-
-    Raises:
-        ConfigError: It cannot be imported or constructed, or cannot be called with (output, target).
-    """
     loss = import_object("loss", config.loss)
     if inspect.isclass(loss):
         made: Criterion = call_object("loss", loss, **config.loss_args)

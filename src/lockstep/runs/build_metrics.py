@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.runs.build_callbacks import build_named
 from lockstep.runs.config import Config
 from lockstep.runs.importing import import_object
-from lockstep.torch_private import tree_leaves
+from lockstep.torch_private.modules import tree_leaves
 
 Criterion = Callable[[Any, Any], Tensor]
 """A loss as a config names it: called with (output, target)."""
@@ -25,8 +25,6 @@ Counter = Callable[[Any, Any], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What is measured of a model."""
-
     function: Metric
     """Loss, accuracy where it applies, and the functions that the config names."""
     collection: Any
@@ -34,16 +32,6 @@ class Metrics:
 
 
 def build_metrics(config: Config, criterion: Criterion, device: torch.device) -> Metrics:
-    """Construct the metrics of a run.
-
-    Args:
-        config: The config.
-        criterion: The loss.
-        device: Where objects of torchmetrics compute.
-
-    Raises:
-        ConfigError: One cannot be imported or constructed, or two have one name.
-    """
     counters: dict[str, Counter] = {}
     objects: list[Any] = []
     if config.metric is not None:
@@ -108,11 +96,6 @@ def _count_samples(target: Any) -> int:
 
 
 def input_and_target(batch: Any) -> tuple[Any, Any]:
-    """Return the two parts of a batch.
-
-    Raises:
-        ConfigError: It has others.
-    """
     if not (isinstance(batch, tuple | list) and len(batch) == 2):  # noqa: PLR2004
         raise ConfigError(
             f"data yields samples that collate to a {type(batch).__name__}, expected pairs (input, target). "

@@ -20,11 +20,7 @@ PLATEAU = "plateau"
 
 
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    """Construct the optimizer over the trained parameters, in the groups of the config.
-
-    Raises:
-        ConfigError: It cannot be constructed, or is none; or a group has no parameters.
-    """
+    """Construct the optimizer over the trained parameters, in the groups of the config."""
     trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.param_groups or config.no_decay:
         try:
@@ -48,11 +44,6 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
 
 
 def _count_steps(config: Config, train_set: Any) -> int:
-    """Return how many steps a run has.
-
-    Raises:
-        ConfigError: It is not known.
-    """
     if isinstance(train_set, Stream) and train_set.steps_per_epoch is not None:
         return min(config.epochs * train_set.steps_per_epoch, config.max_steps or sys.maxsize)
     samples = train_set.num_records if isinstance(train_set, Stream) else None
@@ -78,16 +69,7 @@ def _count_steps(config: Config, train_set: Any) -> int:
 
 
 def build_scheduler(config: Config, optimizer: Optimizer, train_set: Any) -> Scheduler | None:
-    """Construct the scheduler, of which the trainer or the loop makes the steps; None without one, or for a callback.
-
-    Args:
-        config: The config.
-        optimizer: The optimizer.
-        train_set: The training set.
-
-    Raises:
-        ConfigError: It cannot be constructed.
-    """
+    """Construct the scheduler, which the trainer or the loop steps; None without one, or if it is a callback."""
     if config.schedule is not None:
         steps = _count_steps(config, train_set)
         try:
@@ -105,11 +87,7 @@ def build_scheduler(config: Config, optimizer: Optimizer, train_set: Any) -> Sch
 
 
 def build_plateau(config: Config, optimizer: Optimizer) -> ReduceLROnPlateau | None:
-    """Construct the callback that lowers the learning rate by a metric; None without one.
-
-    Raises:
-        ConfigError: It cannot be constructed.
-    """
+    """Construct the callback that lowers the learning rate by a metric; None without one."""
     if config.scheduler != PLATEAU:
         return None
     try:

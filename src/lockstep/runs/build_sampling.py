@@ -19,9 +19,6 @@ def build_weights(config: Config, train_set: Dataset[Any]) -> Tensor | None:
     """Return how often to draw each sample of the training set, in proportion; None for each sample once per epoch.
 
     A run that is to overfit sees each of its samples, so it has no weights.
-
-    Raises:
-        ConfigError: They cannot be made, or are not one weight for each sample.
     """
     if config.overfit is not None:
         return None
@@ -32,9 +29,6 @@ def build_lengths(config: Config, train_set: Dataset[Any]) -> Tensor | None:
     """Return the lengths by which samples are put into batches with similar ones; None for any.
 
     A run that is to overfit has other samples than those of the function, so it has no lengths.
-
-    Raises:
-        ConfigError: They cannot be made, or are not one length for each sample.
     """
     if config.overfit is not None:
         return None
@@ -42,11 +36,7 @@ def build_lengths(config: Config, train_set: Dataset[Any]) -> Tensor | None:
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
-    """Return what makes a batch of a list of samples; None for torch's `default_collate`.
-
-    Raises:
-        ConfigError: It cannot be imported, or is no function.
-    """
+    """Return what makes a batch of a list of samples; None for torch's `default_collate`."""
     if config.collate is None:
         return None
     found: Callable[[list[Any]], Any] = import_object("collate", config.collate)

@@ -44,14 +44,10 @@ _REMOVES = ", so the next save removes older checkpoints from their directory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A config value that has changed."""
-
     name: str
     """Its key; dots lead into arguments: `optimizer_args.lr`."""
     before: str
-    """The old value, as text."""
     after: str
-    """The new value, as text."""
     needs_allow: bool
     """Whether it changes the results of the run, so that it needs `--allow`."""
     reason_impossible: str
@@ -59,11 +55,9 @@ class Change:
 
     @property
     def key(self) -> str:
-        """The key of the config."""
         return self.name.partition(".")[0]
 
     def __str__(self) -> str:
-        """Describe the change in words."""
         return f"{self.name} was {self.before} and is now {self.after}"
 
     def is_allowed(self, allowed: Collection[str]) -> bool:
@@ -73,13 +67,7 @@ class Change:
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> list[Change]:
-    """Return the differences between two configs, given as plain values; keys that only one config has are left out.
-
-    Args:
-        saved: The config in the checkpoint.
-        now: The config to continue with.
-        is_mid_epoch: Whether the checkpoint was written in the middle of an epoch.
-    """
+    """Return the differences between two configs, given as plain values; keys that only one config has are left out."""
     found = []
     for key in now:
         if key not in saved or saved[key] == now[key] or key == "run_dir":  # the run directory is always shown
@@ -98,12 +86,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
 
 
 def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None:
-    """Check that a run may continue with these changes.
-
-    Raises:
-        CheckpointError: A change is impossible, or it changes the results and is not allowed. The message names the
-            options to give.
-    """
+    """Check that a run may continue with these changes."""
     impossible = [change for change in changes if change.reason_impossible]
     if impossible:
         listed = "; ".join(f"{change}, but {change.reason_impossible}" for change in impossible)
@@ -122,11 +105,7 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
 
 
 def check_names(allowed: Collection[str], known: Collection[str]) -> None:
-    """Check that the names given to `--allow` are keys of a config.
-
-    Raises:
-        ConfigError: A name is not.
-    """
+    """Check that the names given to `--allow` are keys of a config."""
     for name in allowed:
         key = name.partition(".")[0]
         if name != ALL and key not in known:

@@ -205,7 +205,6 @@ class Config(BaseModel):
 
     @property
     def total_shards(self) -> int:
-        """Number of shards of the run."""
         return self.num_shards * self.accumulate
 
     @property
@@ -235,11 +234,7 @@ class Config(BaseModel):
         return self.on_worker_loss == "continue" or (self.on_worker_loss is None and {"cpu"}.issuperset(device_types))
 
     def check_workers(self, num_workers: int) -> None:
-        """Check the number of workers that follows from the devices.
-
-        Raises:
-            ConfigError: There are more workers than shards, or fewer than `min_workers`.
-        """
+        """Check the number of workers that follows from the devices."""
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
@@ -263,16 +258,7 @@ class Config(BaseModel):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file and apply `key=value` overrides.
-
-    Args:
-        path: A YAML 1.2 file.
-        overrides: `key=value`, the value as YAML; dots reach into arguments: `optimizer_args.lr=1e-3`.
-
-    Raises:
-        ConfigError: The file is missing or not YAML, a key is unknown, or a value has the wrong type. One message lists
-            all mistakes.
-    """
+    """Read a config file and apply `key=value` overrides; one ConfigError lists all mistakes."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_BYTES + 1)
@@ -292,11 +278,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
-    """Check the values of a config.
-
-    Raises:
-        ConfigError: Values are wrong. One message lists all mistakes.
-    """
+    """Check the values of a config; one ConfigError lists all mistakes."""
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
@@ -311,11 +293,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Replace values of a config by `key=value` overrides, in place.
-
-    Raises:
-        ConfigError: One has another form, or its value is not YAML.
-    """
+    """Replace values of a config by `key=value` overrides, in place; `optimizer_args.lr=0.1` reaches into arguments."""
     for override in overrides:
         _apply_override(values, override)
 

@@ -52,12 +52,6 @@ _GROUP_KEYS = {key for group in _GROUPS.values() for key in group.model_fields}
 
 
 def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
-    """Return one mistake in a config as a sentence.
-
-    Args:
-        details: What pydantic has found.
-        keys: The keys that a config may have.
-    """
     place = [str(part) for part in details["loc"] if str(part) in _GROUP_KEYS or part == details["loc"][0]]
     name = ".".join(place)
     kind = details["type"]

@@ -11,16 +11,7 @@ TEST, TRAIN = "test", "train"
 
 
 def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the training set, which may be the only one, and the others by name.
-
-    Args:
-        key: What named the function: "data" or "--data".
-        path: Its import path.
-        found: What it has returned: one set, (train, test) as a tuple or list, or sets by name.
-
-    Raises:
-        ConfigError: There are no such sets in it.
-    """
+    """Return the training set and the others by name; `found` is one set, (train, test), or sets by name."""
     if isinstance(found, Mapping):
         if TRAIN not in found or not all(str(name).isidentifier() for name in found):
             raise ConfigError(
@@ -46,7 +37,6 @@ def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
 
 
 def unknown_set(data: str, known: Collection[str]) -> ConfigError:
-    """Return the error about a `--data` that names no set."""
     return ConfigError(
         f"--data is {data!r}, which this run does not have: expected {', '.join(dict.fromkeys(known))}, or the import "
         "path of a function that returns a data set, as in mine:new. (LS814)"

@@ -14,8 +14,6 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnding:
-    """How a run ended."""
-
     state: str
     """finished, stopped, interrupted or failed."""
     reason: str = ""

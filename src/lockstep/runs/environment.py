@@ -41,15 +41,11 @@ class WorkerFacts:
     """Where one worker runs."""
 
     rank: int
-    """Rank of the worker."""
     host: str
-    """Name of its host."""
     pid: int
-    """Its process id on that host."""
     device: str
     """`"cpu"` or `"cuda:0"`, with the index that torch uses in the worker."""
     device_name: str
-    """Name of the CPU or GPU."""
     device_uuid: str
     """UUID of the GPU, as nvidia-smi shows it; empty for a CPU."""
     num_threads: int
@@ -73,17 +69,7 @@ def gather_facts(world: World, device: torch.device, device_name: str) -> list[W
 
 
 def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint: dict[str, Any], code: Path) -> None:
-    """Add this start to the environment.json of a run (local; call it on one rank).
-
-    Args:
-        run_dir: The run's directory.
-        workers: Where each of its workers runs.
-        fingerprint: What its digest depends on.
-        code: The folder of the user's code.
-
-    Raises:
-        RunDirectoryError: It cannot be written.
-    """
+    """Add this start to the environment.json of a run (local; call it on one rank)."""
     path = run_dir / ENVIRONMENT_NAME
     earlier = _read(path)
     start = {
@@ -97,7 +83,7 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "torch": _torch_versions(),
         "packages": _packages(),
         "code": _git_state(run_dir, code, len(earlier) + 1),
-        "settings": read_settings(),
+        "settings": read_settings().recorded(),
         "fingerprint": fingerprint,
         "workers": [asdict(worker) for worker in workers],
     }
@@ -114,7 +100,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _torch_versions() -> dict[str, Any]:
-    """Return the versions of what torch was built with."""
     has_cuda = torch.cuda.is_available()
     return {
         "version": str(torch.__version__),

@@ -41,16 +41,8 @@ def evaluate_saved(
 ) -> Evaluation:
     """Evaluate the weights of a checkpoint (collective: every worker calls).
 
-    Args:
-        config: The config of the run.
-        checkpoint: The file.
-        data: "test" or "train", or the import path of a function that returns a data set of pairs (input, target).
-        device: The device of this worker.
-        weights: "ema" or "swa" for averaged weights; None for the model's own.
-
-    Raises:
-        CheckpointError: The file is damaged, belongs to another model, or has no such weights.
-        ConfigError: There is no such data set.
+    `data` names a set of the run, or is the import path of a function that returns one. `weights` is "ema" or "swa";
+    None for the model's own.
     """
     parts = load_parts(config, checkpoint, data, device, weights)
     loader = _find_loader(parts, config, data)
@@ -67,12 +59,7 @@ def evaluate_saved(
 def load_parts(
     config: Config, checkpoint: Path, data: str, device: torch.device, weights: str | None = None
 ) -> RunParts:
-    """Build what a config names, with other data if `data` is an import path, and load the weights (collective).
-
-    Raises:
-        CheckpointError: The file is damaged, or belongs to another model.
-        ConfigError: Something cannot be imported or constructed.
-    """
+    """Build what a config names, with other data if `data` is an import path, and load the weights (collective)."""
     changed = {
         "on_worker_loss": "stop",
         "drop_last": False,  # data that are not trained on may be smaller than a batch
@@ -90,16 +77,7 @@ def load_parts(
 
 
 def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = None) -> None:
-    """Load the weights of a checkpoint into a model (local: every worker calls).
-
-    Args:
-        checkpoint: The file.
-        model: The model.
-        weights: "ema" or "swa" for averaged weights; None for the model's own.
-
-    Raises:
-        CheckpointError: The file is damaged, belongs to another model, or has no such weights.
-    """
+    """Load weights of a checkpoint into a model: its own, or the average "ema" or "swa" (local: every worker calls)."""
     state = unpack_state(load_checkpoint(checkpoint))
     averages = {
         name.lower(): found["tensors"]

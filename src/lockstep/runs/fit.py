@@ -79,20 +79,8 @@ def fit(
 ) -> FitResult | StopResult:
     """Train as `config` says, until the end or a request to stop (collective: every worker calls).
 
-    Args:
-        config: The run.
-        device: The device of this worker.
-        run_dir: The run directory. Rank 0 writes checkpoints into it. The last one is written before this returns.
-        recorder: Receives the events of the run, the same ones on every worker: rank 0's should write them, and that of
-            the next rank 0 if a worker is lost.
-        resume: The checkpoint to resume from.
-        code: The folder of the user's code, whose commit is recorded; None for the current directory.
-        stop: A request to stop. If one worker has it, all stop after the same step, when the state is on the disk.
-
-    Raises:
-        ConfigError: An object that the config names cannot be imported, constructed or used.
-        CheckpointError: A checkpoint cannot be written or read.
-        LossError: The loss is not finite.
+    Rank 0 writes the checkpoints; the last one is written before this returns. `recorder` gets the same events on every
+    worker. If one worker has a request to stop, all stop after the same step.
     """
     stop = StopRequest() if stop is None else stop
     parts = build_parts(config, device)
@@ -139,13 +127,9 @@ class TrainingContext:
     """What the training loop of one worker needs."""
 
     config: Config
-    """The config of the run."""
     parts: RunParts
-    """The objects that the config names."""
     recorder: Recorder
-    """Receives the events of the run."""
     saver: RunSaver
-    """Saves checkpoints, on rank 0."""
     stop: StopRequest
     """The request to stop, if this worker has one."""
     sums: EpochSums
@@ -283,12 +267,7 @@ def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
 
 
 def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run_dir: Path) -> StopResult:
-    """Wait on every rank until the last save is on the disk, and return the state of the run (collective).
-
-    Raises:
-        CheckpointError: The checkpoint was not written.
-        PeerFailedError: Rank 0 could not write it.
-    """
+    """Wait on every rank until the last save is on the disk, and return the state of the run (collective)."""
     path = run_dir / checkpoint_name(trainer.global_step)
 
     def wait_for_save() -> None:

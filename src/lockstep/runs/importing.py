@@ -13,15 +13,7 @@ _WITH_ARGUMENTS_BESIDE = frozenset({"model", "data", "loss", "optimizer", "sched
 
 
 def import_object(key: str, path: str) -> Any:
-    """Import an object by its import path.
-
-    Args:
-        key: Its config key, for messages.
-        path: `package.module:name`; the name may have dots (`module:Class.method`).
-
-    Raises:
-        ConfigError: The path has another form, the module does not exist or fails to import, or it has no such name.
-    """
+    """Import `package.module:name`; the name may have dots. `key` is what the path belongs to, for messages."""
     module_name, colon, attributes = path.partition(":")
     if not (module_name and colon and attributes):
         raise ConfigError(f"{key} is {path!r}, expected an import path of the form package.module:name. (LS804)")
@@ -64,11 +56,7 @@ def _import_module(key: str, name: str) -> Any:
 
 
 def call_object(key: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an object that a config names, with the arguments from the config.
-
-    Raises:
-        ConfigError: It is not callable, or it raised an exception, which is chained.
-    """
+    """Call an object that a config names; what it raises becomes a ConfigError, except errors of Lockstep."""
     if not callable(function):
         raise ConfigError(f"{key} names a {type(function).__name__}, expected a class or a function. (LS805)")
     try:

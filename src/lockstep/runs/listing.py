@@ -32,10 +32,7 @@ _NOT_MEASURED = frozenset({"kind", "epoch", "global_step", "train_loss", "sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """One run."""
-
     path: Path
-    """Its directory."""
     state: str
     """running, finished, stopped, interrupted, failed, or killed: the launcher has ended without saying how."""
     reason: str

@@ -12,14 +12,7 @@ from lockstep.runs.step_losses import EpochSums
 
 @final
 class FitState:
-    """The state of the loop between two steps, on one worker.
-
-    Args:
-        sums: The losses of the present epoch.
-        saver: Saves checkpoints.
-        scheduler: One that the trainer does not step by itself.
-        others: What else has a state, by name.
-    """
+    """The state of the loop between two steps, on one worker; `scheduler` is one that the trainer does not step."""
 
     def __init__(
         self,

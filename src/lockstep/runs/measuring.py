@@ -22,17 +22,7 @@ from lockstep.runs.retention import check_metric_name
 def measure(
     parts: RunParts, loader: ShardedLoader, *, weights: AveragedWeights | None = None, name: str = ""
 ) -> dict[str, Mean]:
-    """Return the mean of each metric over a data set (collective).
-
-    Args:
-        parts: The model and the metrics.
-        loader: The data set.
-        weights: An average of the weights, to be measured in their place.
-        name: What callbacks get before the names of the metrics.
-
-    Raises:
-        ConfigError: A metric of torchmetrics gives more than a number, or two metrics have one name.
-    """
+    """Return the mean of each metric over a data set (collective); callbacks get `name` before the names of metrics."""
     found: dict[str, Mean] = dict(parts.trainer.evaluate(loader, parts.metric, weights=weights, name=name))
     if parts.collection is not None:
         for key, value in read_values(
@@ -85,7 +75,6 @@ def _full_name(prefix: str, metric: str) -> str:
 
 
 def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
-    """Return the means as numbers."""
     return {name: mean.value for name, mean in means.items()}
 
 
@@ -93,9 +82,6 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
     """Check that the metrics that a config names will be measured, by measuring a few samples (collective).
 
     So a metric of the user's that fails does so before the first step, not after the first epoch.
-
-    Raises:
-        ConfigError: One will not, or two values would have one name.
     """
     prefixes = [_prefix(average, set_name) for set_name in parts.evaluated for average in ["", *parts.averages]]
     _check_different(prefixes, parts)

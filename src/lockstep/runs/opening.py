@@ -56,7 +56,6 @@ class OpenRequest:
     """What the user asked for: the config, and the checkpoint to resume from."""
 
     config: Config
-    """The config of the run."""
     name: str
     """The name of numbered directories: runs/NAME, runs/NAME-2, ..."""
     resumed: str | None
@@ -76,15 +75,11 @@ class SourceCheckpoint:
     run_dir: Path | None
     """The run directory that contains it; None if it is not in a run directory."""
     checkpoint: Path
-    """The file."""
     manifest: "Manifest"
-    """Its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """An open run."""
-
     run_dir: Path
     """Its directory, locked."""
     origin: SourceCheckpoint | None
@@ -94,19 +89,7 @@ class OpenedRun:
 
 
 def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
-    """Open a run (local; call it on one rank).
-
-    Args:
-        wanted: What the user asked for.
-        held: Closing it releases the lock on the run directory.
-        warn: Called with a message for each damaged checkpoint.
-
-    Raises:
-        CheckpointError: There is no checkpoint to resume from, it cannot be read or copied, or the config has changes
-            that are not allowed.
-        RunDirectoryError: The directory does not exist, exists already, is used by another training, or has a newer
-            checkpoint than the requested one.
-    """
+    """Open a run (local; call it on one rank); it is locked until `held` is closed."""
     config = wanted.config
     if wanted.resumed is None and config.resume == "auto":
         own = find_own_run(config, wanted.name, wanted.job)

@@ -14,16 +14,7 @@ from lockstep.runs.run_directory import CONFIG_NAME, JOB_NAME, find_numbered
 
 
 def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
-    """Return the directory of the run of this job; None if it has not begun (local).
-
-    Args:
-        config: The config of the run.
-        name: The NAME of numbered directories.
-        job: What identifies this job.
-
-    Raises:
-        ConfigError: Nothing says which run is that of this process.
-    """
+    """Return the directory of the run of this job; None if it has not begun (local)."""
     if config.run_dir is not None:
         path = Path(config.run_dir)
         return path if path.is_dir() else None
@@ -37,11 +28,7 @@ def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
 
 
 def note_job(run_dir: Path, job: str | None) -> None:
-    """Write into a new directory to which job it belongs (local).
-
-    Raises:
-        RunDirectoryError: It cannot be written.
-    """
+    """Write into a new directory to which job it belongs (local)."""
     if job is None:
         return
     try:
@@ -51,11 +38,7 @@ def note_job(run_dir: Path, job: str | None) -> None:
 
 
 def check_may_begin_again(run_dir: Path, config: Config) -> None:
-    """Check that a directory without a checkpoint is that of this run, which was killed before it saved one (local).
-
-    Raises:
-        RunDirectoryError: It is something else, which is not written over.
-    """
+    """Check that a directory without a checkpoint is that of this run, which was killed before it saved one (local)."""
     if not (run_dir / CONFIG_NAME).is_file():
         if any(not path.name.startswith(".") for path in run_dir.iterdir()):
             raise RunDirectoryError(

@@ -42,15 +42,7 @@ def find_parts(folder: Path) -> list[tuple[Path, int]]:
 def describe_job(
     saved: SavedRun, *, data: str, weights: str | None, output_function: str | None, has_targets: bool
 ) -> dict[str, Any]:
-    """Return all that predictions follow from, as JSON values: the options of `lockstep predict`, and of the config.
-
-    Args:
-        saved: The checkpoint and the config.
-        data: Which data.
-        weights: Which averaged weights, or None.
-        output_function: What makes the columns of the output, or None.
-        has_targets: Whether samples that are pairs are (input, target).
-    """
+    """Return all that predictions follow from, as JSON values: the options of `lockstep predict`, and of the config."""
     return {
         "checkpoint": saved.digest,
         "--data": data,
@@ -62,15 +54,7 @@ def describe_job(
 
 
 def open_parts(folder: Path, job: Mapping[str, Any]) -> int:
-    """Make the folder, or continue with it; return how many samples it has (local).
-
-    Args:
-        folder: The folder.
-        job: What is predicted, as JSON values.
-
-    Raises:
-        UsageError: It belongs to another prediction, or cannot be written.
-    """
+    """Make the folder, or continue with it; return how many samples it has (local)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_temp_files(folder)

@@ -48,12 +48,8 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictRequest:
-    """What to predict."""
-
     config: Config
-    """The config of the run."""
     checkpoint: Path
-    """The weights."""
     data: str
     """"test", "train", or the import path of a function that returns a data set."""
     weights: str | None
@@ -73,14 +69,7 @@ class PredictRequest:
 def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[[int, int | None], None]) -> int:
     """Write the predictions in parts (collective: every worker calls); return the number of samples.
 
-    Args:
-        request: What to predict.
-        device: The device of this worker.
-        tell: Called on rank 0, after each part, with how many samples are on the disk and how many there are, if known.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or belongs to another model.
-        ConfigError: Something cannot be imported or constructed, or the outputs cannot be written.
+    Rank 0 calls `tell` after each part, with how many samples are on the disk, and how many there are, if known.
     """
     config, world = request.config, current_world()
     set_deterministic(config.deterministic)
@@ -122,15 +111,7 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
 
 
 def make_dataset(config: Config, data: str) -> Any:
-    """Return the data set that is called `data`.
-
-    Args:
-        config: The config of the run.
-        data: "test", "train", or the import path of a function that returns a data set, or (train, test): the test set.
-
-    Raises:
-        ConfigError: There is no such data set.
-    """
+    """Return the data set of this name; for an import path the `preferred_set` of what its function returns."""
     key, path, arguments = ("--data", data, {}) if ":" in data else ("data", config.data, config.data_args)
     train, others = split_sets(key, path, call_object(key, import_object(key, path), **arguments))
     sets = {TRAIN: train, **others, data: preferred_set(train, others)} if ":" in data else {TRAIN: train, **others}

@@ -37,17 +37,7 @@ def compare_config(manifest: Manifest, config: Config) -> list[Change]:
 
 
 def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed: Collection[str] = ()) -> None:
-    """Restore the objects of a run from a checkpoint (local: every worker calls, with the same file).
-
-    Args:
-        parts: The objects that the config names.
-        checkpoint: The state to restore.
-        config: The config of the run.
-        allowed: Names given to `--allow`: config keys that may differ, although they change the results.
-
-    Raises:
-        CheckpointError: The checkpoint belongs to another model or another run.
-    """
+    """Restore the objects of a run from a checkpoint (local: every worker calls, with the same file)."""
     changes = compare_config(checkpoint.manifest, config)
     check_changes(changes, allowed)
     _check_data(checkpoint.manifest, parts.train.source, {change.key for change in changes}, allowed)

@@ -15,8 +15,6 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint of a run."""
-
     global_step: int
     """Number of updates before it was written."""
     is_intact: bool
@@ -26,12 +24,7 @@ class SavedCheckpoint:
 
 
 def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float | None:
-    """Return the score of a checkpoint, higher is better; None if it is not known.
-
-    Args:
-        metrics: Means over the test set from its manifest.
-        wanted: `keep_best` of the config: a name, `-name` if lower is better, or None.
-    """
+    """Return the score of a checkpoint, higher is better; None if it is not known. `wanted` is as `keep_best`."""
     if wanted is None:
         return None
     value = metrics.get(wanted.removeprefix("-"))
@@ -41,11 +34,7 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
 
 
 def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
-    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept.
-
-    Raises:
-        ConfigError: It was not, or its name says that the other direction is better.
-    """
+    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept."""
     if wanted is None:
         return
     name = wanted.removeprefix("-")
@@ -87,14 +76,9 @@ def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
 
 
 def choose_checkpoints_to_remove(saved: Sequence[SavedCheckpoint], keep: int, written: int) -> list[SavedCheckpoint]:
-    """Return the checkpoints to remove.
+    """Return the checkpoints to remove, after the one with `written` updates was saved.
 
-    Args:
-        saved: All checkpoints of a run.
-        keep: Number of the newest checkpoints to keep, at least 1; the best one is kept too.
-        written: Number of updates of the checkpoint just written. Checkpoints with more updates are from before the run
-            was resumed from an earlier one. They are ignored, and overwritten when the run reaches their
-            steps again.
+    Those with more updates are left: the run was resumed before them, and overwrites them when it is there again.
     """
     newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
     best = find_best(saved)

@@ -57,15 +57,9 @@ _RUNS = Path("runs")
 
 
 def make_run_directory(run_dir: str | None, name: str) -> Path:
-    """Create the directory of a new run.
+    """Create the directory of a new run, without `run_dir` the first free one of runs/NAME, runs/NAME-2, ...
 
-    Args:
-        run_dir: Its path; None for the first free one of runs/NAME, runs/NAME-2, ... A directory that a run has left
-            that was killed before its first step is used again: lock it before it is written.
-        name: The NAME of numbered directories.
-
-    Raises:
-        RunDirectoryError: It exists already, or cannot be created.
+    A `run_dir` of a run that was killed before its first step is used again: lock it before it is written.
     """
     if run_dir is None:
         return _make_numbered(name)
@@ -89,11 +83,7 @@ def _explain_existing(path: Path) -> str:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Write the resolved config into a run's directory.
-
-    Raises:
-        RunDirectoryError: It cannot be written. If the directory has no checkpoint, it is removed.
-    """
+    """Write the resolved config into a run's directory; if that fails, remove the directory of an unused run."""
     path = run_dir / CONFIG_NAME
     try:
         atomic_write_text(
@@ -147,11 +137,7 @@ def find_numbered(name: str) -> dict[int, Path]:
 
 
 def find_run_directory(run_dir: str | None, name: str) -> Path:
-    """Return the directory of a run to resume: `run_dir`, or the last of runs/NAME, runs/NAME-2, ... with a checkpoint.
-
-    Raises:
-        RunDirectoryError: There is none.
-    """
+    """Return the directory to resume from: `run_dir`, or the last with a checkpoint of runs/NAME, runs/NAME-2, ..."""
     found = {number: path for number, path in find_numbered(name).items() if find_checkpoints(path)}
     path = Path(run_dir) if run_dir is not None else found[max(found)] if found else _RUNS / name
     if not path.is_dir():
@@ -167,11 +153,7 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
 
 
 def link_best_checkpoint(run_dir: Path, path: Path) -> None:
-    """Make best.ckpt a symbolic link to a checkpoint of the run, atomically.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Make best.ckpt a symbolic link to a checkpoint of the run, atomically."""
     link = run_dir / BEST_NAME
     if link.is_symlink() and link.readlink() == Path(path.name):
         return
@@ -188,18 +170,7 @@ def make_checkpoint(
     metrics: Mapping[str, float | None],
     extra: "Mapping[str, Stateful]" = MappingProxyType({}),
 ) -> "Checkpoint":
-    """Return a checkpoint of a run; its tensors are not copied, and the saver computes its digest (local).
-
-    Args:
-        trainer: The trainer.
-        scheduler: The scheduler, whether the trainer steps it or not.
-        config: The config of the run, if it has one.
-        metrics: Means over the test set, by name; finite or None.
-        extra: What else has a state, by name.
-
-    Raises:
-        CheckpointError: The state contains something that a checkpoint cannot store.
-    """
+    """Return a checkpoint of a run, with the live tensors; the saver computes its digest (local)."""
     from lockstep.engine.state_file import pack_state
 
     values = None if config is None else json.loads(config.model_dump_json())

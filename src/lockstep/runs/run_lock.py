@@ -33,15 +33,7 @@ _NUM_ATTEMPTS = 10
 
 @contextmanager
 def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Lock a run directory, so that no other training uses it.
-
-    Args:
-        run_dir: The directory.
-        patience_seconds: How long to wait for a training that uses it, because it is about to end.
-
-    Raises:
-        RunDirectoryError: Another training uses it, or it cannot be locked.
-    """
+    """Lock a run directory, so that no other training uses it; one that uses it has `patience_seconds` to end."""
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
@@ -88,7 +80,6 @@ def find_holder(run_dir: Path) -> str | None:
 
 
 def explain_holder(run_dir: Path, holder: str) -> str:
-    """Return the message that another training uses a run directory."""
     return (
         f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
         "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME. (LS811)"

@@ -18,7 +18,6 @@ class SavedRun:
     """A checkpoint, and what is needed to use it."""
 
     checkpoint: Path
-    """The file."""
     config: Config
     """The config of the run, with the changes that the user asked for."""
     code: Path | None
@@ -34,18 +33,7 @@ class SavedRun:
 def find_saved_run(
     path: Path, overrides: Sequence[str] = (), *, workers: int | None = None, devices: str | None = None
 ) -> SavedRun:
-    """Find the newest checkpoint of a run directory, or take the file itself (local).
-
-    Args:
-        path: A run directory or a checkpoint.
-        overrides: `key=value`, which replace values of the run's config.
-        workers: How many workers are to use it; None for the config's number.
-        devices: On which devices; None for the config's.
-
-    Raises:
-        CheckpointError: There is none, it cannot be read, or it was saved without a config.
-        ConfigError: An override is wrong.
-    """
+    """Find the newest checkpoint of a run directory, or take the file itself (local); None: the config's value."""
     checkpoint = path
     if path.is_dir():
         found = find_checkpoints(path)
@@ -85,11 +73,7 @@ def find_saved_run(
 
 
 def search_path(saved: SavedRun, given: Path | None) -> list[str]:
-    """Return the folders in which the modules of a run are searched, before the installed packages.
-
-    Raises:
-        ConfigError: The folder that the user gave does not exist.
-    """
+    """Return the folders in which the modules of a run are searched, before the installed packages."""
     if given is not None and not given.is_dir():
         raise ConfigError(f"--code {given} is no folder. Name the folder of the modules that the config names. (LS804)")
     folders = [given] if given is not None else [*([saved.code] if saved.code is not None else []), Path.cwd()]

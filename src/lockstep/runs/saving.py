@@ -43,12 +43,6 @@ class RunSaver:
     """Write the checkpoints of one run. Use it on every worker, as a context manager, which waits for the last save.
 
     The worker that writes removes temporary files of killed processes first, because they may fill the disk.
-
-    Args:
-        config: The config of the run, with `keep`, `keep_best`, `async_save` and `on_save_error`.
-        run_dir: The run directory.
-        recorder: Receives an event for each checkpoint that is on the disk.
-        extra: What else has a state that is saved, by name.
     """
 
     def __init__(
@@ -66,14 +60,7 @@ class RunSaver:
     def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint (every worker calls; collective if it is not written in the background).
 
-        Args:
-            trainer: The trainer.
-            scheduler: One that the trainer does not step itself.
-            metrics: Means over the test set, by name.
-
-        Raises:
-            CheckpointError: This save or the previous one in the background failed. Earlier checkpoints are intact.
-            PeerFailedError: It failed on rank 0.
+        An error of the previous save in the background is raised here. Earlier checkpoints are intact.
         """
         if self._config.async_save or not trainer.can_continue:
             self._save_in_background(trainer, scheduler, metrics)
@@ -88,13 +75,7 @@ class RunSaver:
     def take_over(self, trainer: Trainer, scheduler: Scheduler | None, world: World) -> None:
         """Write the last checkpoint, if this worker is rank 0 now and the one before has not written it (local).
 
-        Args:
-            trainer: The trainer; its state may be of a later step.
-            scheduler: One that the trainer does not step itself.
-            world: The present workers.
-
-        Raises:
-            CheckpointError: As `save`.
+        The state of `trainer` may be of a later step.
         """
         due = self._last
         if world.rank != 0 or self._writes or due is None:
@@ -124,11 +105,7 @@ class RunSaver:
         self._last = _Due(**state, copy=None) if state else None
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk, or has failed.
-
-        Raises:
-            CheckpointError: It failed, and `on_save_error` is "stop".
-        """
+        """Wait until the last save is on the disk, or has failed: then raise, or warn, as `on_save_error` says."""
         self._saver.wait()
 
     def _save_in_background(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:

@@ -30,11 +30,6 @@ class StepLosses:
 
     To read a loss is to wait for the device, which has nothing to do then until the next step is launched. So where
     the device is asynchronous, a step is recorded when the next one is launched.
-
-    Args:
-        sums: Added to.
-        recorder: Receives an event for each step.
-        is_late: Whether a step is recorded after the next one.
     """
 
     def __init__(self, sums: EpochSums, recorder: Recorder, *, is_late: bool) -> None:

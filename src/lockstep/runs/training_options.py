@@ -49,14 +49,7 @@ class SWAOptions(OptionGroup):
 
 
 def parse_seconds(text: str | float) -> float:
-    """Return a time in seconds.
-
-    Args:
-        text: A number of seconds, or a time with units: "90m", "1h30m", "2d".
-
-    Raises:
-        ValueError: It is neither, or not more than zero.
-    """
+    """Return the seconds of a number, or of a text such as "90m", "1h30m" or "2d"; ValueError for anything else."""
     seconds: float = 0
     if isinstance(text, str):
         found = _TIME.fullmatch(text.replace(" ", ""))

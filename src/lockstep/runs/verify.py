@@ -35,7 +35,6 @@ class Difference:
     """The kind and size of the difference, in words."""
 
     def __str__(self) -> str:
-        """Describe it in one sentence."""
         others = f" (and {self.num_others} more)" if self.num_others else ""
         return f"the first difference is after step {self.step}, in {self.name}{others}: {self.how}"
 
@@ -55,12 +54,7 @@ class ShortRun:
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
     """Train `num_steps` steps of a config (collective: every worker calls).
 
-    Args:
-        config: The config of the run.
-        device: The device of this worker.
-        num_steps: Number of steps; they may be more than one epoch.
-        reference: Directory with the states of the first run: one file of the model's size per step.
-        is_first: Whether this is the first run, which writes these files.
+    The first run writes its states into the folder `reference`: one file of the model's size per step.
     """
     # Without a lost worker it would be another number of workers.
     parts = build_parts(config.model_copy(update={"on_worker_loss": "stop", **WITHOUT_CALLBACKS}), device)

@@ -12,15 +12,7 @@ _MAX_VALUES = 100_000
 
 
 def _check_size(root: Any, source: str) -> None:
-    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes.
-
-    Args:
-        root: Its node; None for an empty document.
-        source: What it is, for the message.
-
-    Raises:
-        ConfigError: It is larger, or contains itself.
-    """
+    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes."""
     sizes: dict[int, int] = {}
     under_way: set[int] = set()
 
@@ -47,15 +39,7 @@ def _check_size(root: Any, source: str) -> None:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the values of a YAML 1.2 text.
-
-    Args:
-        text: The text.
-        source: What it is, for messages.
-
-    Raises:
-        ConfigError: It is not YAML, or too large.
-    """
+    """Return the values of a YAML 1.2 text."""
     try:
         _check_size(YAML(typ="safe", pure=True).compose(text), source)
         return YAML(typ="safe", pure=True).load(text)
