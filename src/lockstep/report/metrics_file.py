@@ -36,12 +36,7 @@ _TAIL_BYTES = 1 << 18
 class MetricsFile:
     """A recorder that appends to a file; `record` returns after the line was written to the page cache.
 
-    Args:
-        path: The file.
-        may_fail: If a line cannot be written, warn and continue. After a success the next failure warns again.
-
-    Raises:
-        RunDirectoryError: In `record`: the file cannot be written, and `may_fail` is False.
+    With `may_fail` the first of several lines that cannot be written is a warning, and no error.
     """
 
     def __init__(self, path: Path, *, may_fail: bool = False) -> None:
@@ -80,14 +75,7 @@ class MetricsFile:
         self._is_failing = True
 
     def take_over(self) -> frozenset[RowKey]:
-        """Continue the file of a process that has ended: remove a row that it has half written.
-
-        Returns:
-            What the last rows are for, many more than those that a recorder may have to write again.
-
-        Raises:
-            RunDirectoryError: As `record`.
-        """
+        """Continue the file of a process that has ended: remove a half row; return what the last whole rows are for."""
         try:
             with self._path.open("a+b") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -105,11 +93,7 @@ class MetricsFile:
         return frozenset(key_of_row(row) for row in _parse(lines[1:] if start else lines))
 
     def rewind(self, global_step: int) -> None:
-        """Remove the lines after update `global_step`, from which the run is resumed.
-
-        Raises:
-            RunDirectoryError: The file cannot be written; it is unchanged.
-        """
+        """Remove the lines after update `global_step`, from which the run is resumed."""
         if self._path.exists():
             kept = [row for row in read_metrics(self._path) if row["global_step"] <= global_step]
             try:
@@ -153,7 +137,6 @@ def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def key_of_row(row: Mapping[str, Any]) -> RowKey:
-    """Return what a row is for."""
     kind = row["kind"]
     if kind == "evaluation":  # there may be some of other sets after the same update
         kind = " ".join(sorted(row))

@@ -45,7 +45,6 @@ class PlainLines:
         self._num_epochs = 0
 
     def record(self, event: Event) -> None:
-        """Print a line, if there is one for this event."""
         match event:
             case RunStarted():
                 self._num_epochs = event.num_epochs
@@ -89,7 +88,6 @@ class ProgressBar:
         self._progress.stop()
 
     def record(self, event: Event) -> None:
-        """Update the progress bar."""
         match event:
             case RunStarted():
                 self._start(event, event.first_epoch * (event.num_steps or 0) + event.first_step)
@@ -119,11 +117,7 @@ class ProgressBar:
 
 @final
 class Speed:
-    """Samples per second, and how long the epoch and the run will take, in words.
-
-    Args:
-        clock: Returns seconds; that of the recording unless a test has another.
-    """
+    """Samples per second, and how long the epoch and the run will take, in words."""
 
     def __init__(self, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
         self._clock = clock
@@ -159,11 +153,8 @@ class Speed:
 class Bound:
     """What the last steps spent much of their time on besides computing: "61% loading", "45% waiting for rank 1".
 
-    From the recording, which is read every few seconds, and so seldom that this takes less than 0.2 % of the time.
-
-    Args:
-        directory: The recording; None for that of this process.
-        clock: Returns seconds.
+    From a recording, by default that of this process. It is read every few seconds, and so seldom that this takes less
+    than 0.2 % of the time.
     """
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
@@ -229,12 +220,7 @@ def _describe_start(event: RunStarted) -> str:
 
 
 def fold(parts: Sequence[str], width: int | None) -> list[str]:
-    """Join parts to lines that are no wider than `width`, as far as may be; all after the first one are indented.
-
-    Args:
-        parts: At least one.
-        width: In characters; None for one line, as for a file that others search.
-    """
+    """Join parts to lines no wider than `width` (None: one line), if possible; all after the first are indented."""
     indent = " " * (len(parts[0]) + 2)
     lines = [parts[0]]
     for part in parts[1:]:

@@ -24,13 +24,7 @@ _NUM_REMEMBERED = 32
 
 @final
 class Succession:
-    """A recorder on every worker, of which one writes at a time.
-
-    Args:
-        is_recording: Whether this worker is the one that writes; may become true later.
-        metrics: Where rows are written.
-        show: Makes the recorder that shows the progress, when this worker begins to write.
-    """
+    """A recorder on every worker, of which one writes at a time; one that begins to write calls `show`, once."""
 
     def __init__(self, is_recording: Callable[[], bool], metrics: MetricsFile, show: Callable[[], Recorder]) -> None:
         self._is_recording = is_recording

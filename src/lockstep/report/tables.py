@@ -20,11 +20,7 @@ Columns = dict[str, Array]
 
 
 def check_table_path(path: Path) -> None:
-    """Check that a table of this name can be written, before hours are spent on its contents.
-
-    Raises:
-        UsageError: It has no known suffix, exists already, its folder does not exist, or pyarrow is missing.
-    """
+    """Check that a table of this name can be written, before hours are spent on its contents."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"The output is {path}, expected a name that ends with {', '.join(SUFFIXES)}. (LS814)")
     if path.exists():
@@ -36,15 +32,7 @@ def check_table_path(path: Path) -> None:
 
 
 def write_table(path: Path, parts: Sequence[Path]) -> None:
-    """Write one table with the rows of all parts, in order, and a column `index` with their numbers (local).
-
-    Args:
-        path: The file; its suffix says in which format.
-        parts: Files of numpy.savez with the same columns.
-
-    Raises:
-        UsageError: It cannot be written, or does not fit the format.
-    """
+    """Write one table with the rows of all parts (numpy.savez), in order, and a column `index` (local)."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write = {".csv": _write_csv, ".npz": _write_npz, ".parquet": _write_parquet}[path.suffix]
     try:

@@ -35,16 +35,11 @@ _CURVES: Final = {
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> None:
-    """Write the page about some runs as one file (local).
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the page about some runs as one file (local)."""
     atomic_write_text(path, make_page(runs))
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    """Return the page about some runs."""
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment

@@ -28,13 +28,7 @@ _TOOLS: Final = "xpan,xwheel_zoom,box_zoom,reset"
 
 
 def draw_curve(runs: Sequence[RunData], step_key: str | None, epoch_keys: Sequence[str]) -> Any | None:
-    """Return a figure with a value of each step, and values of each epoch, over the steps; None if there are none.
-
-    Args:
-        runs: The runs, each with a colour.
-        step_key: Name of the value in the rows of steps.
-        epoch_keys: Names in the rows of epochs; those with `test_` are dashed.
-    """
+    """Return a figure with a value of each step, and values of each epoch, over the steps; None if there are none."""
     plot = _blank(active_scroll="xwheel_zoom", x_axis_label="step")
     drawn: list[tuple[str, list[Any]]] = []
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):

@@ -30,7 +30,6 @@ class MeasuredSteps:
     """What a run has measured, one array per worker where it says so; in seconds."""
 
     workers: int
-    """Number of workers of the run."""
     num_shards: int
     """Shards of a step."""
     step: NDArray[np.float64]
@@ -50,7 +49,6 @@ class Forecast:
     """A step on a number of workers."""
 
     workers: int
-    """The number."""
     seconds: float
     """A step in the middle."""
     low: float
@@ -96,7 +94,6 @@ class _Parts:
 
     @staticmethod
     def at(measured: MeasuredSteps, percentile: float) -> "_Parts":
-        """Return the parts at a percentile."""
         shard = max(_percentile(each, percentile) for each in measured.shard)
         loading, fixed, exchange, whole = (
             _percentile(each, percentile)

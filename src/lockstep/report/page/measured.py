@@ -26,12 +26,7 @@ def measure_steps(run: RunData) -> MeasuredSteps | None:
 
 
 def measure_tables(tables: Sequence[NDArray[Any]], num_shards: int) -> MeasuredSteps | None:
-    """Return what the recorded events of the workers of one generation say; None if that is too little.
-
-    Args:
-        tables: Of each worker.
-        num_shards: Shards of a step.
-    """
+    """Return what the recorded events of the workers of one generation say; None if that is too little."""
     found = [step_parts(table) for table in tables]
     common = sorted(set.intersection(*(set(each) for each in found)))[_FIRST_STEPS:-1]  # the last one may be under way
     if len(common) < _FEWEST:

@@ -17,8 +17,6 @@ from lockstep.runs.run_directory import METRICS_NAME, RECORDING_NAME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What is known of one run."""
-
     name: str
     """How the page calls it."""
     listed: ListedRun
@@ -63,11 +61,7 @@ def _is_of_one_start(file: FileEvents, last: FileEvents) -> bool:
 
 
 def read_run(directory: Path, name: str) -> RunData:
-    """Read a run directory; the run may be going on.
-
-    Raises:
-        RunDirectoryError: There is no run in this directory.
-    """
+    """Read a run directory; the run may be going on."""
     listed = next((run for run in list_runs([directory]) if run.path.resolve() == directory.resolve()), None)
     if listed is None:
         raise RunDirectoryError(

@@ -29,7 +29,6 @@ class StepParts:
     compute: float
     """Forward and backward of its shards, until the last gradient."""
     num_shards: int
-    """How many shards these were."""
     exchange: float
     """From the last gradient until all gradients are there, and agreeing on the step."""
     rest: float

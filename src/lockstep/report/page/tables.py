@@ -61,13 +61,7 @@ def slowest_part(run: RunData) -> str:
 
 
 def forecast_table(found: Sequence[Forecast], batch_size: Any, *, cores: int | None) -> str:
-    """Return the forecast for each number of workers.
-
-    Args:
-        found: The forecasts.
-        batch_size: Samples in a step, if the config says so.
-        cores: Cores of the machine, if the workers need one each.
-    """
+    """Return the forecast for each number of workers; `cores` is None where a worker does not need one of its own."""
     base = next(each for each in found if each.is_measured)
     rows = []
     for each in found:
@@ -107,7 +101,6 @@ def changes_table(run: RunData) -> str:
 
 
 def checkpoints_table(run: RunData) -> str:
-    """Return the checkpoints in the run directory."""
     rows = [
         [f"<code>{escape(name)}</code>", f"{found.get('epoch')}, {found.get('step')}", escape(str(found.get("digest")))]
         for name, found in run.checkpoints.items()

@@ -14,5 +14,4 @@ def both(name: str) -> str:
 
 
 def heading(name: str) -> str:
-    """Return a small heading."""
     return f"<h3>{both(name) if name in TEXTS else escape(name.replace('_', ' '))}</h3>"

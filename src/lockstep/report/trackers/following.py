@@ -31,13 +31,8 @@ _NOT_SHOWN = {"kind", "epoch", "step", "global_step", "weight"}
 class Following:
     """A recorder that gives what it records to trackers; a context at whose end they are closed.
 
-    Attributes:
-        ending: How the run ends, if no exception says otherwise.
-
-    Args:
-        make: Makes the trackers, by name; called when this worker begins to record.
-        metrics: The file of metrics, which has each event before this recorder has it.
-        config: The config of the run, for the trackers.
+    Each event must be in the file `metrics` before it is recorded here. `make` is called by the first one. Set `ending`
+    to how the run ends, if no exception says otherwise.
     """
 
     def __init__(
@@ -50,11 +45,7 @@ class Following:
         self.ending: Ending = "finished"
 
     def record(self, event: Event) -> None:
-        """Give the event to the trackers; the first one starts them.
-
-        Raises:
-            ConfigError: A tracker cannot be made, or cannot start, before the first step.
-        """
+        """Give the event to the trackers; the first one starts them."""
         if self._trackers is None:
             rows = list(read_metrics(self._metrics)) if self._metrics.exists() else []
             self._trackers = self._start(rows, may_fail=not isinstance(event, RunStarted))
@@ -66,13 +57,11 @@ class Following:
                 self._give(each, [row])
 
     def __enter__(self) -> Self:
-        """Return the recorder."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the trackers that were started."""
         ending: Ending = self.ending if kind is None else "failed"
         for name, tracker in self._trackers or ():
             try:

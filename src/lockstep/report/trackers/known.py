@@ -19,11 +19,7 @@ _KNOWN = {
 
 
 def check_trackers(named: Sequence[NamedTracker]) -> None:
-    """Check that the packages of trackers are installed, and their options known; imports none of them.
-
-    Raises:
-        ConfigError: A package is missing, or an option is wrong.
-    """
+    """Check that the packages of trackers are installed, and their options known; imports none of them."""
     missing = []
     for name, options in map(_split, named):
         if name in _KNOWN:
@@ -41,11 +37,7 @@ def check_trackers(named: Sequence[NamedTracker]) -> None:
 
 
 def make_trackers(named: Sequence[NamedTracker]) -> list[tuple[str, Tracker]]:
-    """Make the trackers of a config (local).
-
-    Raises:
-        ConfigError: One cannot be imported or constructed, or is no tracker.
-    """
+    """Make the trackers of a config (local)."""
     check_trackers(named)
     return [(name, _make(name, options)) for name, options in map(_split, named)]
 

@@ -20,10 +20,6 @@ class MLflow:
 
     A resumed run continues under its id. MLflow cannot remove numbers: if it has some that are later than the step
     from which the run is resumed, its run is deleted (MLflow keeps deleted runs until `mlflow gc`) and written anew.
-
-    Args:
-        tracking_uri: The store: a folder, a database, a server; None for MLflow's own setting.
-        experiment: Name of the experiment.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "lockstep") -> None:

@@ -14,10 +14,8 @@ class TensorBoard:
     """Writes event files, with `torch.utils.tensorboard`, or with tensorboardX where tensorboard is not installed.
 
     After a resume the file is written anew from `metrics.jsonl`, so that each step is in it once for every program
-    that reads it, and nothing is missing that a killed process had not written yet.
-
-    Args:
-        folder: Where; None for `tensorboard` in the run directory.
+    that reads it, and nothing is missing that a killed process had not written yet. Without `folder` it is in
+    `tensorboard` in the run directory.
     """
 
     def __init__(self, folder: str | None = None) -> None:

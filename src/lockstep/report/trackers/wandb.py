@@ -9,14 +9,10 @@ from lockstep.report.trackers.protocol import Ending, TrackedRun
 
 @final
 class WandB:
-    """Logs to Weights & Biases.
+    """Logs to Weights & Biases; `options` are further arguments of `wandb.init`.
 
     Offline (`mode: offline`) a resumed run is written anew from `metrics.jsonl`, in place of the folder that was not
     synchronized yet. Online a run continues under its id: steps that the service has already are not sent again.
-
-    Args:
-        project: Name of the project.
-        options: Further arguments of `wandb.init`: mode, entity, tags, ...
     """
 
     def __init__(self, project: str = "lockstep", **options: Any) -> None:
