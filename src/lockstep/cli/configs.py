@@ -18,11 +18,7 @@ def find_examples() -> Mapping[str, Path]:
 
 
 def find_config(given: Path) -> Path:
-    """Return the file `given`, `given` with .yaml added, or the example of this name; a .yaml may not be there.
-
-    Raises:
-        ConfigError: There is none of these, or one of a similar name.
-    """
+    """Return the file `given`, `given` with .yaml added, or the example of this name; a .yaml may not be there."""
     if given.exists():
         return given
     if given.suffix in {".yaml", ".yml"}:

@@ -13,8 +13,6 @@ _MEGABYTE = 1_000_000
 
 
 class Target(StrEnum):
-    """The formats that can be written."""
-
     pt = "pt"
     safetensors = "safetensors"
     dcp = "dcp"

@@ -70,12 +70,7 @@ def doctor(
 
 
 def gpu_use(pids: Collection[int], nvml: ModuleType = pynvml) -> dict[int, str]:
-    """Return what processes have on GPUs, in words: these, and all others that are on a GPU of one of them (local).
-
-    Args:
-        pids: The workers.
-        nvml: The module pynvml, or a fake.
-    """
+    """Return what processes have on GPUs, in words: these, and all others that are on a GPU of one of them (local)."""
     try:
         gpus, _ = read_gpus(nvml, look_up_holder) if pids else ((), None)
     except NoGpusError:

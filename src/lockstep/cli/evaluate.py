@@ -46,7 +46,6 @@ def evaluate(
 
 
 def evaluate_worker(run: Run, saved: SavedRun, data: str, weights: str | None) -> dict[str, Any]:
-    """Evaluate in one worker."""
     from lockstep.runs.evaluate import evaluate_saved
 
     found = evaluate_saved(saved.config, saved.checkpoint, data, run.device, weights)

@@ -25,11 +25,7 @@ _LIBRARIES = ("stdlib", "purelib", "platlib")
 
 @contextmanager
 def failures_shown(*, debug: bool) -> Iterator[None]:
-    """Turn what is raised inside, KeyboardInterrupt included, into a message and an exit code; main thread only.
-
-    Args:
-        debug: Show the traceback of bad input too.
-    """
+    """Turn what is raised inside, KeyboardInterrupt included, into a message and an exit code; main thread only."""
     try:
         # Until here Ctrl-C ends the process at once (`lockstep_command`). A shell script starts background jobs with
         # SIGINT ignored. This line undoes that, so that `kill -INT` stops them.

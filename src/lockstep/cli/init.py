@@ -20,8 +20,6 @@ _NUM_TEXTS = 200
 
 
 class DataKind(StrEnum):
-    """The kinds of data for which there is a beginning."""
-
     blank = "blank"
     images = "images"
     table = "table"

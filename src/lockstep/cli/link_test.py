@@ -41,9 +41,6 @@ def check_placement(placement: Placement) -> list[BackendLinks]:
     """Start a worker on each device and check the links between them.
 
     The backends are those that training uses: that of the devices, shared memory and Gloo.
-
-    Raises:
-        WorkerFailedError: A worker was killed, or could not set up its group.
     """
     found: list[list[BackendLinks]] = launch(_check_worker, devices=placement)
     return found[0]
@@ -82,7 +79,6 @@ def give_verdict(links: Sequence[BackendLinks], placement: Placement) -> str:
 
 
 def are_right(links: Sequence[BackendLinks]) -> bool:
-    """Return whether every sum was right."""
     return not any(report.problem for _, report in _rows(links))
 
 

@@ -33,11 +33,9 @@ class LazyCommands(TyperGroup):
     """The commands, each imported when it is looked up."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the names of all commands."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command."""
         if cmd_name not in _COMMANDS:
             near = difflib.get_close_matches(cmd_name, _COMMANDS, n=1)
             if near and not ctx.resilient_parsing:

@@ -10,11 +10,7 @@ _CONDITION = re.compile(r"=\s*(\d+(?:\.\d+)?\s*(?:gib|gb|mib|mb))", re.IGNORECAS
 
 
 def check_not_redirected(descriptor: int = 1) -> None:
-    """Refuse to write to a file such as `=20GiB`, which a shell makes of `auto:3>=20GiB` without quotes.
-
-    Raises:
-        UsageError: Standard output is such a file: the request has lost its condition.
-    """
+    """Refuse to write to a file such as `=20GiB`, which a shell makes of `auto:3>=20GiB` without quotes."""
     try:
         target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - the link's own text
     except OSError:  # not Linux

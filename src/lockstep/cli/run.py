@@ -133,11 +133,7 @@ def run(  # the options are the interface
 
 
 def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str, ...]:
-    """Return the command that starts SCRIPT, without its arguments.
-
-    Raises:
-        UsageError: SCRIPT does not exist, or does not fit the options.
-    """
+    """Return the command that starts SCRIPT, without its arguments."""
     if no_python:
         if is_module:
             raise UsageError(

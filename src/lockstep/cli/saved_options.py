@@ -31,16 +31,7 @@ DEBUG = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad inp
 def call_on_saved(
     function: Callable[..., Any], saved: SavedRun, *arguments: Any, code: Path | None, force: bool, is_quiet: bool
 ) -> Any:
-    """Call `function(run, saved, *arguments)` in workers; return what rank 0 returned.
-
-    Args:
-        function: What to call.
-        saved: What it is about; its config says on which devices.
-        arguments: Anything that can be pickled.
-        code: The folder of the modules, if the user has named it.
-        force: Whether to take GPUs that other processes use.
-        is_quiet: Whether standard output is for the result alone.
-    """
+    """Call `function(run, saved, *arguments)` in workers; return rank 0's result. `is_quiet`: stdout has only that."""
     config = saved.config
     sys.path[:0] = search_path(saved, code)
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)

@@ -39,12 +39,7 @@ def scale(
 
 
 def change(run_dir: Path, request: Message) -> None:
-    """Send a request to the launcher of a run, and print its answers.
-
-    Raises:
-        UsageError: There is no such run, or it has ended.
-        Exit: The request was refused, or has failed.
-    """
+    """Send a request to the launcher of a run, and print its answers."""
     try:
         client = connect(run_dir)
     except PermissionError as error:

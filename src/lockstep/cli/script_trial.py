@@ -14,7 +14,7 @@ from typing import Final
 
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents, read_recording
-from lockstep.settings import worker_environment
+from lockstep.settings import read_settings
 
 _MOST_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
@@ -25,8 +25,6 @@ _SAID: Final = re.compile(r"(Warning|Error): |^The job stands still|^error: ")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a script ran."""
-
     said: tuple[str, ...]
     """Its warnings and errors, each once."""
     num_steps: int
@@ -39,17 +37,12 @@ def try_script(path: Path, steps: int, start: Callable[..., "subprocess.Popen[by
     """Run a script on two CPU workers until they have begun so many steps, or for two minutes (local).
 
     Torch's wrapper and samplers in it are replaced by ours, as with `lockstep run --drop-in`.
-
-    Args:
-        path: The script; it is run in the present folder, without arguments.
-        steps: How many.
-        start: Starts a process, as `subprocess.Popen` does.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder, tempfile.TemporaryFile() as output:
         command = [sys.executable, "-m", "lockstep", "run", "--drop-in", "--devices", "cpu:2", str(path)]
         job = start(
             command,
-            env=worker_environment({"TMPDIR": folder, "LOCKSTEP_RECORDING": "on"}),
+            env=read_settings().for_worker({"TMPDIR": folder, "LOCKSTEP_RECORDING": "on"}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,

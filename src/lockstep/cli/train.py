@@ -39,8 +39,7 @@ from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.runs.run_directory import METRICS_NAME, RECORDING_NAME
-from lockstep.settings import read_job
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:
     from lockstep.runs.resuming import Resume
@@ -107,7 +106,7 @@ def train(
             resumed=resume,
             has_run_dir_override=any(override.startswith("run_dir=") for override in overrides or []),
             allowed=frozenset(allow or []),
-            job=read_job(),
+            job=read_settings().job(),
         )
         # Modules that a config names are beside it; launch passes the search path to the workers.
         sys.path.insert(0, str(config_path.resolve().parent))
@@ -138,9 +137,7 @@ class Job:
     """What a worker needs to train."""
 
     config: Config
-    """The run."""
     run_dir: Path
-    """Its directory."""
     resume: "Resume | None"
     """The checkpoint to resume from; None for a new run."""
     code: Path

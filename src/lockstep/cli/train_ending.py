@@ -35,7 +35,6 @@ class Finished:
     fingerprint: str
     """What the digest depends on."""
     digest: str
-    """Digest of the weights."""
     others: Sequence[str]
     """Which of the metrics are not of the test set."""
     end_reason: str
@@ -58,12 +57,8 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """How a run ended."""
-
     run_dir: Path
-    """Its directory."""
     result: Finished | Stopped
-    """What a worker has sent."""
     is_shown_here: bool
     """Whether this process is the one that prints."""
 

@@ -58,7 +58,6 @@ def verify(
 
 
 def verify_worker(run: Run, config: Config, num_steps: int, reference: Path, is_first: bool) -> ShortRun:
-    """Train a few steps in one worker."""
     return run_steps(config, run.device, num_steps, reference, is_first=is_first)
 
 
