@@ -50,7 +50,7 @@ from lockstep.parallel import (
     data_parallel,
 )
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.torch_private import use_optimizers_without_compiler
+from lockstep.torch_private.compiler_import import use_optimizers_without_compiler
 from lockstep.version import VERSION
 
 __version__ = VERSION

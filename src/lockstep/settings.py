@@ -1,7 +1,8 @@
-"""The one file that reads and writes the environment of this process.
+"""The one file that reads and writes the environment of this process, and the names of all variables that count.
 
-All other code gets frozen values from here. So this file shows every variable that changes what Lockstep does, and a
-test can pass a mapping instead of the environment.
+All other code gets frozen values from here: `read_settings()` copies the variables once, and `Settings` says what
+they mean. So this file shows every variable that changes what Lockstep does. User code may set variables after the
+import, so each entry point (a launch, the making of a group, the start of a recording) takes a copy of its own.
 """
 
 import os
@@ -11,17 +12,52 @@ from types import MappingProxyType
 
 from lockstep.errors import UsageError
 from lockstep.secrets import hide_password, is_secret_variable
-from lockstep.variables import (
-    CUBLAS_VARIABLE,
-    KERNEL_VARIABLES,
-    LAUNCHER_VARIABLES,
-    RECORDED,
-    RECORDED_PREFIXES,
-    VISIBLE_VARIABLES,
-)
 
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACE = ":4096:8"
 """The cuBLAS workspace under which its results are reproducible (cuBLAS manual, "Results reproducibility")."""
+
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("OMPI_MCA_ess_base_jobid", "PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "PMI_KVSNAME", "PMI_ID"),
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
+    "SLURM_STEP_RESV_PORTS",
+)
+"""Variables that launchers set for a worker."""
+
+RECORDED_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OMPI_COMM_", "PYTORCH_"),
+    *("SLURM_JOB_ID", "SLURM_STEP_", "SLURM_N", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_"),
+)
+"""How the names of variables begin that are recorded with a run."""
+
+RECORDED = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED"),
+        "NVIDIA_VISIBLE_DEVICES",
+    }
+)
+"""Variables that are recorded with a run, besides those whose names begin with one of `RECORDED_PREFIXES`."""
+
+KERNEL_VARIABLES = {
+    "cpu": (
+        *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+        *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
+    ),
+    "cuda": (
+        *(CUBLAS_VARIABLE, "CUBLASLT_WORKSPACE_SIZE", "DISABLE_ADDMM_CUDA_LT", "NVIDIA_TF32_OVERRIDE"),
+        "TORCH_CUDNN_V8_API_DISABLED",
+    ),
+}
+"""Variables from which libraries choose their kernels, by the type of device."""
+
+VISIBLE_VARIABLES = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variables that hide accelerators other than CUDA's: their numbers, separated by commas."""
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
 """A variable that is equal to MASTER_PORT in the workers of `ls.launch`. These have torchrun's variables too. If a
@@ -49,69 +85,22 @@ _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
 
-def read_launchers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that launchers set for a worker, by name, without empty ones."""
-    source = os.environ if environ is None else environ
-    return {name: source[name] for name in LAUNCHER_VARIABLES if source.get(name)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldVariables:
+    """A launcher's variables about this worker, as text; None for those that are not set."""
 
-
-def read_job(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return what identifies the job to which this process belongs, also when its workers are started again; or None.
-
-    That is the number of a Slurm job and step, which a requeued job keeps, or the run id of torchrun, which restarts of
-    its workers keep.
-    """
-    source = os.environ if environ is None else environ
-    torchrun = source.get("TORCHELASTIC_RUN_ID", "")
-    if torchrun not in _NO_RUN_ID:
-        return f"torchrun {torchrun}"
-    if source.get("SLURM_JOB_ID"):
-        return f"Slurm {source['SLURM_JOB_ID']}.{source.get('SLURM_STEP_ID', 'batch')}"
-    return None
-
-
-def write_place(rank: int, world_size: int) -> None:
-    """Set the variables that hold the place of a worker of `ls.launch`, for code that reads them."""
-    os.environ["RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-
-
-def read_is_profiled(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process may hold a library that was put into it from outside, such as a profiler."""
-    source = os.environ if environ is None else environ
-    return any(source.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
-
-
-def read_is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process is a worker that `ls.launch` started."""
-    source = os.environ if environ is None else environ
-    return bool(source.get(LAUNCHED)) and source[LAUNCHED] == source.get("MASTER_PORT")
-
-
-def channel_variables(descriptor: int, port: int, folder: str) -> dict[str, str]:
-    """Return the variables that tell a child of this process its channel, by the descriptor, and its folder."""
-    return {_CHANNEL: f"{descriptor},{os.getpid()},{port}", _FOLDER: folder}
-
-
-def read_folder() -> str:
-    """Return the folder for temporary files of a worker of `lockstep run`, if there is one; else an empty text.
-
-    The processes that a worker starts have the variable too, and may live on when the folder is deleted. So it counts
-    only where `read_channel` finds a channel.
-    """
-    return os.environ.get(_FOLDER, "")
-
-
-def read_channel(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the descriptor of this process' channel to `lockstep run`; None if that did not start it as a worker.
-
-    A process that a worker starts has the variable too, but its parent is another one. So has the worker of another
-    launcher that a worker has started; the port of its rendezvous is another one, too.
-    """
-    source = os.environ if environ is None else environ
-    descriptor, _, rest = source.get(_CHANNEL, "").partition(",")
-    is_own = rest == f"{os.getppid()},{source.get('MASTER_PORT')}"
-    return int(descriptor) if is_own and descriptor.isdecimal() else None
+    rank: str | None
+    world_size: str | None
+    local_rank: str | None
+    local_world_size: str | None
+    master_addr: str | None
+    master_port: str | None
+    agent_store: str | None
+    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
+    launcher: str
+    """Name of the launcher, for messages: `"Slurm"`."""
+    remedy: str
+    """What the user can do if one of the variables is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +111,6 @@ class VisibleDevices:
     """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
     order: str | None
     """CUDA_DEVICE_ORDER: how CUDA numbers them; None for the fastest first."""
-
-
-def read_visible_devices(environ: Mapping[str, str] | None = None) -> VisibleDevices:
-    """Read the variables that hide GPUs from this process."""
-    source = os.environ if environ is None else environ
-    return VisibleDevices(devices=source.get("CUDA_VISIBLE_DEVICES"), order=source.get("CUDA_DEVICE_ORDER"))
-
-
-def read_visible_numbers(kind: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set."""
-    return (os.environ if environ is None else environ).get(VISIBLE_VARIABLES[kind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,24 +127,177 @@ class RecordingSettings:
     """How many events are kept, a power of two: LOCKSTEP_RECORDING_EVENTS."""
 
 
-def read_recording_settings(environ: Mapping[str, str] | None = None) -> RecordingSettings:
-    """Read whether, where and how much is recorded.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the variables of a process mean. A test makes one of a mapping; all else calls `read_settings`."""
 
-    A value that is none counts as not set: nothing depends on the recording.
-    """
-    source = os.environ if environ is None else environ
-    launcher, _, directory = source.get(_RECORDING_DIRECTORY, "").partition(",")
-    events = source.get("LOCKSTEP_RECORDING_EVENTS", "")
-    is_kept = source.get("LOCKSTEP_RECORDING", "").strip().lower() not in _NO
-    number = int(events) if events.isdecimal() else _NUM_EVENTS
-    if not is_kept:
-        number = _EVENTS_OF_A_WATCH
-    return RecordingSettings(
-        is_wanted=is_kept or read_stall_seconds(source) > 0,
-        is_kept=is_kept,
-        directory=directory if launcher == str(os.getppid()) else "",
-        capacity=1 << (min(max(number, _FEWEST_EVENTS), _MOST_EVENTS) - 1).bit_length(),
-    )
+    variables: Mapping[str, str]
+
+    def launchers(self) -> dict[str, str]:
+        """Return the variables that launchers set for a worker, by name, without empty ones."""
+        return {name: self.variables[name] for name in LAUNCHER_VARIABLES if self.variables.get(name)}
+
+    def job(self) -> str | None:
+        """Return what identifies the job to which this process belongs, also when its workers are started again.
+
+        That is the number of a Slurm job and step, which a requeued job keeps, or the run id of torchrun, which
+        restarts of its workers keep.
+        """
+        torchrun = self.variables.get("TORCHELASTIC_RUN_ID", "")
+        if torchrun not in _NO_RUN_ID:
+            return f"torchrun {torchrun}"
+        if self.variables.get("SLURM_JOB_ID"):
+            return f"Slurm {self.variables['SLURM_JOB_ID']}.{self.variables.get('SLURM_STEP_ID', 'batch')}"
+        return None
+
+    def is_profiled(self) -> bool:
+        """Return whether this process may hold a library that was put into it from outside, such as a profiler."""
+        return any(self.variables.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
+
+    def is_launched(self) -> bool:
+        """Return whether this process is a worker that `ls.launch` started."""
+        return bool(self.variables.get(LAUNCHED)) and self.variables[LAUNCHED] == self.variables.get("MASTER_PORT")
+
+    def folder(self) -> str:
+        """Return the folder for temporary files of a worker of `lockstep run`, if there is one; else an empty text.
+
+        The processes that a worker starts have the variable too, and may live on when the folder is deleted. So it
+        counts only where `channel` finds one.
+        """
+        return self.variables.get(_FOLDER, "")
+
+    def channel(self) -> int | None:
+        """Return the descriptor of this process' channel to `lockstep run`; None if that did not start it as a worker.
+
+        A process that a worker starts has the variable too, but its parent is another one. So has the worker of another
+        launcher that a worker has started; the port of its rendezvous is another one, too.
+        """
+        descriptor, _, rest = self.variables.get(_CHANNEL, "").partition(",")
+        is_own = rest == f"{os.getppid()},{self.variables.get('MASTER_PORT')}"
+        return int(descriptor) if is_own and descriptor.isdecimal() else None
+
+    def visible_devices(self) -> VisibleDevices:
+        variables = self.variables
+        return VisibleDevices(devices=variables.get("CUDA_VISIBLE_DEVICES"), order=variables.get("CUDA_DEVICE_ORDER"))
+
+    def visible_numbers(self, kind: str) -> str | None:
+        """Return which "xpu" or "npu" devices their variable shows to this process; None if it is not set."""
+        return self.variables.get(VISIBLE_VARIABLES[kind])
+
+    def recording(self) -> RecordingSettings:
+        """Return whether, where and how much is recorded.
+
+        A value that is none counts as not set: nothing depends on the recording.
+        """
+        launcher, _, directory = self.variables.get(_RECORDING_DIRECTORY, "").partition(",")
+        events = self.variables.get("LOCKSTEP_RECORDING_EVENTS", "")
+        is_kept = self.variables.get("LOCKSTEP_RECORDING", "").strip().lower() not in _NO
+        number = int(events) if events.isdecimal() else _NUM_EVENTS
+        if not is_kept:
+            number = _EVENTS_OF_A_WATCH
+        return RecordingSettings(
+            is_wanted=is_kept or self.stall_seconds() > 0,
+            is_kept=is_kept,
+            directory=directory if launcher == str(os.getppid()) else "",
+            capacity=1 << (min(max(number, _FEWEST_EVENTS), _MOST_EVENTS) - 1).bit_length(),
+        )
+
+    def token(self) -> str:
+        """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set."""
+        return self.variables.get("LOCKSTEP_TOKEN", "")
+
+    def check(self) -> bool | None:
+        """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set."""
+        text = self.variables.get("LOCKSTEP_CHECK", "")
+        value = text.strip().lower()
+        if not value:
+            return None
+        if value not in _YES | _NO:
+            raise UsageError(
+                f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to compare the calls of all ranks, or 0, "
+                "false, no, off or nothing. (LS119)"
+            )
+        return value in _YES
+
+    def cpu_backend(self) -> str:
+        """Return what carries CPU tensors between workers of one host: LOCKSTEP_CPU_BACKEND, "shm" if it is not set."""
+        text = self.variables.get("LOCKSTEP_CPU_BACKEND", "")
+        value = text.strip().lower() or "shm"
+        if value not in {"shm", "gloo"}:
+            raise UsageError(
+                f"LOCKSTEP_CPU_BACKEND is {text!r}, expected shm for shared memory, which is the default, or gloo for "
+                "Gloo's sockets. (LS119)"
+            )
+        return value
+
+    def stall_seconds(self) -> float:
+        """Return after how long without a reduction the ranks report: LOCKSTEP_STALL_SECONDS; 0 for never."""
+        text = self.variables.get("LOCKSTEP_STALL_SECONDS", "60")
+        try:
+            return max(float(text), 0.0)
+        except ValueError as error:
+            raise UsageError(
+                f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports. (LS119)"
+            ) from error
+
+    def launch_facts(self) -> dict[str, str]:
+        """Return the variables that torch's DistributedDataParallel logs; "N/A" for those that are not set."""
+        names = (
+            *("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+            "GLOO_DEVICE_TRANSPORT",
+        )
+        return {name.lower(): self.variables.get(name, "N/A") for name in names}
+
+    def gloo_interface(self) -> str:
+        """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it."""
+        name = self.variables.get("GLOO_SOCKET_IFNAME", "")
+        return "" if name == self.variables.get(_CHOSEN_INTERFACE) else name
+
+    def recorded(self) -> dict[str, str]:
+        """Return only the variables that change how a run computes or communicates, and those of its launcher."""
+        source = self.variables
+        names = (name for name in sorted(source) if name in RECORDED or name.startswith(RECORDED_PREFIXES))
+        return {name: hide_password(source[name]) for name in names if not is_secret_variable(name)}
+
+    def num_threads(self) -> str | None:
+        """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set."""
+        return self.variables.get("OMP_NUM_THREADS")
+
+    def for_worker(
+        self, overrides: Mapping[str, str], *, defaults: Mapping[str, str] = MappingProxyType({}), seed: int = 0
+    ) -> dict[str, str]:
+        """Return the variables of a worker: these, but `overrides` replace them and they replace `defaults`.
+
+        Two variables are read once, when a process or a library of it starts. So they are set here, for all workers
+        alike, unless the user has set them. Python's hash of a str depends on PYTHONHASHSEED, which is random by
+        default: then a vocabulary that is built from a set has another order in every process. cuBLAS reads
+        CUBLAS_WORKSPACE_CONFIG at the first matrix product, which may come before the trainer that asks for
+        deterministic operators.
+        """
+        read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
+        unset = {name: value for name, value in read_once.items() if not self.variables.get(name)}  # empty: not set
+        return {**defaults, **self.variables, **unset, **overrides}
+
+    def cublas_workspace(self) -> str:
+        """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set."""
+        return self.variables.get(CUBLAS_VARIABLE, "")
+
+    def kernel_variables(self, device_type: str) -> dict[str, str]:
+        """Return the variables from which a device's libraries choose their kernels; empty for those not set."""
+        return {name: self.variables.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
+
+    def python_path(self) -> str | None:
+        return self.variables.get("PYTHONPATH")
+
+
+def read_settings() -> Settings:
+    """Return a copy of this process' variables as they are now."""
+    return Settings(dict(os.environ))
+
+
+def channel_variables(descriptor: int, port: int, folder: str) -> dict[str, str]:
+    """Return the variables that tell a child of this process its channel, by the descriptor, and its folder."""
+    return {_CHANNEL: f"{descriptor},{os.getpid()},{port}", _FOLDER: folder}
 
 
 def recording_variable(directory: str) -> dict[str, str]:
@@ -174,121 +305,15 @@ def recording_variable(directory: str) -> dict[str, str]:
     return {_RECORDING_DIRECTORY: f"{os.getpid()},{directory}"}
 
 
-def read_token(environ: Mapping[str, str] | None = None) -> str:
-    """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set."""
-    return (os.environ if environ is None else environ).get("LOCKSTEP_TOKEN", "")
-
-
-def read_check(environ: Mapping[str, str] | None = None) -> bool | None:
-    """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set."""
-    text = (os.environ if environ is None else environ).get("LOCKSTEP_CHECK", "")
-    value = text.strip().lower()
-    if not value:
-        return None
-    if value not in _YES | _NO:
-        raise UsageError(
-            f"LOCKSTEP_CHECK is {text!r}, expected 1, true, yes or on to compare the calls of all ranks, or 0, false, "
-            "no, off or nothing. (LS119)"
-        )
-    return value in _YES
-
-
-def read_cpu_backend(environ: Mapping[str, str] | None = None) -> str:
-    """Return what carries CPU tensors between workers of one host: LOCKSTEP_CPU_BACKEND, "shm" if it is not set."""
-    text = (os.environ if environ is None else environ).get("LOCKSTEP_CPU_BACKEND", "")
-    value = text.strip().lower() or "shm"
-    if value not in {"shm", "gloo"}:
-        raise UsageError(
-            f"LOCKSTEP_CPU_BACKEND is {text!r}, expected shm for shared memory, which is the default, or gloo for "
-            "Gloo's sockets. (LS119)"
-        )
-    return value
-
-
-def read_stall_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """Return after how long without a reduction the ranks report their progress: LOCKSTEP_STALL_SECONDS; 0 for never."""
-    text = (os.environ if environ is None else environ).get("LOCKSTEP_STALL_SECONDS", "60")
-    try:
-        return max(float(text), 0.0)
-    except ValueError as error:
-        raise UsageError(
-            f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports. (LS119)"
-        ) from error
-
-
-def read_launch_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that torch's DistributedDataParallel logs; "N/A" for those that are not set."""
-    source = os.environ if environ is None else environ
-    names = (
-        "MASTER_PORT",
-        "MASTER_ADDR",
-        "TORCH_DISTRIBUTED_DEBUG",
-        "CUDA_VISIBLE_DEVICES",
-        "GLOO_SOCKET_IFNAME",
-        "GLOO_DEVICE_TRANSPORT",
-    )
-    return {name.lower(): source.get(name, "N/A") for name in names}
-
-
-def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str:
-    """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it."""
-    source = os.environ if environ is None else environ
-    name = source.get("GLOO_SOCKET_IFNAME", "")
-    return "" if name == source.get(_CHOSEN_INTERFACE) else name
+def write_place(rank: int, world_size: int) -> None:
+    """Set the variables that hold the place of a worker of `ls.launch`, all on this host, for code that reads them."""
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
 
 def set_gloo_interface(name: str) -> None:
     """Set the interface for Gloo, which reads it for each group, and record that Lockstep has chosen it."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ[_CHOSEN_INTERFACE] = name
-
-
-def read_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return only the variables that change how a run computes or communicates, and those of its launcher."""
-    source = os.environ if environ is None else environ
-    names = (name for name in sorted(source) if name in RECORDED or name.startswith(RECORDED_PREFIXES))
-    found = {name: source[name] for name in names if not is_secret_variable(name)}
-    return {name: hide_password(value) for name, value in found.items()}
-
-
-def read_num_threads(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set."""
-    return (os.environ if environ is None else environ).get("OMP_NUM_THREADS")
-
-
-def worker_environment(
-    overrides: Mapping[str, str],
-    environ: Mapping[str, str] | None = None,
-    *,
-    defaults: Mapping[str, str] = MappingProxyType({}),
-    seed: int = 0,
-) -> dict[str, str]:
-    """Return the environment for a worker: this process' variables, with `overrides` and `defaults`.
-
-    Two variables are read once, when a process or a library of it starts. So they are set here, for all workers alike,
-    unless the user has set them. Python's hash of a str depends on PYTHONHASHSEED, which is random by default: then a
-    vocabulary that is built from a set has another order in every process. cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the
-    first matrix product, which may come before the trainer that asks for deterministic operators.
-    """
-    source = os.environ if environ is None else environ
-    read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
-    unset = {name: value for name, value in read_once.items() if not source.get(name)}  # empty counts as not set
-    return {**defaults, **source, **unset, **overrides}
-
-
-def read_cublas_workspace(environ: Mapping[str, str] | None = None) -> str:
-    """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set."""
-    return (os.environ if environ is None else environ).get(CUBLAS_VARIABLE, "")
-
-
-def read_kernel_variables(device_type: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables from which a device's libraries choose their kernels; empty for those that are not set."""
-    source = os.environ if environ is None else environ
-    return {name: source.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
-
-
-def read_python_path(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return PYTHONPATH; None if it is not set."""
-    return (os.environ if environ is None else environ).get("PYTHONPATH")
 
 
 def set_python_path(value: str | None) -> None:

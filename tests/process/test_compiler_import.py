@@ -18,7 +18,8 @@ def test_the_compiler_is_not_imported() -> None:
     source = """
 import sys
 from torch import nn
-from lockstep.torch_private import *
+from lockstep.torch_private.compiler import *
+from lockstep.torch_private.compiler_import import *
 
 net = nn.Linear(2, 2)
 assert not is_compiled_module(net) and not is_compiled_autograd_on() and not is_compiled_function(net.forward)
@@ -37,7 +38,7 @@ print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
 def test_optimizers_do_not_import_the_compiler_and_torch_is_itself_again_when_somebody_does() -> None:
     source = """
 import sys, torch
-from lockstep.torch_private import use_optimizers_without_compiler
+from lockstep.torch_private.compiler_import import use_optimizers_without_compiler
 
 num_finders = len(sys.meta_path)
 use_optimizers_without_compiler()  # `import lockstep` has done it already
@@ -94,7 +95,7 @@ print(ours == train(), modes[:2] == modes[2:], len(modes))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_compiler_that_is_imported_later_makes_repeatable_code_if_it_was_told_to(deterministic: bool) -> None:
     source = f"""
-from lockstep.torch_private import is_inductor_deterministic, set_inductor_deterministic
+from lockstep.torch_private.compiler_import import is_inductor_deterministic, set_inductor_deterministic
 set_inductor_deterministic(True)
 set_inductor_deterministic({deterministic})
 print(is_inductor_deterministic())

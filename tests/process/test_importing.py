@@ -26,7 +26,7 @@ for name in sys.argv[1:]:
 WITHOUT_TORCH = {
     "": (
         "__main__ channel checkpoint cli devices doctor errors events explanations launch plugins processes recipes "
-        "recording report runs secrets settings shards variables version"
+        "recording report runs secrets settings shards version"
     ),
     "channel": "client lines server table",
     "checkpoint": "atomic_write interop peek step_files throttle",

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
-from lockstep.settings import LAUNCHED, read_is_launched
+from lockstep.settings import LAUNCHED, Settings
 
 COMMAND = [str(Path(sys.executable).with_name("lockstep")), "run"]
 GONE_SECONDS = 60.0
@@ -95,7 +95,7 @@ def test_a_worker_has_the_environment_and_the_arguments_of_torchrun(tmp_path: Pa
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
         assert environment["PYTHONHASHSEED"] == "0"  # a vocabulary made from a set had another order on every rank
         assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)  # each step got its memory page by page
-        assert not read_is_launched(environment)
+        assert not Settings(environment).is_launched()
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
     assert len({environment["TORCHELASTIC_RUN_ID"] for environment in environments}) == 1
 

@@ -6,48 +6,41 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.secrets import hide_secrets
-from lockstep.settings import (
-    channel_variables,
-    read_channel,
-    read_check,
-    read_cpu_backend,
-    read_job,
-    worker_environment,
-)
+from lockstep.settings import Settings, channel_variables
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON", " on "])
 def test_calls_are_compared_when_asked_for(text: str) -> None:
-    assert read_check({"LOCKSTEP_CHECK": text})
+    assert Settings({"LOCKSTEP_CHECK": text}).check()
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF", "", " "])
 def test_calls_are_not_compared_when_refused(text: str) -> None:
     # "false" and "no" once switched it on.
-    assert not read_check({"LOCKSTEP_CHECK": text})
-    assert not read_check({})
+    assert not Settings({"LOCKSTEP_CHECK": text}).check()
+    assert not Settings({}).check()
 
 
 def test_an_unknown_word_for_checking_is_an_error() -> None:
     with pytest.raises(UsageError, match="LOCKSTEP_CHECK is 'maybe', expected 1, true, yes or on"):
-        read_check({"LOCKSTEP_CHECK": "maybe"})
+        Settings({"LOCKSTEP_CHECK": "maybe"}).check()
 
 
 def test_all_workers_hash_text_alike() -> None:
     # A vocabulary made from a set had another order in every process, under `lockstep run` too.
-    assert worker_environment({}, {}, seed=2**32 + 7)["PYTHONHASHSEED"] == "7"
-    assert worker_environment({}, {"PYTHONHASHSEED": ""})["PYTHONHASHSEED"] == "0"
-    assert worker_environment({}, {"PYTHONHASHSEED": "random"}, seed=1)["PYTHONHASHSEED"] == "random"
+    assert Settings({}).for_worker({}, seed=2**32 + 7)["PYTHONHASHSEED"] == "7"
+    assert Settings({"PYTHONHASHSEED": ""}).for_worker({})["PYTHONHASHSEED"] == "0"
+    assert Settings({"PYTHONHASHSEED": "random"}).for_worker({}, seed=1)["PYTHONHASHSEED"] == "random"
 
 
 def test_cublas_is_reproducible_from_the_first_product_of_a_worker_on() -> None:
     # The trainer set it in its constructor, which is too late after a first matrix product.
-    assert worker_environment({}, {})["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert worker_environment({}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert Settings({}).for_worker({})["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert Settings({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).for_worker({})["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_overrides_come_before_the_users_values_and_these_before_defaults() -> None:
-    made = worker_environment({"A": "ours"}, {"A": "theirs", "B": "theirs"}, defaults={"B": "default", "C": "default"})
+    made = Settings({"A": "theirs", "B": "theirs"}).for_worker({"A": "ours"}, defaults={"B": "default", "C": "default"})
     assert {name: made[name] for name in "ABC"} == {"A": "ours", "B": "theirs", "C": "default"}
 
 
@@ -63,7 +56,7 @@ def test_overrides_come_before_the_users_values_and_these_before_defaults() -> N
     ],
 )
 def test_a_job_is_what_its_restarts_have_in_common(variables: dict[str, str], job: str | None) -> None:
-    assert read_job(variables) == job
+    assert Settings(variables).job() == job
 
 
 def test_secrets_of_a_command_are_not_recorded() -> None:
@@ -79,16 +72,17 @@ def test_secrets_of_a_command_are_not_recorded() -> None:
 def test_a_channel_belongs_to_the_process_that_the_launcher_started() -> None:
     # What a worker starts inherits the variable. It would read messages that are meant for the worker.
     variable = channel_variables(7, 4321, "")["LOCKSTEP_CHANNEL"]
-    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) is None  # of a child of this process
+    ours, others = {"MASTER_PORT": "4321"}, {"MASTER_PORT": "4322"}
+    assert Settings({"LOCKSTEP_CHANNEL": variable} | ours).channel() is None  # of a child of this process
     variable = variable.replace(str(os.getpid()), str(os.getppid()))
-    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4321"}) == 7
-    assert read_channel({"LOCKSTEP_CHANNEL": variable, "MASTER_PORT": "4322"}) is None  # another launcher's worker
-    assert read_channel({"LOCKSTEP_CHANNEL": "x,y,z", "MASTER_PORT": "4321"}) is None
-    assert read_channel({}) is None
+    assert Settings({"LOCKSTEP_CHANNEL": variable} | ours).channel() == 7
+    assert Settings({"LOCKSTEP_CHANNEL": variable} | others).channel() is None  # another launcher's worker
+    assert Settings({"LOCKSTEP_CHANNEL": "x,y,z", "MASTER_PORT": "4321"}).channel() is None
+    assert Settings({}).channel() is None
 
 
 def test_the_backend_of_cpu_tensors_is_shared_memory_or_gloo() -> None:
-    assert read_cpu_backend({}) == "shm"
-    assert read_cpu_backend({"LOCKSTEP_CPU_BACKEND": " Gloo "}) == "gloo"
+    assert Settings({}).cpu_backend() == "shm"
+    assert Settings({"LOCKSTEP_CPU_BACKEND": " Gloo "}).cpu_backend() == "gloo"
     with pytest.raises(UsageError, match="LOCKSTEP_CPU_BACKEND is 'mpi', expected shm"):
-        read_cpu_backend({"LOCKSTEP_CPU_BACKEND": "mpi"})
+        Settings({"LOCKSTEP_CPU_BACKEND": "mpi"}).cpu_backend()

@@ -22,7 +22,7 @@ from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group
 from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.errors import PeerLostError
-from lockstep.torch_private import GroupRequest, intercept_group_making, intercept_timeouts, leave_recording_to
+from lockstep.torch_private.groups import GroupRequest, intercept_group_making, intercept_timeouts, leave_recording_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

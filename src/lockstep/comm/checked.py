@@ -35,11 +35,11 @@ from lockstep.comm.interruptible_waits import InterruptibleWaits
 from lockstep.comm.open_groups import OPEN_GROUPS, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.user_line import find_user_line
-from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.processes.threads_left import start_thread_left_alone
-from lockstep.settings import read_stall_seconds
-from lockstep.torch_private import backend_of, register_backend, set_default_backend
+from lockstep.settings import read_settings
+from lockstep.torch_private.compiler import keep_compiler_out_of_methods
+from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend
 
 Result = TypeVar("Result")
 
@@ -92,7 +92,7 @@ class CheckedProcessGroup(ProcessGroup):
                 mark_broken=comparer.mark_broken,
                 abort=inner.abort,
             ),
-            read_stall_seconds(),
+            read_settings().stall_seconds(),
         )
         self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner, self._device_watch)
 

@@ -18,7 +18,7 @@ from lockstep.comm.gloo_comparer import GlooComparer
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import GroupMembers, GroupSetUp
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
-from lockstep.torch_private import make_backend, register_backend, set_default_backend
+from lockstep.torch_private.groups import make_backend, register_backend, set_default_backend
 
 
 def check_group(

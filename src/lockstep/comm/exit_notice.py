@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.processes.quick_exit import exit_quickly
-from lockstep.torch_private import list_groups
+from lockstep.torch_private.groups import list_groups
 
 _END_SECONDS = 5.0
 """How long the end of a process may take after an exception before it is said what holds it up."""

@@ -7,8 +7,8 @@ from typing import Any, Final, final
 
 from torch.distributed import Work
 
-from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import GroupError
+from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 
 _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
 """How often a wait checks whether the call will end."""

@@ -21,7 +21,7 @@ from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all
 from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.errors import GroupError, PeerLostError
 from lockstep.processes.threads_left import start_thread_left_alone
-from lockstep.torch_private import gloo_announcements
+from lockstep.torch_private.groups import gloo_announcements
 
 _NEGLIGIBLE_SECONDS: Final = 1.0
 _NEGLIGIBLE_SHARE: Final = 0.05

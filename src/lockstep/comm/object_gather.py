@@ -25,8 +25,8 @@ from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.capabilities import capabilities_of
 from lockstep.comm.plain_objects import RefusedObjectError, pack_plain, unpack_plain
 from lockstep.errors import GroupError
-from lockstep.settings import read_token
-from lockstep.torch_private import device_types, store_of
+from lockstep.settings import read_settings
+from lockstep.torch_private.groups import device_types, store_of
 
 _SECRET_KEY = "lockstep/secret"  # noqa: S105 - the name of a key in a store
 _SIGNED, _PLAIN = b"S", b"P"
@@ -92,7 +92,7 @@ def unpack_message(message: bytes, secret: bytes | None, rank: int) -> Any:
 
 def find_secret(group: ProcessGroup) -> bytes | None:
     """Return what only the ranks of this training know; None if there is no such thing (local)."""
-    token = read_token()
+    token = read_settings().token()
     if token:
         return hashlib.sha256(token.encode()).digest()
     store = launch_store(store_of(group))

@@ -15,7 +15,7 @@ from lockstep.comm.capabilities import ComparesCalls, capabilities_of
 from lockstep.comm.messages import gather_single, post_messages, wait_all
 from lockstep.comm.user_line import find_user_line
 from lockstep.comm.world import World
-from lockstep.torch_private import device_types
+from lockstep.torch_private.groups import device_types
 
 
 def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:

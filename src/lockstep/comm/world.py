@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup, Store
 
 from lockstep.comm.object_gather import gather_objects
 from lockstep.comm.plain_objects import to_plain_error
-from lockstep.torch_private import default_group, store_of
+from lockstep.torch_private.groups import default_group, store_of
 
 Result = TypeVar("Result")
 

@@ -28,8 +28,7 @@ from lockstep.devices.placement import Placement
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
 from lockstep.errors import DeviceError, counted
-from lockstep.settings import VisibleDevices, read_visible_devices, read_visible_numbers
-from lockstep.variables import VISIBLE_VARIABLES
+from lockstep.settings import VISIBLE_VARIABLES, VisibleDevices, read_settings
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -43,7 +42,7 @@ def take_inventory(
     read_others: Callable[[], tuple[Gpu, ...]] | None = None,
 ) -> Inventory:
     """Return what this machine has. What is None is found out; an empty `torch_problem`: torch can use GPUs."""
-    visible = read_visible_devices() if visible is None else visible
+    visible = read_settings().visible_devices() if visible is None else visible
     torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
     driver, is_faulty = None, False
     try:
@@ -150,7 +149,7 @@ def _read_other_accelerators() -> tuple[Gpu, ...]:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type not in VISIBLE_VARIABLES:
         return ()
-    shown = read_visible_numbers(found.type)
+    shown = read_settings().visible_numbers(found.type)
     return _number_gpus(found.type, f"{found.type.upper()} device", torch.accelerator.device_count(), shown)
 
 

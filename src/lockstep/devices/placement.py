@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.variables import VISIBLE_VARIABLES
+from lockstep.settings import VISIBLE_VARIABLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

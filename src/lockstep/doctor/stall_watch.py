@@ -25,7 +25,7 @@ from lockstep.doctor.usage import UsageEvents
 from lockstep.processes.identity import boot_id
 from lockstep.recording import EventKind, WorkerRecorder, ensure_own_recorder, own_recorder
 from lockstep.recording.moments import last_moment
-from lockstep.settings import read_stall_seconds
+from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -186,7 +186,7 @@ def stalls_watched(recording: Path | None, recorder: WorkerRecorder) -> Iterator
     if recording is None:
         yield
         return
-    watch = StallWatch(recording, read_stall_seconds() or math.inf, recorder, UsageEvents(recorder))
+    watch = StallWatch(recording, read_settings().stall_seconds() or math.inf, recorder, UsageEvents(recorder))
     try:
         yield
     finally:
@@ -232,7 +232,7 @@ def record_this_worker(rank: int, world_size: int, store: "Store | None" = None)
     """Record what this process does, if nothing else has begun to; without our launcher watch for stalls (local)."""
     recorder = own_recorder()
     has_begun = ensure_own_recorder(rank, world_size)
-    seconds = read_stall_seconds()
+    seconds = read_settings().stall_seconds()
     if has_begun and world_size > 1 and seconds > 0 and recorder.directory is not None:
         hosts = None if store is None else StallsElsewhere(store)
         StallWatch(recorder.directory, seconds, recorder, hosts=hosts)

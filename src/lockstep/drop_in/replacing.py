@@ -15,7 +15,7 @@ from lockstep.drop_in.construction import Redirection, find_existing
 from lockstep.drop_in.replacements import CLASSES, OURS_FOR_TORCHS
 from lockstep.errors import GroupError
 from lockstep.launch.drop_in import NOTICE, has_drop_in, with_drop_in, without_drop_in
-from lockstep.settings import read_python_path, set_python_path
+from lockstep.settings import read_settings, set_python_path
 
 _TORCHS_FOR_OURS = {ours: torchs for torchs, ours in OURS_FOR_TORCHS.items()}
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen ")
@@ -47,7 +47,7 @@ class DropIn:
             self._were_torchs = frozenset(find_bindings(OURS_FOR_TORCHS))
             rebind(self._were_torchs, OURS_FOR_TORCHS)
             kept = [each for redirection in self._redirections for each in redirection.apply(existing)]
-            python_path = read_python_path()
+            python_path = read_settings().python_path()
             set_python_path(with_drop_in(python_path))
         if not has_drop_in(python_path) and _is_rank_0():
             sys.stderr.write(f"{NOTICE}\n")
@@ -63,7 +63,7 @@ class DropIn:
             for redirection in self._redirections:
                 redirection.undo()
             rebind(filter(self._was_torchs, find_bindings(_TORCHS_FOR_OURS)), _TORCHS_FOR_OURS)
-            set_python_path(without_drop_in(read_python_path()))
+            set_python_path(without_drop_in(read_settings().python_path()))
 
     def _was_torchs(self, binding: Binding) -> bool:
         if binding in self._were_ours:

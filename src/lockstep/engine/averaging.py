@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import state_digest
 from lockstep.engine.callbacks import Callback
 from lockstep.errors import CheckpointError
-from lockstep.torch_private import foreach_lerp_, non_persistent_buffer_names
+from lockstep.torch_private.modules import foreach_lerp_, non_persistent_buffer_names
 
 
 class AveragedWeights(Callback):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engine.flat_memory import FlatMemory
-from lockstep.torch_private import buffer_registry, foreach_copy_
+from lockstep.torch_private.modules import buffer_registry, foreach_copy_
 
 _SHAPE = attrgetter("shape")
 

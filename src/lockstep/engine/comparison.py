@@ -18,7 +18,7 @@ from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.optimizer_options import describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _PURPOSE = "comparing what the workers train"
 

@@ -31,7 +31,7 @@ from lockstep.engine.step_result import StepOutcome
 from lockstep.engine.step_table import StepSums
 from lockstep.engine.update import Update
 from lockstep.errors import LossError
-from lockstep.torch_private import foreach_div_
+from lockstep.torch_private.modules import foreach_div_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import final
 import torch
 
 from lockstep.processes.reproducibility import set_deterministic
-from lockstep.torch_private import is_inductor_deterministic, set_inductor_deterministic
+from lockstep.torch_private.compiler_import import is_inductor_deterministic, set_inductor_deterministic
 
 
 @final

@@ -28,7 +28,7 @@ from lockstep.engine.user_function import UserFunction
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import EventKind, own_recorder
 from lockstep.shards import derive_seed
-from lockstep.torch_private import tree_map_only
+from lockstep.torch_private.modules import tree_map_only
 
 MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
 """A sum and its weight, or several by name."""

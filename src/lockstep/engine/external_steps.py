@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
-from lockstep.torch_private import optimizer_step_pre_hooks
+from lockstep.torch_private.modules import optimizer_step_pre_hooks
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.settings import read_kernel_variables
+from lockstep.settings import read_settings
 
 Facts = Mapping[str, bool | str]
 """Values of switches and versions, by name."""
@@ -64,7 +64,7 @@ def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
         found |= _read_cuda()
     elif device.type != "cpu":
         found |= {"device name": _name_device(device)}
-    return found | {f"${name}": value for name, value in read_kernel_variables(device.type).items()}
+    return found | {f"${name}": value for name, value in read_settings().kernel_variables(device.type).items()}
 
 
 def in_present_names(facts: Facts) -> Facts:

@@ -12,7 +12,7 @@ from lockstep.data import Slice
 from lockstep.devices.asynchrony import is_asynchronous
 from lockstep.engine.step_values import ShardValues, check_values
 from lockstep.errors import LossError
-from lockstep.torch_private import tensor_hooks
+from lockstep.torch_private.autograd import tensor_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

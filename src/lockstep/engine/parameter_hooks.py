@@ -19,7 +19,7 @@ from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import GroupError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import post_accumulate_grad_hooks, tensor_hooks
+from lockstep.torch_private.autograd import post_accumulate_grad_hooks, tensor_hooks
 
 _OWN = "lockstep."
 """Our own hooks are partials of functions in our modules."""

@@ -17,7 +17,7 @@ from lockstep.engine.schedules import Schedule
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.reduce.optimizer_options import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import non_persistent_buffer_names
+from lockstep.torch_private.modules import non_persistent_buffer_names
 
 _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
 SCHEDULED = frozenset({"lr", "momentum", "betas"})

@@ -42,7 +42,7 @@ from lockstep.engine.restoring import (
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.step_result import StepOutcome
 from lockstep.errors import LossError, UnusableStateError, clause
-from lockstep.torch_private import has_compiled_part
+from lockstep.torch_private.compiler import has_compiled_part
 
 
 class UnreadStep(Protocol):

@@ -26,7 +26,8 @@ from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer
 from lockstep.shards import ShardTask, derive_seed
-from lockstep.torch_private import run_backward, tree_leaves, version_of
+from lockstep.torch_private.autograd import run_backward
+from lockstep.torch_private.modules import tree_leaves, version_of
 
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 """`loss(model, batch)` or `loss(model, batch, place)`: the mean loss of a slice (scalar), the pair of it and its weight

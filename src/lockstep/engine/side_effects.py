@@ -17,7 +17,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)

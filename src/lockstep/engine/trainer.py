@@ -37,7 +37,7 @@ from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.verification import verify
 from lockstep.reduce import BucketLimits
-from lockstep.torch_private import compile_module
+from lockstep.torch_private.compiler import compile_module
 
 Result = TypeVar("Result")
 

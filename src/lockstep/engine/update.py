@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lockstep.engine.external_steps import StepGuards
 from lockstep.engine.run_state import RunState
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import (
+from lockstep.torch_private.modules import (
     forget_scaling,
     has_step_on_device,
     optimizer_step_pre_hooks,

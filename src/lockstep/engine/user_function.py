@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.step_place import StepPlace, takes_place
 from lockstep.errors import LossError
-from lockstep.torch_private import is_compiler_error
+from lockstep.torch_private.compiler import is_compiler_error
 
 _REMEDIES = {
     "No working C++ compiler": (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.comm import World, calls_for
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _NUM_READ = 3
 """The first steps in which contents are compared. An average that starts from equal weights is equal after step 1."""

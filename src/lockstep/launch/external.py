@@ -15,8 +15,7 @@ from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.messages import Run
 from lockstep.processes.freed_memory import keep_freed_memory
-from lockstep.settings import read_is_launched, read_launchers
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:
     from lockstep.comm import World
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
 def find_launcher() -> WorldVariables | None:
     """Return another launcher's variables about this worker, if it started this process as one of several workers."""
-    if read_is_launched() or not (read_launchers() or "torch.distributed" in sys.modules):
+    settings = read_settings()
+    if settings.is_launched() or not (settings.launchers() or "torch.distributed" in sys.modules):
         return None
     from lockstep.comm import launched_world
 

@@ -45,7 +45,7 @@ from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
 from lockstep.processes.quick_exit import exit_quickly
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.recording import new_recording
-from lockstep.settings import read_recording_settings
+from lockstep.settings import read_settings
 
 _LOGGER = logging.getLogger("lockstep")
 
@@ -204,7 +204,7 @@ def _call_once(
             is_from_ipython=is_in_ipython(),
             recording="" if recording is None else str(recording.absolute()),
             folder=pool.folder,
-            capacity=read_recording_settings().capacity,
+            capacity=read_settings().recording().capacity,
             call=call,
         )
         for rank, device in enumerate(placement.devices):

@@ -47,14 +47,7 @@ from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.processes.freed_memory import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
-from lockstep.settings import (
-    LAUNCHED,
-    channel_variables,
-    read_num_threads,
-    read_python_path,
-    recording_variable,
-    worker_environment,
-)
+from lockstep.settings import LAUNCHED, channel_variables, read_settings, recording_variable
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -111,7 +104,7 @@ class ScriptJob:
         """OMP_NUM_THREADS of each worker."""
         if self.num_threads is not None:
             return str(self.num_threads)
-        return read_num_threads() or str(share_cores(count_cores(), self.world_size))
+        return read_settings().num_threads() or str(share_cores(count_cores(), self.world_size))
 
     def describe(self) -> str:
         """Return a line that describes devices and threads."""
@@ -360,12 +353,13 @@ def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) 
         defaults |= FREED_MEMORY_VARIABLES
     # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
-    python_path = with_drop_in(read_python_path()) if job.drop_in else read_python_path()
+    own = read_settings()
+    python_path = with_drop_in(own.python_path()) if job.drop_in else own.python_path()
     if not settings.is_served:
         python_path = with_folder(python_path, _LOOPBACK_STARTUP_FOLDER)
     if python_path is not None:
         overrides["PYTHONPATH"] = python_path
-    return worker_environment(overrides, defaults=defaults)
+    return own.for_worker(overrides, defaults=defaults)
 
 
 def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> WorkerFailure:

@@ -25,7 +25,7 @@ from lockstep.launch.started_worker import End, StartedWorker
 from lockstep.launch.store import LOOPBACK_INTERFACE
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind
-from lockstep.settings import LAUNCHED, worker_environment
+from lockstep.settings import LAUNCHED, read_settings
 
 _LOGGER = logging.getLogger("lockstep")
 NUM_DESCRIPTORS_PER_WORKER = 5
@@ -105,7 +105,7 @@ class WorkerPool:
                     command,
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
-                    env=worker_environment({**_variables(task), **device.variables()}, seed=task.seed),
+                    env=read_settings().for_worker({**_variables(task), **device.variables()}, seed=task.seed),
                     start_new_session=True,
                 )
                 self._sessions.adopt(process)

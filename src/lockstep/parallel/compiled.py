@@ -9,13 +9,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from lockstep.compiler import keep_compiler_out
-from lockstep.torch_private import (
-    has_forward_or_backward_hooks,
-    is_compiled_module,
-    mark_uncompiled,
-    original_of_compiled,
-)
+from lockstep.torch_private.compiler import is_compiled_module, keep_compiler_out, mark_uncompiled, original_of_compiled
+from lockstep.torch_private.modules import has_forward_or_backward_hooks
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 

@@ -8,7 +8,7 @@ from torch.nn import parallel as torch_parallel
 
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.torch_names import arguments_from_torch
-from lockstep.torch_private import has_torchs_comm_hook, stop_torchs_reducer
+from lockstep.torch_private.modules import has_torchs_comm_hook, stop_torchs_reducer
 
 _TORCHS: Any = torch_parallel.DistributedDataParallel
 """Bound now: `lockstep.drop_in` puts ours in its place."""

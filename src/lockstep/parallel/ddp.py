@@ -44,7 +44,8 @@ from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
 from lockstep.parallel.warned import warn_of_ignored
 from lockstep.parallel.wrapper_state import state_for_copy
 from lockstep.reduce import ReducerOptions, TrainedModel, check_same_model
-from lockstep.torch_private import disable_compiler, ignored_names
+from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.modules import ignored_names
 
 
 class DistributedDataParallel(TorchNames):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import World, broadcast_tensors
-from lockstep.torch_private import queue_callback
+from lockstep.torch_private.autograd import queue_callback
 
 
 def check_delayed(

@@ -14,7 +14,8 @@ from lockstep.comm import World, current_world
 from lockstep.errors import GroupError
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.reduce import BucketLimits
-from lockstep.torch_private import localize_tensor_parallel, root_mesh
+from lockstep.torch_private.groups import root_mesh
+from lockstep.torch_private.modules import localize_tensor_parallel
 
 _MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.torch_private import set_precision_attributes, tree_leaves, tree_map_only
+from lockstep.torch_private.modules import set_precision_attributes, tree_leaves, tree_map_only
 
 _SCALAR = -1
 """Stands for the first dimension of a tensor that has none."""

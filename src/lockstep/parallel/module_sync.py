@@ -20,7 +20,7 @@ from lockstep.parallel.loaded_keys import LoadedKeys
 from lockstep.parallel.module_buffers import BufferBroadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import TrainedModel
-from lockstep.torch_private import find_tensors
+from lockstep.torch_private.modules import find_tensors
 
 
 @final

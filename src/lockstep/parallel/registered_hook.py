@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import ordered_hook, ring_hook
 from lockstep.reduce import CommHook
-from lockstep.torch_private import check_comm_hook
+from lockstep.torch_private.modules import check_comm_hook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

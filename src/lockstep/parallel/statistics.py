@@ -11,8 +11,8 @@ from torch.nn import SyncBatchNorm
 from lockstep.comm import World
 from lockstep.parallel.averaging import AveragingOptions
 from lockstep.reduce import Reducer
-from lockstep.settings import read_launch_facts
-from lockstep.torch_private import gloo_num_threads
+from lockstep.settings import read_settings
+from lockstep.torch_private.groups import gloo_num_threads
 
 _NUM_ALWAYS_SAMPLED = 10
 _TORCH_TYPE_NAMES = {
@@ -133,7 +133,7 @@ def describe_wrapper(
         "dtypes": _joined(sorted({_TORCH_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})),
         "bucket_sizes": sizes,
         "has_sync_bn": int(any(isinstance(each, SyncBatchNorm) for each in module.modules())),
-        **read_launch_facts(),
+        **read_settings().launch_facts(),
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }
     if backend == "gloo":

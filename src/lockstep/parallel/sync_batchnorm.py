@@ -35,14 +35,8 @@ from lockstep.parallel.batch_norm_kernels import (
     normalize,
 )
 from lockstep.parallel.batch_statistics import BatchStatistics, gather_statistics, naming_the_layer
-from lockstep.torch_private import (
-    AnyBatchNorm,
-    forget_compiled_call,
-    is_compiled_module,
-    module_registry,
-    original_of_compiled,
-    separate_registries,
-)
+from lockstep.torch_private.compiler import forget_compiled_call, is_compiled_module, original_of_compiled
+from lockstep.torch_private.modules import AnyBatchNorm, module_registry, separate_registries
 
 
 @final

@@ -8,7 +8,7 @@ import io
 import sys
 from itertools import compress
 
-from lockstep.settings import read_is_profiled
+from lockstep.settings import read_settings
 
 _FILES = {io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper}
 _WITHOUT_WORK_AT_THE_END = {"cuda", "numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
@@ -28,7 +28,7 @@ def exit_quickly() -> None:
     """
     atexit.unregister(_prepare)
     atexit.register(_prepare)  # the last to register is the first to run
-    if not read_is_profiled() and native_packages() <= _WITHOUT_WORK_AT_THE_END:
+    if not read_settings().is_profiled() and native_packages() <= _WITHOUT_WORK_AT_THE_END:
         _leave_out_native_handlers()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep.settings import CUBLAS_WORKSPACE, read_cublas_workspace, set_determinism_variables
-from lockstep.torch_private import set_inductor_deterministic
+from lockstep.settings import CUBLAS_WORKSPACE, read_settings, set_determinism_variables
+from lockstep.torch_private.compiler_import import set_inductor_deterministic
 
 REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
 """The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
@@ -55,7 +55,7 @@ def set_deterministic(deterministic: bool) -> None:
     which kernel is the fastest.
     See https://docs.pytorch.org/docs/stable/notes/randomness.html.
     """
-    was_set = read_cublas_workspace() in REPRODUCIBLE_WORKSPACES
+    was_set = read_settings().cublas_workspace() in REPRODUCIBLE_WORKSPACES
     set_determinism_variables(deterministic)
     set_inductor_deterministic(deterministic)
     # The same as torch.use_deterministic_algorithms, which also imports the compiler; that takes a second.

@@ -14,7 +14,7 @@ from typing import Final
 from lockstep.recording.files import make_private_recording, remove_if_over
 from lockstep.recording.opening import open_recorder
 from lockstep.recording.recorder import WorkerRecorder
-from lockstep.settings import read_launchers, read_recording_settings
+from lockstep.settings import read_settings
 
 _OWN: Final = WorkerRecorder()
 
@@ -30,7 +30,7 @@ def ensure_own_recorder(rank: int, world_size: int) -> bool:
     """
     if _OWN.is_open:
         return False
-    settings = read_recording_settings()
+    settings = read_settings().recording()
     if not settings.is_wanted:
         return False
     try:
@@ -56,7 +56,7 @@ def new_recording(wanted: Path | None) -> Path | None:
 
     One that is not kept is in the private folder, whatever is wanted.
     """
-    settings = read_recording_settings()
+    settings = read_settings().recording()
     if not settings.is_wanted:
         return None
     if wanted is not None and settings.is_kept:
@@ -69,7 +69,7 @@ def new_recording(wanted: Path | None) -> Path | None:
 
 def _job_name() -> str:
     """Return a name that the workers of one job on this host have in common: they have one parent and one port."""
-    variables = read_launchers()
+    variables = read_settings().launchers()
     if "MASTER_PORT" not in variables:
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return f"port{variables['MASTER_PORT']}-{os.getppid()}"
@@ -77,9 +77,10 @@ def _job_name() -> str:
 
 def _begin_under_launcher() -> None:
     """Record from the import of Lockstep on, if a launcher of ours wants it: the script may hang before its group."""
-    variables = read_launchers()
+    settings = read_settings()
+    variables = settings.launchers()
     rank, world_size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
-    if read_recording_settings().directory and rank.isdecimal() and world_size.isdecimal():
+    if settings.recording().directory and rank.isdecimal() and world_size.isdecimal():
         ensure_own_recorder(int(rank), int(world_size))
 
 

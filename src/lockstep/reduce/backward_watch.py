@@ -35,9 +35,9 @@ from typing import Final, Protocol, final
 
 from torch import Tensor
 
-from lockstep.compiler import keep_compiler_out
 from lockstep.reduce.unsupported_backwards import refuse_compiled_autograd, refuse_distributed_autograd
-from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_callback
+from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id, queue_callback
+from lockstep.torch_private.compiler import keep_compiler_out
 
 _NEVER_A_TASK: Final = -2
 

@@ -25,7 +25,7 @@ from lockstep.comm import World, calls_for
 from lockstep.errors import GroupError, ReductionError
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.comm_hook import CommHook, GradBucket, result_of
-from lockstep.torch_private import count_calls
+from lockstep.torch_private.groups import count_calls
 
 # Names of torch 2.13, which deprecates those of the torch before it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

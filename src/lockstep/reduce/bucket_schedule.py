@@ -37,7 +37,7 @@ from lockstep.reduce.observer import BackwardObserver, NoObserver
 from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
 from lockstep.reduce.status_message import StatusChannel, StatusTrailer
 from lockstep.reduce.times import StepTimes
-from lockstep.torch_private import abort_device_backends
+from lockstep.torch_private.groups import abort_device_backends
 
 Result = TypeVar("Result")
 

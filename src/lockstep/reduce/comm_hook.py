@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.bucket_set import Bucket
-from lockstep.torch_private import AnyFuture
+from lockstep.torch_private.groups import AnyFuture
 
 
 @final

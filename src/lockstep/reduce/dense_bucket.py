@@ -21,7 +21,7 @@ from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
 from lockstep.reduce.plan import BucketPlan
 from lockstep.reduce.slot import Slot, make_view
 from lockstep.reduce.streams import BackwardStreams
-from lockstep.torch_private import (
+from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
     foreach_mul_,

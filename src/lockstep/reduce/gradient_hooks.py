@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.compiler import keep_compiler_out
 from lockstep.reduce.backward_watch import BackwardWatch
 from lockstep.reduce.bucket_set import AnySlot, Bucket
 from lockstep.reduce.plain_arrivals import PlainArrivals
 from lockstep.reduce.slot import Slot
-from lockstep.torch_private import current_graph_task_id
+from lockstep.torch_private.autograd import current_graph_task_id
+from lockstep.torch_private.compiler import keep_compiler_out
 
 _NUM_WATCHED = 32
 """Of so many parameters is seen whether `torch.autograd.grad` asks for their gradients; each costs a call."""

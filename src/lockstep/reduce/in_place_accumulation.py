@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, add_gradients, add_zero, separate, take_gradients
-from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id, run_backward_of_leaf, version_of
+from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id, run_backward_of_leaf
+from lockstep.torch_private.modules import version_of
 
 _GRADIENT = attrgetter("grad")
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.reduce.plan import ParameterSpec
-from lockstep.torch_private import module_registry, parameter_registry
+from lockstep.torch_private.modules import module_registry, parameter_registry
 
 _CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
 """What of a parameter may change in place."""

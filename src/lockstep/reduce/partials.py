@@ -28,7 +28,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import USUAL_STORAGE_USERS, count_storage_users, foreach_add_, has_cuda_graphs_of_compiler
+from lockstep.torch_private.compiler import has_cuda_graphs_of_compiler
+from lockstep.torch_private.modules import USUAL_STORAGE_USERS, count_storage_users, foreach_add_
 
 Gradients = dict[nn.Parameter, Tensor]
 """The gradients of one subtree of shards, of those parameters that any of them used."""

@@ -14,8 +14,8 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from lockstep.compiler import keep_compiler_out
 from lockstep.reduce.slot import Slot
+from lockstep.torch_private.compiler import keep_compiler_out
 
 _IS_SMALL: Final = attrgetter("is_small")
 

@@ -29,7 +29,7 @@ from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
 from lockstep.reduce.tree_reduction import TreeReduction
 from lockstep.shards import ShardTask, even_ranges, partial_nodes_by_size, plan_shard_tasks
-from lockstep.torch_private import post_accumulate_grad_hooks
+from lockstep.torch_private.autograd import post_accumulate_grad_hooks
 
 _PURPOSE = "a training step"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.plan import ParameterSpec
-from lockstep.torch_private import REFERENCES_OF_ONE_HOLDER
+from lockstep.torch_private.modules import REFERENCES_OF_ONE_HOLDER
 
 _SMALL_ELEMENTS = 1 << 14
 """Gradients below are copied together with others: a call of its own would take longer than the copying."""

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm import calls_for
 from lockstep.reduce.streams import make_streams
-from lockstep.torch_private import device_types
+from lockstep.torch_private.groups import device_types
 
 
 class StatusChannel(Protocol):

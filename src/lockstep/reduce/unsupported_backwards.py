@@ -5,7 +5,8 @@ callbacks do not run. A backward of `torch.distributed.autograd` keeps gradients
 """
 
 from lockstep.errors import ReductionError
-from lockstep.torch_private import is_compiled_autograd_on, is_in_distributed_autograd
+from lockstep.torch_private.autograd import is_in_distributed_autograd
+from lockstep.torch_private.compiler import is_compiled_autograd_on
 
 
 def refuse_compiled_autograd() -> None:

@@ -1,16 +1,21 @@
-"""torch.compile, seen from outside.
+"""torch.compile, seen from outside, and kept away from functions that C++ calls.
 
 Nothing here imports the compiler, which takes a second: unless somebody else has imported it, nothing is compiled.
+While a compiled function runs, the compiler intercepts every Python function that is called, also by C++: hooks of the
+autograd engine, and a process group written in Python. It would compile each of these, or fail.
 """
 
 import importlib
 import sys
 from collections.abc import Callable
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_Class = TypeVar("_Class", bound=type)
 
 _MOST_GRAPHS = 64
 """How many graphs of a module there may be; torch's own limit, 8, is not enough for slices of uneven sizes in training
@@ -112,3 +117,21 @@ def has_cuda_graphs_of_compiler() -> bool:
         return False
     containers = trees.get_obj(trees.local, "tree_manager_containers")
     return any(container.tree_manager is not None for container in containers.values())
+
+
+def keep_compiler_out(function: _Function) -> _Function:
+    """Mark a function, as a decorator: it is not compiled when C++ calls it, nor is anything that it calls.
+
+    `torch.compiler.disable` costs time in each call and imports the compiler; this does neither. But a function that
+    Python code calls within a compiled function needs `torch.compiler.disable`.
+    """
+    skip_frames(function.__code__)
+    return function
+
+
+def keep_compiler_out_of_methods(cls: _Class) -> _Class:
+    """Mark every function that a class defines itself, as a decorator: for a class whose methods C++ calls."""
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            keep_compiler_out(function)
+    return cls

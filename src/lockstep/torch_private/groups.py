@@ -1,7 +1,8 @@
-"""Process groups: which there are, their stores and backends, and options of backends."""
+"""Process groups: which there are, their stores and backends, options of backends; how a TCPStore is greeted."""
 
 import functools
 import inspect
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from torch.distributed import (
     Store,
     distributed_c10d,
 )
+
+_VALIDATE, _PING = 0, 13
+_MAGIC = 0x3C85F7CE
+"""The first bytes that a client of torch's TCPStore sends."""
 
 AnyFuture: type = torch._C.Future
 """The class of every future, `torch.futures.Future` and what `then` of a future from C++ returns alike."""
@@ -242,3 +247,13 @@ def abort_device_backends(group: ProcessGroup) -> None:
     for device in device_types(group):
         if device.type != "cpu":
             group._get_backend(device).abort()
+
+
+def greeting(number: int) -> tuple[bytes, bytes]:
+    """Return what to send to a store of this host's byte order, and its answer, which has `number` (32 bits).
+
+    torch's own client cannot be asked whether there is a store: where the program at a port says nothing, it waits in
+    C++, prints the frames of C++ when its time is up, and aborts the process if the interpreter ends meanwhile.
+    """
+    asked = struct.pack("=BI", _VALIDATE, _MAGIC) + struct.pack("=BI", _PING, number)
+    return asked, struct.pack("=I", number)

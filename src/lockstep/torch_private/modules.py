@@ -1,11 +1,12 @@
-"""What modules, optimizers and torch's own wrappers keep inside."""
+"""What modules, optimizers and torch's own wrappers keep inside; storages, nested values, kernels of devices."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.amp import GradScaler
 from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -13,30 +14,15 @@ from torch.nn.parallel.data_parallel import _check_balance
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = [
-    "AnyBatchNorm",
-    "buffer_registry",
-    "check_comm_hook",
-    "find_tensors",
-    "forget_scaling",
-    "former_parameters_of",
-    "forward_pre_hooks",
-    "has_forward_or_backward_hooks",
-    "has_step_on_device",
-    "ignored_names",
-    "localize_tensor_parallel",
-    "make_replica_shell",
-    "module_registry",
-    "non_persistent_buffer_names",
-    "optimizer_step_pre_hooks",
-    "parameter_registry",
-    "separate_registries",
-    "set_precision_attributes",
-    "set_state_dict_versions",
-    "step_unless",
-    "warn_of_unequal_devices",
-]
+__all__ = ["AnyBatchNorm", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
+# tree_leaves and tree_map_only are the walk that torch itself uses over nested values: lists, tuples, named tuples,
+# dictionaries, and classes that libraries have registered (`ModelOutput` of transformers).
+# TorchDispatchMode sees every operation within, after autograd.
 
 parameter_registry: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The dictionary in which a module keeps its own parameters, not a copy: it stays the same one for the module's life.
@@ -184,3 +170,98 @@ def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
         optimizer.step()
     finally:
         del fused.grad_scale, fused.found_inf
+
+
+def default_device_of_thread() -> torch.device | None:
+    """Return what `with torch.device(...)` or `torch.set_default_device` set in this thread, as given; None without.
+
+    The innermost counts, and what `set_default_device` set is the outermost.
+    `torch.get_default_device` adds the current index, and does not tell the CPU from nothing.
+    """
+    modes = _get_current_function_mode_stack()
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+
+
+@cache
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Return whether an operator such as "aten::batch_norm_stats" is implemented for devices of a type, such as "xpu".
+
+    A plug-in for a device registers its kernels when it is imported, which is before the device has tensors.
+    """
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def num_stored_elements(tensor: Tensor) -> int:
+    """Return how many elements a sparse tensor, of whatever layout, has stored."""
+    return tensor._nnz()
+
+
+storage_address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""The address of torch's StorageImpl, the argument of `storage_use_count`; equal for all tensors that share memory.
+
+Unlike `data_ptr()` it differs for two storages that are both empty, and stays the same when the storage is resized.
+"""
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and storage objects hold the StorageImpl at an address.
+
+Each tensor counts once, and so do a view, a detached tensor, an array made by `numpy()`, and the storage object, of
+which there is one at a time. For: finding out whether anything else refers to memory that is about to be written (the
+buckets' held gradients, replicas' kept memory) and whether two gradients share memory.
+"""
+
+
+def count_storage_users(tensors: Iterable[Tensor]) -> list[int]:
+    """Return of each tensor how many tensors and storage objects hold its memory, the one made for this included."""
+    return list(map(storage_use_count, map(storage_address, map(Tensor.untyped_storage, tensors))))
+
+
+USUAL_STORAGE_USERS: Final = 2
+"""What `count_storage_users` says of memory that one tensor alone has: that tensor, and the storage object."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor, or a view of it, was written in place.
+
+Reading does not count, nor does writing through `.data` or to a detached NumPy array's memory. A view has its base's
+counter; `.data` makes a tensor with a counter of its own. For: parameters that anything but the optimizer writes to,
+and partials that a backward has not added to.
+"""
+
+REFERENCES_OF_ONE_HOLDER: Final = 2
+"""What `sys.getrefcount(slot.gradient)` says of a tensor that only the attribute of one Python object holds.
+
+One is the attribute, one the argument. We rely on three things. The same Python object comes back each time from
+`parameter.grad`. While a tensor is also held in C++, as `.grad` is, the count is one higher. When `.grad` is cleared it
+falls back. For: leaving a gradient to whoever held it when `.grad` was cleared.
+"""
+
+foreach_add_ = torch._foreach_add_
+"""Add to each tensor of a list, in place, a number or its counterpart of a second list: with the bits of `add_`."""
+
+foreach_div_ = torch._foreach_div_
+"""Divide each tensor of a list in place, with the bits of `div_`."""
+
+foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+"""Return the norm of each tensor of a list; that of order infinity is not finite if a number is not."""
+
+foreach_copy_ = torch._foreach_copy_
+"""Copy to each tensor of a list its counterpart of a second list, as `copy_` does: strides and dtype may differ."""
+
+flatten_dense: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
+"""Copy the elements of tensors of one dtype and device to one tensor with one dimension: `torch.cat` of their
+`reshape(-1)`, in half the time where there are many.
+"""
+
+foreach_lerp_ = torch._foreach_lerp_
+"""Move each tensor of a list in place towards its counterpart of a second list by a part of the way: with the bits of
+`lerp_` with that number."""
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply each tensor of a list in place, with the bits of `mul_`.
+
+    Given a number, torch's operation rounds it to the tensors' dtype first, on the CPU: 1/3 in bfloat16 is 0.2% too
+    large. Given a tensor it does not.
+    """
+    torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.gloo_sockets import GlooSockets
-from lockstep.torch_private import gloo_announcements
+from lockstep.torch_private.groups import gloo_announcements
 
 TIMEOUT = timedelta(seconds=50)
 

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.devices.machines import gpu, instance
 
 from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
-from lockstep.settings import read_visible_devices
+from lockstep.settings import Settings
 
 THREE = (gpu(0), gpu(1), gpu(2))
 SPLIT = (instance(0, 0), instance(0, 1), gpu(1))
@@ -67,6 +67,6 @@ def test_the_drivers_bytes_are_the_digits_of_the_uuid() -> None:
 
 
 def test_the_variables_are_read() -> None:
-    found = read_visible_devices({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    found = Settings({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).visible_devices()
     assert (found.devices, found.order) == ("", "PCI_BUS_ID")
-    assert read_visible_devices({}).devices is None
+    assert Settings({}).visible_devices().devices is None

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.recording import LAUNCHER, NULL_WORKER_RECORDER, EventKind, WorkerRecorder, open_recorder, own_recorder
 from lockstep.recording.moments import last_moment
 from lockstep.recording.reading import read_file
-from lockstep.settings import read_stall_seconds
+from lockstep.settings import Settings
 
 STALLED = Verdict(kind="stalled", text="", advice="", ranks=(), is_certain=True)
 
@@ -288,10 +288,10 @@ def test_workers_without_a_launcher_of_ours_watch_themselves(tmp_path: Path, mon
 
 @pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0", 0.0), ("-1", 0.0), ("0.5", 0.5)])
 def test_the_time_is_settable(text: str, seconds: float) -> None:
-    assert read_stall_seconds({"LOCKSTEP_STALL_SECONDS": text}) == seconds
-    assert read_stall_seconds({}) == 60.0
+    assert Settings({"LOCKSTEP_STALL_SECONDS": text}).stall_seconds() == seconds
+    assert Settings({}).stall_seconds() == 60.0
 
 
 def test_a_time_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="LOCKSTEP_STALL_SECONDS is 'soon', expected a number"):
-        read_stall_seconds({"LOCKSTEP_STALL_SECONDS": "soon"})
+        Settings({"LOCKSTEP_STALL_SECONDS": "soon"}).stall_seconds()

@@ -15,7 +15,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.engine import StepPhase
-from lockstep.torch_private import post_accumulate_grad_hooks
+from lockstep.torch_private.autograd import post_accumulate_grad_hooks
 
 SWITCH = 2
 """The step before which the workers change."""

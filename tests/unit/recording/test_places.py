@@ -14,7 +14,7 @@ from lockstep.recording import LAUNCHER, WorkerRecorder, new_recording, open_rec
 from lockstep.recording.files import make_private_recording, private_folder, remove_if_over
 from lockstep.recording.reading import read_recording
 from lockstep.recording.stacks import request_stacks
-from lockstep.settings import read_recording_settings, recording_variable
+from lockstep.settings import Settings, recording_variable
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +67,17 @@ def test_without_a_place_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_settings() -> None:
-    default = read_recording_settings({})
+    default = Settings({}).recording()
     assert (default.is_wanted, default.directory, default.capacity) == (True, "", 16384)
-    off = read_recording_settings({"LOCKSTEP_RECORDING": "off"})
+    off = Settings({"LOCKSTEP_RECORDING": "off"}).recording()
     assert (off.is_wanted, off.is_kept, off.capacity) == (True, False, 512)  # for the stall watch
-    assert not read_recording_settings({"LOCKSTEP_RECORDING": "off", "LOCKSTEP_STALL_SECONDS": "0"}).is_wanted
-    assert read_recording_settings({"LOCKSTEP_RECORDING_EVENTS": "1000"}).capacity == 1024
-    assert read_recording_settings({"LOCKSTEP_RECORDING_EVENTS": "many"}).capacity == 16384
+    assert not Settings({"LOCKSTEP_RECORDING": "off", "LOCKSTEP_STALL_SECONDS": "0"}).recording().is_wanted
+    assert Settings({"LOCKSTEP_RECORDING_EVENTS": "1000"}).recording().capacity == 1024
+    assert Settings({"LOCKSTEP_RECORDING_EVENTS": "many"}).recording().capacity == 16384
     ours = recording_variable("/a,b")
-    assert read_recording_settings(ours).directory == ""  # this process is not its own child
+    assert Settings(ours).recording().directory == ""  # this process is not its own child
     (name,) = ours
-    assert read_recording_settings({name: f"{os.getppid()},/a,b"}).directory == "/a,b"
+    assert Settings({name: f"{os.getppid()},/a,b"}).recording().directory == "/a,b"
 
 
 def test_what_is_not_kept_is_removed_with_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

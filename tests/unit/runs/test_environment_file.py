@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm import current_world
 from lockstep.runs.environment import gather_facts, write_environment
-from lockstep.settings import read_settings
+from lockstep.settings import Settings
 
 
 def write(run_dir: Path) -> list[dict[str, Any]]:
@@ -93,4 +93,4 @@ def test_each_start_is_kept_the_newest_first(run_dir: Path) -> None:
 def test_settings_hold_no_secret() -> None:
     secret = ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "MASTER_PASSWORD", "LOCAL_DB_URL")
     environ = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", **dict.fromkeys(secret, "x")}
-    assert read_settings(environ) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert Settings(environ).recorded() == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}

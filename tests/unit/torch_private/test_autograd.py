@@ -13,7 +13,7 @@ from torch.distributed import autograd as distributed_autograd
 from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.torch_private import (
+from lockstep.torch_private.autograd import (
     NO_GRAPH_TASK,
     current_graph_task_id,
     is_in_distributed_autograd,

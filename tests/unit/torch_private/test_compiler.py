@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import (
+from lockstep.torch_private.compiler import (
     disable_compiler,
     forget_compiled_call,
     has_cuda_graphs_of_compiler,
@@ -17,9 +17,9 @@ from lockstep.torch_private import (
     is_compiled_module,
     mark_uncompiled,
     original_of_compiled,
-    set_inductor_deterministic,
     skip_frames,
 )
+from lockstep.torch_private.compiler_import import set_inductor_deterministic
 
 HOOKS = "the reducer and the groups: their functions would be compiled one by one, or fail to"
 REPLICAS = "DataParallel: replicas would run the module that was compiled, on the first device"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lockstep.torch_private import (
+from lockstep.torch_private.groups import (
     AnyFuture,
     GroupRequest,
     abort_device_backends,
@@ -29,13 +29,13 @@ from lockstep.torch_private import (
     intercept_group_making,
     intercept_timeouts,
     list_groups,
-    localize_tensor_parallel,
     register_backend,
     root_mesh,
     set_default_backend,
     set_timeout,
     store_of,
 )
+from lockstep.torch_private.modules import localize_tensor_parallel
 
 CPU = torch.device("cpu")
 EXIT = "exit notices: the other ranks would wait for one that is done until their timeout"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import (
+from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     USUAL_STORAGE_USERS,
     count_storage_users,

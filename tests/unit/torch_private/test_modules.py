@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 
 from lockstep.parallel.comparison.optimizers import listen_to_steps
-from lockstep.torch_private import (
+from lockstep.torch_private.modules import (
     AnyBatchNorm,
     buffer_registry,
     check_comm_hook,

@@ -5,7 +5,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from lockstep.torch_private.store_protocol import greeting
+from lockstep.torch_private.groups import greeting
 
 
 @pytest.mark.parametrize("uses_libuv", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_private import (
+from lockstep.torch_private.modules import (
     TorchDispatchMode,
     default_device_of_thread,
     has_kernel,

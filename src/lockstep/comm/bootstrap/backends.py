@@ -9,8 +9,7 @@ from lockstep.comm.bootstrap.interface import explain_wrong_interface
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.nccl_defects import explain_defects
 from lockstep.devices.current import own_accelerator, take_gpu
-from lockstep.settings import read_cpu_backend
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables, read_settings
 
 _FOR_CPU = frozenset({"gloo", "shm", "mpi", "fake"})
 """Backends with which a worker needs no accelerator."""
@@ -30,7 +29,7 @@ def choose_backend(device_id: torch.device | int | None = None) -> str:
         kind = "cpu" if found is None else found.type
     name = dist.Backend.default_device_backend_map.get(kind, "gloo")
     has_own = name != "gloo" and dist.is_backend_available(name)
-    for_cpu = read_cpu_backend()
+    for_cpu = read_settings().cpu_backend()
     return f"cpu:{for_cpu},{kind}:{name}" if kind != "cpu" and has_own else for_cpu
 
 

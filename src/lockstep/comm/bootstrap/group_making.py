@@ -22,8 +22,8 @@ from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.recording import EventKind, own_recorder
-from lockstep.settings import read_check, read_gloo_interface
-from lockstep.torch_private import default_timeout
+from lockstep.settings import read_settings
+from lockstep.torch_private.groups import default_timeout
 
 _LOGGER = logging.getLogger("lockstep")
 _LEAST_SECONDS = 1.0
@@ -51,7 +51,7 @@ def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> N
     opened = OpenedStore(store=store, rank=rank, world_size=world_size)
     location = StoreLocation(url="", scheme="", host="", port=0, is_hosted=False, store=store)
     backend, set_up = find_set_up(
-        BackendChoice(backend=backend, is_ours=False, check=read_check()), opened, location, deadline
+        BackendChoice(backend=backend, is_ours=False, check=read_settings().check()), opened, location, deadline
     )
     with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
         make_torchs_group(backend, store=store, rank=rank, world_size=world_size)
@@ -155,7 +155,7 @@ def _network_explained(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if "gloo" not in str(error).lower():
             raise
-        given = read_gloo_interface()
+        given = read_settings().gloo_interface()
         raise GroupError(
             f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers. Either one was "
             "lost since: look at the logs of the others. Or something, a firewall say, is between their addresses: "

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.comm.bootstrap.node_list import expand_node_list, expand_tasks_per_node
 from lockstep.errors import GroupError
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables
 
 Variables = Mapping[str, str]
 """Those variables of the environment that launchers set; empty ones are left out."""

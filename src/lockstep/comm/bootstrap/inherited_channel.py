@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.channel.client import Channel
 from lockstep.comm.bootstrap.channel_store import ChannelStore
-from lockstep.settings import read_channel
+from lockstep.settings import read_settings
 
 
 class _Inherited:
@@ -22,7 +22,7 @@ _INHERITED: Final = _Inherited()
 
 def inherited_store() -> ChannelStore | None:
     """Return the store that the launcher serves over this worker's channel; None if it has none (local)."""
-    descriptor = read_channel()
+    descriptor = read_settings().channel()
     if descriptor is None:
         return None
     if _INHERITED.process != os.getpid():

@@ -31,7 +31,7 @@ from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupHosts, GroupMembers, wait_for_members
 from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import GroupError
-from lockstep.settings import read_gloo_interface, set_gloo_interface
+from lockstep.settings import read_settings, set_gloo_interface
 
 _LEAVING = timedelta(seconds=5)
 _ANY_PORT = 9
@@ -53,7 +53,7 @@ class _Route:
 
 def explain_wrong_interface() -> str:
     """Return a message if GLOO_SOCKET_IFNAME names an interface that this host lacks, else an empty text (local)."""
-    given = read_gloo_interface()
+    given = read_settings().gloo_interface()
     here = psutil.net_if_addrs()
     lacking = [name for name in given.split(",") if name.lstrip("=") not in here] if given else []
     if not lacking:
@@ -71,7 +71,7 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: Store
     If a user has set it to loopback and there are several hosts, all ranks raise. `store` is for this group alone.
     """
     if hosts.is_one_host:
-        if not read_gloo_interface():
+        if not read_settings().gloo_interface():
             _use_interface_of(_LOOPBACK)
         return
     if not location.host:
@@ -105,7 +105,7 @@ def _exchange(store: Store, rank: int, world_size: int, mine: _Route, deadline: 
 
 
 def _find_route(location: StoreLocation) -> _Route:
-    given = read_gloo_interface()
+    given = read_settings().gloo_interface()
     return _Route(
         source=_source_towards(location.host),
         given=given,

@@ -43,9 +43,8 @@ from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.processes.quick_exit import exit_quickly
 from lockstep.processes.temporary_files import keep_temporary_files_in
-from lockstep.settings import read_check, read_folder, read_launchers
-from lockstep.torch_private import default_timeout
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables, read_settings
+from lockstep.torch_private.groups import default_timeout
 
 _LOGGER = logging.getLogger("lockstep")
 _STORELESS = frozenset({"mpi", "fake"})
@@ -127,20 +126,21 @@ def init_process_group(  # the parameters are torch's, in torch's order
     is_ours = backend is None
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
-    variables = find_world(read_launchers()) if is_env else read_torch_variables(read_launchers())
+    environment = read_settings()
+    variables = (find_world if is_env else read_torch_variables)(environment.launchers())
     problem = explain_missing_backend(backend) or explain_unusable(backend, variables, device_id)
-    check = read_check() if check is None else check
+    check = environment.check() if check is None else check
     with _raising_first(problem):
         rank, world_size = find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
     set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + ("" if check is None else f" with check={check}")
-        settings = _Settings(rank=rank, world_size=world_size, backend=asked, problem=problem)
+        settings = _OwnRequest(rank=rank, world_size=world_size, backend=asked, problem=problem)
         is_own_place = is_env and (str(rank), str(world_size)) == (variables.rank, variables.world_size)
         own_store = inherited_store() if is_own_place else None
         if own_store is not None:
             exit_quickly()  # its launcher, and the other ranks, wait for its end
-            keep_temporary_files_in(read_folder())
+            keep_temporary_files_in(environment.folder())
         location = find_store_location(init_method or "env://", own_store or store, variables)
         limit = timeout if timeout is not None else default_timeout(backend)
         limit = _REPORT_TIMEOUT if problem else limit
@@ -161,7 +161,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
 
 def launched_world() -> WorldVariables | None:
     """Return the variables of the launcher that started this process as one of several workers, or None (local)."""
-    variables = read_launchers()
+    variables = read_settings().launchers()
     if not dist.is_initialized():
         settings = find_world(variables)
         return settings if is_announced(settings) else None
@@ -193,7 +193,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _OwnRequest:
     rank: int
     world_size: int
     backend: str
@@ -201,7 +201,7 @@ class _Settings:
     """Why it cannot take part; empty if it can."""
 
 
-def _open_and_handshake(settings: _Settings, location: StoreLocation, deadline: Deadline) -> OpenedStore:
+def _open_and_handshake(settings: _OwnRequest, location: StoreLocation, deadline: Deadline) -> OpenedStore:
     """Connect to the other workers (collective); return rank, world size and a store for this group alone."""
     while True:
         with _raising_first(settings.problem):
@@ -223,7 +223,7 @@ def _open_and_handshake(settings: _Settings, location: StoreLocation, deadline: 
             return OpenedStore(store=own, rank=opened.rank, world_size=opened.world_size)
 
 
-def _report_duplicate(settings: _Settings, location: StoreLocation, timeout: datetime.timedelta) -> str:
+def _report_duplicate(settings: _OwnRequest, location: StoreLocation, timeout: datetime.timedelta) -> str:
     """Report the worker of this world that serves this rank's port, if there is one; return its process as text."""
     other = connect_to_other(location, timeout)
     with contextlib.suppress(dist.DistNetworkError):  # it has just ended
@@ -235,7 +235,7 @@ def _report_duplicate(settings: _Settings, location: StoreLocation, timeout: dat
     return ""
 
 
-def _announce(settings: _Settings, rank: int, world_size: int) -> Announcement:
+def _announce(settings: _OwnRequest, rank: int, world_size: int) -> Announcement:
     return Announcement(
         rank=rank,
         world_size=world_size,

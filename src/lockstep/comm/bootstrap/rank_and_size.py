@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from lockstep.errors import GroupError, counted
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables
 
 _HIGHEST_PORT = 65535
 

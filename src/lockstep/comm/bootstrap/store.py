@@ -26,7 +26,7 @@ from lockstep.comm.bootstrap.store_probe import Probe, probe_store
 from lockstep.errors import GroupError
 from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
 from lockstep.processes.threads_left import start_thread_left_alone
-from lockstep.variables import WorldVariables
+from lockstep.settings import WorldVariables
 
 ANSWER_SECONDS = 60.0
 """How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
@@ -131,7 +131,7 @@ def open_store(
 
 def connect_to_other(location: StoreLocation, timeout: timedelta) -> Store | None:
     """Return the store that another process serves at this address; None if that process is not a store."""
-    # torch's client must not meet a program that does not answer, see torch_private/store_protocol.py.
+    # torch's client must not meet a program that does not answer, see torch_private/groups.py.
     end = time.monotonic() + min(timeout.total_seconds(), _LEAST_SECONDS)
     while (found := probe_store(location.host, location.port, timeout.total_seconds())) is not Probe.STORE:
         if found is Probe.SILENT or time.monotonic() >= end:

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import final
 
-from lockstep.torch_private.store_protocol import greeting
+from lockstep.torch_private.groups import greeting
 
 _CONNECT_SECONDS = 5.0
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.compiler import keep_compiler_out_of_methods
+from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 
 
 @final

@@ -53,10 +53,10 @@ from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
 from lockstep.comm.shm.torch_calls import TorchCalls
 from lockstep.comm.shm.work_queue import WorkQueue
-from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
-from lockstep.settings import read_stall_seconds
+from lockstep.settings import read_settings
 from lockstep.shards.tree import Node
+from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 
 _CLOSING_SECONDS: Final = 1.0
 
@@ -97,7 +97,7 @@ class ShmProcessGroup(PythonProcessGroup):
                 mark_broken=self._peers.mark_broken,
                 abort=self._torch_backends.abort,
             ),
-            read_stall_seconds(),
+            read_settings().stall_seconds(),
         )
         self._close = weakref.finalize(
             self,

@@ -18,7 +18,7 @@ from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost
 from lockstep.errors import GroupError
 from lockstep.processes.threads_left import start_thread_left_alone
-from lockstep.torch_private import gloo_options, make_backend
+from lockstep.torch_private.groups import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
 

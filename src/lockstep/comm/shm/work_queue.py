@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.comm.shm.completed_work import CompletedWork
-from lockstep.compiler import keep_compiler_out_of_methods
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError
+from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 
 _LOGGER = logging.getLogger("lockstep")
 _RECHECK_SECONDS: Final = 1.0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, TensorDataset
 
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _MOST_SEEN: Final = 256
 _MOST_NUMBERS: Final = 1 << 14

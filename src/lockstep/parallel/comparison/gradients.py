@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.reduce import Reducer
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits, glance_at_memory
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _NUM_SEEN = 8
 """Gradients that are looked at in each step, others each time."""

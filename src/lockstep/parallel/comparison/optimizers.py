@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
 from lockstep.reduce.optimizer_options import Description, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private import disable_compiler, version_of
+from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.modules import version_of
 
 
 class StepListener(Protocol):

@@ -27,7 +27,7 @@ from lockstep.errors import ReductionError
 from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.user_code import stacklevel_of_user, user_line
 from lockstep.reduce.shared_parameters import has_place
-from lockstep.torch_private import parameter_registry
+from lockstep.torch_private.modules import parameter_registry
 
 _NUM_IDLE = 3
 """After so many reductions an optimizer whose parameters never have gradients is an error."""

@@ -27,7 +27,8 @@ from lockstep.parallel.comparison.wrap_order import WrapOrder
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
 from lockstep.reduce.bucket_set import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
-from lockstep.torch_private import is_inside_func_grad, tree_leaves
+from lockstep.torch_private.autograd import is_inside_func_grad
+from lockstep.torch_private.modules import tree_leaves
 
 _PURPOSE = "comparing the ranks of a wrapped model"
 _LOOKS_FOR_SAMPLERS = 2

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ReductionError
 from lockstep.reduce import GroupStatus, Reducer
-from lockstep.torch_private import foreach_mul_
+from lockstep.torch_private.modules import foreach_mul_
 
 
 @final

@@ -20,7 +20,7 @@ from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.user_code import stacklevel_of_user, user_line
 from lockstep.reduce import Reducer
 from lockstep.reduce.backward_watch import Phase
-from lockstep.torch_private import NO_GRAPH_TASK, current_graph_task_id
+from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 _LOCAL_GRADIENTS = (
     "torch.autograd.grad or torch.func gave gradients of this rank alone for parameters of a model that is trained on "

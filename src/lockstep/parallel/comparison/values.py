@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.reduce.tensor_bits import glance_at_memory, sum_of_bits
-from lockstep.torch_private import version_of
+from lockstep.torch_private.modules import version_of
 
 _NUM_FIRST = 4
 _NUM_BETWEEN = 64

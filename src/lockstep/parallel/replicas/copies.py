@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lockstep.reduce.plan import ALIGNMENT_BYTES
-from lockstep.torch_private import foreach_copy_, storage_address, storage_use_count
+from lockstep.torch_private.modules import foreach_copy_, storage_address, storage_use_count
 
 BUCKET_BYTES = 25 << 20
 """Approximate size of a bucket, which is sent and added as a whole."""

@@ -13,7 +13,7 @@ from lockstep.parallel.replicas.devices import DeviceId, as_device, as_id, as_id
 from lockstep.parallel.replicas.modules import Replicas, check_no_sync_batchnorm, check_on_device, replicate
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments
 from lockstep.parallel.replicas.threads import ReplicaThreads
-from lockstep.torch_private import warn_of_unequal_devices
+from lockstep.torch_private.modules import warn_of_unequal_devices
 
 
 class DataParallel(torch.nn.DataParallel[nn.Module]):

@@ -16,7 +16,7 @@ from lockstep.parallel.replicas.devices import DeviceId, as_device
 from lockstep.parallel.replicas.modules import Replicas, check_no_sync_batchnorm, check_on_device, replicate
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments, tensors_in
 from lockstep.parallel.replicas.threads import ReplicaThreads
-from lockstep.torch_private import is_compiled_function
+from lockstep.torch_private.compiler import is_compiled_function
 
 _WEIGHTED_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
 """Losses whose mean is weighted by class weights and leaves out `ignore_index`."""

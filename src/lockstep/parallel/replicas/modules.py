@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from lockstep.comm.messages import joined_world
 from lockstep.parallel.compiled import uncompiled
 from lockstep.parallel.replicas.copies import Copies
-from lockstep.torch_private import (
+from lockstep.torch_private.compiler import forget_compiled_call
+from lockstep.torch_private.modules import (
     buffer_registry,
-    forget_compiled_call,
     former_parameters_of,
     make_replica_shell,
     module_registry,

@@ -25,7 +25,7 @@ from typing import Any, final
 
 import torch
 
-from lockstep.torch_private import default_device_of_thread
+from lockstep.torch_private.modules import default_device_of_thread
 
 
 @dataclass(frozen=True, slots=True)

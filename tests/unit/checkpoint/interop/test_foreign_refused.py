@@ -303,7 +303,7 @@ def test_a_function_that_the_installed_torch_does_not_know_is_no_damage(tmp_path
     with zipfile.ZipFile(tmp_path / "old.pt") as old, zipfile.ZipFile(tmp_path / "a.pt", "w") as new:
         for name in old.namelist():
             new.writestr(name.replace("old/", "a/"), old.read(name).replace(*names))
-    refuse(tmp_path / "a.pt", r"holds what torch\._utils\._rebuild_tensor_v9 makes, which torch .* does not read")
+    refuse(tmp_path / "a.pt", "holds what torch._utils._rebuild_tensor_v9 makes", "does not read safely")
 
 
 def test_a_dictionary_that_holds_itself_ends(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from lockstep.comm.bootstrap.identity import find_world, is_announced
 from lockstep.errors import GroupError
-from lockstep.settings import read_launchers
-from lockstep.variables import WorldVariables
+from lockstep.settings import Settings, WorldVariables
 
 TORCHRUN = {
     "RANK": "5",
@@ -59,7 +58,7 @@ def world(*environments: Mapping[str, str], **more: str) -> WorldVariables:
     merged: dict[str, str] = {}
     for environment in environments:
         merged |= environment
-    return find_world(read_launchers(merged | more))
+    return find_world(Settings(merged | more).launchers())
 
 
 def numbers(found: WorldVariables) -> tuple[Any, ...]:
