@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.ending import exit_quickly
 from lockstep.version import VERSION
 
 _COMMANDS = {

@@ -12,7 +12,7 @@ from typing import cast, final
 import torch.distributed as dist
 
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
-from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.ending import exit_quickly
 from lockstep.torch_private.groups import list_groups
 
 _END_SECONDS = 5.0

@@ -18,7 +18,7 @@ import weakref
 from typing import Final, Protocol, final
 
 from lockstep.errors import GroupError
-from lockstep.processes.inherited_garbage import INHERITED_GARBAGE
+from lockstep.processes.forking import INHERITED_GARBAGE
 
 
 def describe_destroyed(group: object) -> str:

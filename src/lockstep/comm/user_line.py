@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lockstep.processes.thread_stack import StackLine, stack_of_thread
+from lockstep.processes.host import StackLine, stack_of_thread
 
 _LIBRARIES: Final = (
     *(str(Path(module).parent) for module in (torch.__file__, str(Path(__file__).parent))),

@@ -42,7 +42,7 @@ from lockstep.launch.starting import StartAgain, call_until_begun
 from lockstep.launch.store import reserved_port
 from lockstep.launch.supervision import Supervision
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
-from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.ending import exit_quickly
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.recording import new_recording
 from lockstep.settings import read_settings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.processes.thread_stack import StackLine, stack_of_thread
+from lockstep.processes.host import StackLine, stack_of_thread
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 _WAITING = (

@@ -8,7 +8,7 @@ from lockstep.launch.continuation import Answer, WorkerReports
 from lockstep.launch.fencing import Fencing
 from lockstep.launch.main_thread import look_at_main_thread
 from lockstep.launch.membership import Generation, WorkerLimits
-from lockstep.processes.thread_stack import StackLine
+from lockstep.processes.host import StackLine
 
 SECONDS = 10.0
 

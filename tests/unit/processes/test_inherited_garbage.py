@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep.comm
-from lockstep.processes.inherited_garbage import INHERITED_GARBAGE
+from lockstep.processes.forking import INHERITED_GARBAGE
 
 assert lockstep.comm  # it is what asks for this
 

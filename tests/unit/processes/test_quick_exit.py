@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import atexit, ctypes, io, sys, types
-from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.ending import exit_quickly
 
 class Log:
     def __init__(self, path):

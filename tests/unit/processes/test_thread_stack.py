@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 
-from lockstep.processes.thread_stack import StackLine, stack_of_thread
+from lockstep.processes.host import StackLine, stack_of_thread
 
 
 def test_a_thread_that_waits_is_seen_with_its_callers() -> None:

@@ -41,7 +41,7 @@ from lockstep.comm.hosts import GroupSetUp
 from lockstep.comm.world import World, current_world
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
-from lockstep.processes.quick_exit import exit_quickly
+from lockstep.processes.ending import exit_quickly
 from lockstep.processes.temporary_files import keep_temporary_files_in
 from lockstep.settings import WorldVariables, read_settings
 from lockstep.torch_private.groups import default_timeout
