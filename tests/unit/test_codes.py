@@ -72,7 +72,7 @@ OTHERS_CODE = {
         "checkpoint/atomic_write.py: atomic_write",
         "comm/shm/memory.py: _map_pages",
         "comm/shm/semaphores.py: create, wait",
-        "processes/lifetime.py: die_with_parent",
+        "processes/ending.py: die_with_parent",
     ),
     "No mistake: how the training is set up": ("parallel/warned.py: warn_of_ignored",),
     "Cannot be caused by a user": (

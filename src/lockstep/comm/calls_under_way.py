@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from torch.distributed import Work
 
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 
 _END_SECONDS: Final = 5.0
 """How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""

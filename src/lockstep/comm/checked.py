@@ -36,7 +36,7 @@ from lockstep.comm.open_groups import OPEN_GROUPS, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend

@@ -20,7 +20,7 @@ from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
 from lockstep.comm.open_groups import OPEN_GROUPS
 from lockstep.errors import GroupError, PeerLostError
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 from lockstep.torch_private.groups import gloo_announcements
 
 _NEGLIGIBLE_SECONDS: Final = 1.0

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch.distributed import Work
 
 from lockstep.errors import GroupError
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 
 _Outcome = queue.SimpleQueue[bool | BaseException]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import KeyedDataset, SliceKeys
 from lockstep.data.slice_keys import Keys, SlicePlan
-from lockstep.processes.lifetime import die_with_parent, terminate_only_for
+from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.torch_private.loaders import without_interruption
 
 _PREFETCH_FACTOR = 2

@@ -12,7 +12,7 @@ from lockstep.doctor.finding import is_running
 from lockstep.doctor.neighbours import Neighbour, find_neighbours, read_process_times
 from lockstep.doctor.processes import children_of, look_at
 from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
-from lockstep.processes.identity import boot_id
+from lockstep.processes.host import boot_id
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents, read_recording
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import UsageError
-from lockstep.processes.identity import start_ticks
+from lockstep.processes.host import start_ticks
 from lockstep.recording.file_format import HEADER_BYTES, FileHeader, parse_header
 from lockstep.recording.files import private_folder
 

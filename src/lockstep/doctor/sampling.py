@@ -10,7 +10,7 @@ from lockstep.doctor.finding import is_running
 from lockstep.doctor.slow_causes import UsageSample
 from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
 from lockstep.doctor.usage import read_usage
-from lockstep.processes.identity import boot_id
+from lockstep.processes.host import boot_id
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from lockstep.doctor.finding import is_running
 from lockstep.doctor.usage import UsageEvents
-from lockstep.processes.identity import boot_id
+from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder, ensure_own_recorder, own_recorder
 from lockstep.recording.moments import last_moment
 from lockstep.settings import read_settings

@@ -11,7 +11,7 @@ from typing import Final, final
 
 from lockstep.doctor.finding import is_running, read_headers
 from lockstep.doctor.processes import look_at
-from lockstep.processes.identity import boot_id
+from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder
 
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")

@@ -14,7 +14,7 @@ from lockstep.devices import DeviceRequest, Placement, parse_request
 from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.messages import Run
-from lockstep.processes.freed_memory import keep_freed_memory
+from lockstep.processes.host import keep_freed_memory
 from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
-from lockstep.processes.freed_memory import FREED_MEMORY_VARIABLES
+from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
 from lockstep.settings import LAUNCHED, channel_variables, read_settings, recording_variable
 

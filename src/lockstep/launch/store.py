@@ -13,7 +13,7 @@ from lockstep.launch.forwarding import Forwarding
 from lockstep.launch.output import print_message
 from lockstep.launch.port_guard import PortGuard
 from lockstep.launch.tcp_owner import kernel_address, read_sockets
-from lockstep.processes.loopback import NO_LOOPBACK, has_loopback, has_loopback_address
+from lockstep.processes.host import NO_LOOPBACK, has_loopback, has_loopback_address
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

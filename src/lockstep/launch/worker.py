@@ -23,11 +23,9 @@ from lockstep.launch.main_thread import look_at_main_thread
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
 from lockstep.launch.notebook import add_ipython_functions
 from lockstep.launch.pickling import pack
-from lockstep.processes.ending import exit_quickly
-from lockstep.processes.freed_memory import keep_freed_memory
-from lockstep.processes.lifetime import die_with_parent
+from lockstep.processes.ending import die_with_parent, exit_quickly
+from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators
-from lockstep.processes.temporary_files import keep_temporary_files_in
 from lockstep.recording import open_recorder, own_recorder
 from lockstep.settings import write_place
 

@@ -5,8 +5,15 @@ import contextlib
 import ctypes
 import gc
 import io
+import os
+import signal
 import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import compress
+from typing import Any, Final
 
 from lockstep.settings import read_settings
 
@@ -60,3 +67,76 @@ def _leave_out_native_handlers() -> None:
         register, end, flush = library.on_exit, library["_exit"], library.fcloseall
         register(ctypes.cast(end, ctypes.c_void_p), None)
         register(ctypes.cast(flush, ctypes.c_void_p), None)  # is called before it: what native code has printed
+
+
+# %%% from lifetime.py:
+# Asking the kernel to end a process with its parent.
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, `kill -9` included (Linux; elsewhere does nothing).
+
+    See prctl(2), PR_SET_PDEATHSIG. The parent may have ended before that call, so this is checked afterwards.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate_only_for(owner_pid: int) -> None:
+    """Ignore SIGTERM unless the process `owner_pid` has sent it, and SIGUSR1 from every process (main thread; Linux).
+
+    Slurm and systemd send a signal to every process of a job. A worker that handles it as a request to save and stop
+    still needs its data-loading processes then. (The kernel delivers several pending SIGTERM as one. If the owner's
+    signal is lost in this way, this process ends with the owner, see `die_with_parent`.)
+    """
+    if not sys.platform.startswith("linux"):
+        return
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != owner_pid:
+            pass
+        os._exit(0)  # asked for by the owner: another code is an error to torch, which says so while the owner exits
+
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread inherits this mask
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# %%% from threads_left.py:
+# Threads that are left alone: they wait in native code, and the process may end before they come back.
+#
+# [Note: a thread in native code at the end] Before Python 3.14 the interpreter, once it ends, ends a thread by
+# `pthread_exit` when it comes back from native code. Torch's native code is C++ and lets nothing of that kind through:
+# the C++ library aborts the process, with "terminate called without an active exception" and exit code 134. So where
+# such a thread is left at the end, it is made to sleep in place of that, as newer Pythons do. The handler is not set
+# earlier: until then, what calls it is an error that must end the process.
+
+_LEFT: Final = weakref.WeakSet[threading.Thread]()
+
+
+def start_thread_left_alone(
+    target: Callable[..., Any], arguments: Iterable[Any] = (), *, name: str
+) -> threading.Thread:
+    """Call a function that may wait in native code for long, in a thread that nobody waits for for ever (local)."""
+    thread = threading.Thread(target=target, args=tuple(arguments), name=name, daemon=True)
+    _LEFT.add(thread)
+    atexit.unregister(_let_threads_sleep)
+    atexit.register(_let_threads_sleep)
+    thread.start()
+    return thread
+
+
+def _let_threads_sleep() -> None:
+    if sys.version_info >= (3, 14) or not any(thread.is_alive() for thread in _LEFT):
+        return
+    with suppress(AttributeError, OSError):  # another C++ library
+        set_handler = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        set_handler.argtypes, set_handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_handler(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from lockstep.processes.identity import start_ticks
+from lockstep.processes.host import start_ticks
 from lockstep.recording.file_format import parse_header
 
 _MODE: Final = 0o600

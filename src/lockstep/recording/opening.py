@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from lockstep.processes.identity import boot_id, start_ticks
+from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import VERSION, FileHeader
 from lockstep.recording.recorder import WorkerRecorder
 from lockstep.recording.stacks import write_stacks_on_signal

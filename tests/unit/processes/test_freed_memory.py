@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from lockstep.processes.freed_memory import FREED_MEMORY_VARIABLES, keep_freed_memory
+from lockstep.processes.host import FREED_MEMORY_VARIABLES, keep_freed_memory
 
 TRIM, MMAP = -1, -3
 COUNT_FAULTS = """
 import resource, sys
 if sys.argv[1:]:
-    from lockstep.processes.freed_memory import keep_freed_memory
+    from lockstep.processes.host import keep_freed_memory
     keep_freed_memory()
 def get_again():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import store
-from lockstep.processes.lifetime import terminate_only_for
+from lockstep.processes.ending import terminate_only_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux reports who has sent a signal")
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.processes import temporary_files
+from lockstep.processes import host
 
 PROGRAM = """
 import multiprocessing, os, runpy, signal, sys
@@ -34,7 +34,7 @@ def test_children_that_are_killed_leave_their_sockets_in_the_folder(tmp_path: Pa
     script.write_text(PROGRAM)
     folder = tmp_path / "f"
     folder.mkdir()
-    run = [sys.executable, str(script), temporary_files.__file__, str(folder)]
+    run = [sys.executable, str(script), host.__file__, str(folder)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=50, check=True)
     assert {Path(line).parent for line in done.stdout.split()[:2]} == {folder}
     assert done.stdout.split()[2] == str(folder)

@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import sys, time
 import torch
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 
 def compute():
     tensor = torch.ones(300_000)

@@ -2,7 +2,7 @@
 
 import os
 
-from lockstep.processes.identity import boot_id, start_ticks
+from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import VERSION, FileHeader
 
 

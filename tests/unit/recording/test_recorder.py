@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.recording.headers import header
 
-from lockstep.processes.identity import start_ticks
+from lockstep.processes.host import start_ticks
 from lockstep.recording.file_format import EVENT_BYTES, RING_START, TEXT_BYTES, EventKind
 from lockstep.recording.reading import read_file, read_recording
 from lockstep.recording.recorder import WorkerRecorder

@@ -42,7 +42,7 @@ from lockstep.comm.world import World, current_world
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.processes.ending import exit_quickly
-from lockstep.processes.temporary_files import keep_temporary_files_in
+from lockstep.processes.host import keep_temporary_files_in
 from lockstep.settings import WorldVariables, read_settings
 from lockstep.torch_private.groups import default_timeout
 

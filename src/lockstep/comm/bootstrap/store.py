@@ -24,8 +24,8 @@ from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
 from lockstep.comm.bootstrap.listener import listen_for_store
 from lockstep.comm.bootstrap.store_probe import Probe, probe_store
 from lockstep.errors import GroupError
-from lockstep.processes.loopback import NO_LOOPBACK, has_loopback
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.host import NO_LOOPBACK, has_loopback
 from lockstep.settings import WorldVariables
 
 ANSWER_SECONDS = 60.0

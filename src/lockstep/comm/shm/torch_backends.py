@@ -17,7 +17,7 @@ from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost
 from lockstep.errors import GroupError
-from lockstep.processes.threads_left import start_thread_left_alone
+from lockstep.processes.ending import start_thread_left_alone
 from lockstep.torch_private.groups import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
