@@ -18,7 +18,7 @@ Invariants:
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.opening import LAUNCHER, open_recorder
 from lockstep.recording.own import ensure_own_recorder, new_recording, own_recorder
-from lockstep.recording.recorder import NO_EVENT, NULL_WORKER_RECORDER, WorkerRecorder
+from lockstep.recording.writing import NO_EVENT, NULL_WORKER_RECORDER, WorkerRecorder
 
 __all__ = [
     "LAUNCHER",

@@ -9,8 +9,8 @@ from typing import Final
 
 from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import VERSION, FileHeader
-from lockstep.recording.recorder import WorkerRecorder
 from lockstep.recording.stacks import write_stacks_on_signal
+from lockstep.recording.writing import WorkerRecorder
 
 LAUNCHER: Final = -1
 """The number of the launcher in place of a worker's."""

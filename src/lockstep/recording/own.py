@@ -13,7 +13,7 @@ from typing import Final
 
 from lockstep.recording.files import make_private_recording, remove_if_over
 from lockstep.recording.opening import open_recorder
-from lockstep.recording.recorder import WorkerRecorder
+from lockstep.recording.writing import WorkerRecorder
 from lockstep.settings import read_settings
 
 _OWN: Final = WorkerRecorder()

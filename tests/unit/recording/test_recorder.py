@@ -13,7 +13,7 @@ from tests.unit.recording.headers import header
 from lockstep.processes.host import start_ticks
 from lockstep.recording.file_format import EVENT_BYTES, RING_START, TEXT_BYTES, EventKind
 from lockstep.recording.reading import read_file, read_recording
-from lockstep.recording.recorder import WorkerRecorder
+from lockstep.recording.writing import WorkerRecorder
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from tests.unit.recording.headers import header
 
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import read_file
-from lockstep.recording.recorder import WorkerRecorder
 from lockstep.recording.timeline import bound_offset, clock_offsets
+from lockstep.recording.writing import WorkerRecorder
 
 
 def collectives(offset: int, seed: int) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
