@@ -63,7 +63,7 @@ OTHERS_CODE = {
         "devices/nvml.py: _explain",
         "launch/control.py: connect",
         "recording/file_format.py: parse_header",
-        "recording/files.py: private_folder",
+        "recording/writing.py: private_folder",
         "recording/reading.py: _copy",
         "runs/config.py: Config._check_devices, Config._check_best, Config._check_shards, Config._check_elastic",
         "runs/training_options.py: parse_seconds",

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from lockstep.doctor.activity import PHASE_NAMES
 from lockstep.recording.file_format import GROUP_SHIFT, EventKind
-from lockstep.recording.reading import FileEvents, OneEvent
-from lockstep.recording.timeline import clock_offsets
+from lockstep.recording.reading import FileEvents, OneEvent, clock_offsets
 
 _ROWS: Final = {
     "step": (EventKind.PHASE, EventKind.STARTED, EventKind.ENDED, EventKind.GENERATION),

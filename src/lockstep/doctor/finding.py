@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.errors import UsageError
 from lockstep.processes.host import start_ticks
 from lockstep.recording.file_format import HEADER_BYTES, FileHeader, parse_header
-from lockstep.recording.files import private_folder
+from lockstep.recording.writing import private_folder
 
 RECORDING_NAME: Final = "recording"
 """The folder within a run directory; `lockstep.runs.run_directory` has the same name."""

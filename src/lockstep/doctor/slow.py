@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from lockstep.doctor.sampling import Looks
 from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
 from lockstep.recording.file_format import EventKind
-from lockstep.recording.reading import FileEvents
-from lockstep.recording.timeline import clock_offsets
+from lockstep.recording.reading import FileEvents, clock_offsets
 
 PARTS: Final = (
     *("loading", "forward and backward", "waiting", "communication", "update", "saving", "evaluating", "callbacks"),

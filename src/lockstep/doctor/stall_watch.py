@@ -24,7 +24,7 @@ from lockstep.doctor.finding import is_running
 from lockstep.doctor.usage import UsageEvents
 from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder, ensure_own_recorder, own_recorder
-from lockstep.recording.moments import last_moment
+from lockstep.recording.reading import last_moment
 from lockstep.settings import read_settings
 
 if TYPE_CHECKING:

@@ -16,9 +16,16 @@ Invariants:
 """
 
 from lockstep.recording.file_format import EventKind
-from lockstep.recording.opening import LAUNCHER, open_recorder
-from lockstep.recording.own import ensure_own_recorder, new_recording, own_recorder
-from lockstep.recording.writing import NO_EVENT, NULL_WORKER_RECORDER, WorkerRecorder
+from lockstep.recording.writing import (
+    LAUNCHER,
+    NO_EVENT,
+    NULL_WORKER_RECORDER,
+    WorkerRecorder,
+    ensure_own_recorder,
+    new_recording,
+    open_recorder,
+    own_recorder,
+)
 
 __all__ = [
     "LAUNCHER",

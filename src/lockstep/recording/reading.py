@@ -1,6 +1,7 @@
 """Reading the files of a recording: of a job that runs, or of one that is gone."""
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.recording.file_format import (
+    END_WORD,
     EVENT_BYTES,
     HEADER_BYTES,
     RING_START,
@@ -127,3 +129,90 @@ def _parse(first: NDArray[Any], second: NDArray[Any]) -> tuple[NDArray[Any], int
     table["step"], table["index"], table["size"] = rows[:, 4], rows[:, 5], rows[:, 6]
     is_torn = (first[:, 0] != 0) | (first[:, -1] != 0)
     return table[np.argsort(table["number"])], int((is_torn & ~is_whole).sum())
+
+
+# %%% from timeline.py:
+# One timeline from the files of several workers: the clocks of several hosts are brought together.
+#
+# [Note: clocks of several hosts] Processes of one boot of a host share the monotonic clock. For another host the
+# difference is found from the recording: no rank can leave a collective before every rank has entered it. So with clock
+# `a` and `b = a + d`, each collective that both made says
+#
+#     begin_a <= end_b - d     d <= end_b - begin_a
+#     begin_b - d <= end_a     d >= begin_b - end_a
+#
+# The largest lower and the smallest upper bound of all common collectives leave an interval. Its middle is taken, and
+# half its width is the error. Without common collectives the wall clocks decide, whose error is not known.
+
+_FEWEST = 3
+"""From so many common collectives the difference of two clocks is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """What is subtracted from the times of a file to have them on the clock of the first one."""
+
+    nanoseconds: int
+    error_ns: int | None
+    """How far off it may be; 0 on one host, None if that is not known."""
+
+
+def bound_offset(here: Mapping[int, tuple[int, int]], there: Mapping[int, tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the least and the greatest difference of two clocks that common collectives allow; None for too few.
+
+    `here` and `there` are the begin and the end of each collective, by its number.
+    """
+    common = here.keys() & there.keys()
+    if len(common) < _FEWEST:
+        return None
+    lower = max(there[number][0] - here[number][1] for number in common)
+    upper = min(there[number][1] - here[number][0] for number in common)
+    return (lower, upper) if lower <= upper else None
+
+
+def clock_offsets(files: Sequence[FileEvents]) -> list[ClockOffset]:
+    """Return the offset of each file's clock to the first one's. [Note: clocks of several hosts]."""
+    if not files:
+        return []
+    first = files[0]
+    return [_offset(first, each) for each in files]
+
+
+def _offset(first: FileEvents, other: FileEvents) -> ClockOffset:
+    if other.header.boot == first.header.boot:
+        return ClockOffset(0, 0)
+    bounds = bound_offset(_collectives(first), _collectives(other))
+    if bounds is not None:
+        lower, upper = bounds
+        return ClockOffset((lower + upper) // 2, (upper - lower + 1) // 2)
+    wall = [each.header.opened_ns - each.header.opened_wall_ns for each in (first, other)]
+    return ClockOffset(wall[1] - wall[0], None)
+
+
+def _collectives(file: FileEvents) -> dict[int, tuple[int, int]]:
+    table = file.table
+    rows = table[(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
+    columns = (np.asarray(rows[name]).tolist() for name in ("index", "begin", "end"))
+    return {index: (begin, end) for index, begin, end in zip(*columns, strict=True)}
+
+
+# %%% from moments.py:
+# When a worker has last begun or ended something: read often, so without NumPy and without a copy of the file.
+
+_BEGIN_WORD = 1
+
+
+def last_moment(path: Path) -> tuple[FileHeader, int] | None:
+    """Return who wrote a file, and when it has last begun or ended an event, in nanoseconds of its clock (local).
+
+    None if it is not a file of a recording, or is being made.
+    """
+    with path.open("rb") as file:
+        try:
+            header = parse_header(file.read(HEADER_BYTES))
+            memory = mmap.mmap(file.fileno(), file_bytes(header.capacity), access=mmap.ACCESS_READ)
+        except ValueError:
+            return None
+    with memory, memoryview(memory) as data, data[RING_START:].cast("q") as words:
+        moments = [max(words[word::_WORDS]) for word in (_BEGIN_WORD, END_WORD)]
+    return header, max(*moments, header.opened_ns)

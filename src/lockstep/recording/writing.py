@@ -11,9 +11,16 @@ progress line and the speed of an epoch have the clock of the recorder; where th
 its event. So a part of a step is measured in one place, and these numbers, the report and the doctor agree.
 """
 
+import atexit
 import itertools
 import mmap
+import os
+import shutil
+import socket
+import stat
 import struct
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
+from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import (
     CHANGING,
     CHANGING_START,
@@ -32,12 +40,88 @@ from lockstep.recording.file_format import (
     RING_START,
     TEXT_BYTES,
     TEXT_SHIFT,
+    VERSION,
     EventKind,
     FileHeader,
     file_bytes,
     pack_fixed,
+    parse_header,
 )
-from lockstep.recording.files import make_file
+from lockstep.recording.stacks import write_stacks_on_signal
+from lockstep.settings import read_settings
+
+# %%% from files.py:
+# Making the files of a recording, and the folders for jobs without a run directory.
+
+_MODE: Final = 0o600
+_NUM_KEPT: Final = 20
+"""So many recordings of jobs without a run directory are kept."""
+
+
+def make_file(path: Path, size: int) -> mmap.mmap:
+    """Make a file of `size` bytes, all zero, and map it; `OSError` if it exists, or there is no space.
+
+    Its blocks are allocated now: on a full disk, writing to a page of a file without blocks ends the process (SIGBUS).
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def private_folder() -> Path:
+    """Return the folder with the recordings of jobs without a run directory; made if it is not there.
+
+    `OSError`: it cannot be made, or belongs to another user, who could read or replace what is written there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone.")
+    return folder
+
+
+def make_private_recording(name: str) -> Path:
+    """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
+
+    The name ends in `-` and the process that started the job: while that runs, the recording is not removed.
+    """
+    folder = private_folder()
+    recording = folder / name
+    recording.mkdir(mode=0o700, exist_ok=True)
+    others = sorted((each for each in folder.iterdir() if each != recording), key=_made_at, reverse=True)
+    for old in others[_NUM_KEPT:]:
+        starter = old.name.rpartition("-")[2]
+        if not Path(f"/proc/{starter}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return recording
+
+
+def remove_if_over(recording: Path) -> None:
+    """Remove a recording if none of the processes that write to it runs (local)."""
+    try:
+        headers = [parse_header(path.read_bytes()) for path in recording.glob("*.rec")]
+    except (OSError, ValueError):  # another process removes it, or begins to write
+        return
+    if all(each.ended_ns or start_ticks(each.pid) != each.start_ticks for each in headers):
+        shutil.rmtree(recording, ignore_errors=True)
+
+
+def _made_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+# %%% from writing.py:
+# (the main part)
 
 Begin = Callable[[int, int, int, int], int]
 """`begin(kind, index, size, text)`: an event begins; returns its number, for `end`."""
@@ -193,3 +277,144 @@ def _writers(
 
 NULL_WORKER_RECORDER: Final = WorkerRecorder()
 """A recorder that is never opened."""
+
+
+# %%% from opening.py:
+# Opening a recorder: the header of this process, and a file of its own in the recording.
+
+LAUNCHER: Final = -1
+"""The number of the launcher in place of a worker's."""
+_NUM_FILES: Final = 8
+"""So many files of one worker are kept, where a run is resumed again and again."""
+
+
+def open_recorder(
+    recorder: WorkerRecorder,
+    directory: Path,
+    *,
+    worker: int,
+    rank: int,
+    world_size: int,
+    capacity: int,
+) -> bool:
+    """Let a recorder write to a new file of a recording; return whether that is possible (local).
+
+    A recording is no reason to end a training: where a file cannot be made, nothing is recorded. `worker` is `LAUNCHER`
+    for the launcher; `capacity` is a power of two.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = _free_path(directory, "launcher" if worker == LAUNCHER else f"worker-{worker}")
+        header = FileHeader(
+            version=VERSION,
+            capacity=capacity,
+            pid=os.getpid(),
+            stack_signal=0 if worker == LAUNCHER else write_stacks_on_signal(path.with_suffix(".stacks")),
+            start_ticks=start_ticks(os.getpid()),
+            worker=worker,
+            opened_wall_ns=time.time_ns(),
+            opened_ns=time.monotonic_ns(),
+            host=socket.gethostname(),
+            program=Path(sys.argv[0]).name if sys.argv else "",
+            boot=boot_id(),
+            rank=rank,
+            world_size=world_size,
+            generation=0,
+            ended_ns=0,
+            exit_code=-1,
+        )
+        recorder.open(path, header)
+    except OSError:
+        return False
+    return True
+
+
+def _free_path(directory: Path, name: str) -> Path:
+    """Return the path of a new file; a worker that is started again, or resumed, leaves the file of the one before."""
+    paths = [directory / f"{name}.rec", *(directory / f"{name}.{number}.rec" for number in range(2, _NUM_FILES + 1))]
+    for path in paths:
+        if not path.exists():
+            return path
+    oldest = min(paths, key=lambda each: each.stat().st_mtime)
+    oldest.unlink()
+    return oldest
+
+
+# %%% from own.py:
+# The recorder of this process.
+#
+# [Note: one recorder per process] Groups are made by torch, which passes them what it knows, and a reducer may be used
+# by a script that never heard of a recording. So there is one recorder per process, which all of them get here, once,
+# when they are made. It keeps events in memory until a launcher, a worker or `init_process_group` opens it.
+
+_OWN: Final = WorkerRecorder()
+
+
+def own_recorder() -> WorkerRecorder:
+    return _OWN
+
+
+def ensure_own_recorder(rank: int, world_size: int) -> bool:
+    """Record what this process does, if nothing else has begun to and the user allows it (local).
+
+    The recording is where the launcher wants it, or in the private folder. Return whether it has begun in the latter.
+    """
+    if _OWN.is_open:
+        return False
+    settings = read_settings().recording()
+    if not settings.is_wanted:
+        return False
+    try:
+        directory = Path(settings.directory) if settings.directory else make_private_recording(_job_name())
+    except OSError:
+        return False
+    is_open = open_recorder(_OWN, directory, worker=rank, rank=rank, world_size=world_size, capacity=settings.capacity)
+    has_begun = is_open and not settings.directory
+    if has_begun and not settings.is_kept:
+        atexit.register(_remove, directory)
+    return has_begun
+
+
+def _remove(directory: Path) -> None:
+    """Remove the recording if this is the last worker that writes to it."""
+    if _OWN.directory == directory:  # else this is a forked child, or the recording was closed before
+        _OWN.close()
+        remove_if_over(directory)
+
+
+def new_recording(wanted: Path | None) -> Path | None:
+    """Return where a launcher's workers record; None if the user wants no recording, or there is no place (local).
+
+    One that is not kept is in the private folder, whatever is wanted.
+    """
+    settings = read_settings().recording()
+    if not settings.is_wanted:
+        return None
+    if wanted is not None and settings.is_kept:
+        return wanted
+    try:
+        return make_private_recording(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    except OSError:
+        return None
+
+
+def _job_name() -> str:
+    """Return a name that the workers of one job on this host have in common: they have one parent and one port."""
+    variables = read_settings().launchers()
+    if "MASTER_PORT" not in variables:
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return f"port{variables['MASTER_PORT']}-{os.getppid()}"
+
+
+def _begin_under_launcher() -> None:
+    """Record from the import of Lockstep on, if a launcher of ours wants it: the script may hang before its group."""
+    settings = read_settings()
+    variables = settings.launchers()
+    rank, world_size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
+    if settings.recording().directory and rank.isdecimal() and world_size.isdecimal():
+        ensure_own_recorder(int(rank), int(world_size))
+
+
+os.register_at_fork(after_in_child=_OWN.forget)
+_begin_under_launcher()
+atexit.register(_OWN.close)

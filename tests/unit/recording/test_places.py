@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.recording import LAUNCHER, WorkerRecorder, new_recording, open_recorder
-from lockstep.recording.files import make_private_recording, private_folder, remove_if_over
 from lockstep.recording.reading import read_recording
 from lockstep.recording.stacks import request_stacks
+from lockstep.recording.writing import make_private_recording, private_folder, remove_if_over
 from lockstep.settings import Settings, recording_variable
 
 

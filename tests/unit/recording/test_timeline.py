@@ -6,8 +6,7 @@ from pathlib import Path
 from tests.unit.recording.headers import header
 
 from lockstep.recording.file_format import EventKind
-from lockstep.recording.reading import read_file
-from lockstep.recording.timeline import bound_offset, clock_offsets
+from lockstep.recording.reading import bound_offset, clock_offsets, read_file
 from lockstep.recording.writing import WorkerRecorder
 
 

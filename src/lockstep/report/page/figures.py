@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.doctor.sampling import recorded_usage
 from lockstep.recording import EventKind
-from lockstep.recording.timeline import clock_offsets
+from lockstep.recording.reading import clock_offsets
 from lockstep.report.page.colours import AXIS_COLOUR, RUN_COLOURS, SHARE_COLOURS
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.time_shares import phases
