@@ -76,7 +76,7 @@ PURE = (
     "lockstep.launch.environment",
     "lockstep.launch.lines",
     "lockstep.launch.membership",
-    "lockstep.channel.lines",
+    "lockstep.channel.table",
     "lockstep.channel.table",
     "lockstep.doctor.diagnosis",
 )

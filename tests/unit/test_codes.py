@@ -46,7 +46,7 @@ OTHERS_CODE = {
     ),
     "Caught within Lockstep, which puts the text into a message with a code": (
         "channel/client.py: Channel.request, Channel._send",
-        "channel/lines.py: LineReader.feed",
+        "channel/table.py: LineReader.feed",
         "channel/table.py: Table._write",
         "checkpoint/file.py: read_header, _read_tensor",
         "checkpoint/header.py: assign_offsets, encode_header, header_length, decode_header, _reject_duplicate_names",

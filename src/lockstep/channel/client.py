@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, final
 
-from lockstep.channel.lines import LineReader, Message, encode
+from lockstep.channel.table import LineReader, Message, encode
 
 _PIECE_BYTES = 1 << 16
 _CLOSED: Message = {"closed": True}

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from lockstep.channel.lines import LineReader, Message, encode
-from lockstep.channel.table import Table
+from lockstep.channel.table import LineReader, Message, Table, encode
 
 _PIECE_BYTES = 1 << 16
 

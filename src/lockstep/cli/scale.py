@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.channel.lines import Message
+from lockstep.channel.table import Message
 from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.errors import UsageError

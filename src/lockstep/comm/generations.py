@@ -37,7 +37,7 @@ from typing import Any, Final, final
 from torch.distributed import PrefixStore
 
 from lockstep.channel.client import Channel, ChannelClosedError
-from lockstep.channel.lines import Message
+from lockstep.channel.table import Message
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.bootstrap.group_making import make_next_group
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import final
 
-from lockstep.channel.lines import Message
 from lockstep.channel.server import ChannelServer
+from lockstep.channel.table import Message
 from lockstep.launch.membership import (
     Changes,
     Generation,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
 
-from lockstep.channel.lines import LineReader, Message, encode
+from lockstep.channel.table import LineReader, Message, encode
 
 CONTROL_NAME = ".control"
 """The name of the socket in the folder of the launch."""

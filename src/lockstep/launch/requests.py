@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import final
 
-from lockstep.channel.lines import Message
+from lockstep.channel.table import Message
 from lockstep.devices import Device
 from lockstep.errors import DeviceError, counted
 from lockstep.launch.continuation import Continuation

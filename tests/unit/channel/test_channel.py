@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from lockstep.channel.client import Channel, ChannelClosedError
-from lockstep.channel.lines import LineReader, to_bytes, to_text
 from lockstep.channel.server import ChannelServer
+from lockstep.channel.table import LineReader, to_bytes, to_text
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.host_identity import host_identity

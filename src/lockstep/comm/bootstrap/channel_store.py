@@ -7,7 +7,7 @@ from typing import Any, cast, final
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from lockstep.channel.client import Channel, ChannelClosedError
-from lockstep.channel.lines import to_bytes, to_text
+from lockstep.channel.table import to_bytes, to_text
 
 
 class _User:
