@@ -44,10 +44,10 @@ LAYERS = (
 
 PURE = (
     "lockstep.devices.choose",
-    "lockstep.devices.describe",
-    "lockstep.devices.placement",
+    "lockstep.devices.inventory",
+    "lockstep.devices.choose",
     "lockstep.devices.request",
-    "lockstep.devices.visible",
+    "lockstep.devices.look",
     "lockstep.comm.bootstrap.identity",
     "lockstep.comm.bootstrap.node_list",
     "lockstep.comm.bootstrap.rank_and_size",

@@ -168,7 +168,7 @@ IN_A_CONTAINER = """
 import json, os, subprocess, sys
 import lockstep_command
 lockstep_command._put_off_package_init()  # which imports torch
-from lockstep.devices.holders import look_up_holder
+from lockstep.devices.inventory import look_up_holder
 def seen(pid):
     holder = look_up_holder(pid, memory_bytes=1, is_graphics=False)
     return [holder.user is not None, holder.is_self]

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 
 
 @final

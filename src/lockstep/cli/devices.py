@@ -19,7 +19,7 @@ from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
-from lockstep.devices.describe import describe_bytes, describe_holder, gpu_number
+from lockstep.devices.inventory import describe_bytes, describe_holder, gpu_number
 from lockstep.errors import DeviceError, UsageError
 
 _DEFAULT_REQUESTS = ("auto", "auto:3")

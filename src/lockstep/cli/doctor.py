@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.devices.holders import look_up_holder
+from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.doctor.chrome_trace import chrome_trace
 from lockstep.doctor.examination import examine, last_job

@@ -24,7 +24,7 @@ from lockstep.cli.failures import failures_shown
 from lockstep.cli.resume_option import ResumingCommand
 from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
-from lockstep.devices.placement import CPU
+from lockstep.devices.choose import CPU
 from lockstep.errors import UsageError, WorkerFailedError, counted
 from lockstep.events import Recorder, Recorders
 from lockstep.launch.elastic import Elastic

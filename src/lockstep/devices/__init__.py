@@ -16,11 +16,9 @@ only if the request is `auto` and there is no GPU that this process could ever u
 imported here.
 """
 
-from lockstep.devices.capacity import count_cores
-from lockstep.devices.choose import choose_devices
-from lockstep.devices.inventory import Gpu, Holder, Inventory
+from lockstep.devices.choose import Device, Placement, choose_devices
+from lockstep.devices.inventory import Gpu, Holder, Inventory, count_cores
 from lockstep.devices.look import place_workers, take_inventory
-from lockstep.devices.placement import Device, Placement
 from lockstep.devices.request import DeviceRequest, Request, parse_request, resized
 
 __all__ = [

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import World, broadcast_tensors, calls_for
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.buffer_snapshot import (
     BufferParts,
     BufferSnapshot,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data import Slice
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.step_values import ShardValues, check_values
 from lockstep.errors import LossError
 from lockstep.torch_private.autograd import tensor_hooks

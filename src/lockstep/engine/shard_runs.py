@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
-from lockstep.devices.input_copies import InputCopies
-from lockstep.devices.transfer import to_device
+from lockstep.devices.transfer import InputCopies, to_device
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss
 from lockstep.engine.optimizers import UpdateSpec

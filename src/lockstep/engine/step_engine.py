@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lockstep.comm import World, broadcast_tensors, raise_if_broken
 from lockstep.data import ShardedBatch
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_same_arguments
 from lockstep.engine.balance import Balancer

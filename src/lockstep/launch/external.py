@@ -44,7 +44,7 @@ def run_here(
     import torch
 
     from lockstep.comm import report_failure
-    from lockstep.devices.current import current_accelerator
+    from lockstep.devices.transfer import current_accelerator
     from lockstep.processes.reproducibility import seed_generators
 
     world = join_started(devices)

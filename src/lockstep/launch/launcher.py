@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device, DeviceRequest, Placement, place_workers
-from lockstep.devices.placement import CPU
+from lockstep.devices.choose import CPU
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import NOBODY, Control, ControlSocket
 from lockstep.launch.descriptors import check_current_directory, check_descriptors

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep.comm import current_world
-from lockstep.devices.input_copies import InputCopies
+from lockstep.devices.transfer import InputCopies
 from lockstep.errors import GroupError
 from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
 from lockstep.parallel.comparison import compare_at_start

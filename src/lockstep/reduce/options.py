@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.reduce.plan import BucketLimits
 
 _TORCHS_LIMITS = BucketLimits()

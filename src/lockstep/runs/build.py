@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Subset
 
 from lockstep.data import ShardedLoader, Stream, as_stream
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import check_scheduler
 from lockstep.engine.averaging import AveragedWeights

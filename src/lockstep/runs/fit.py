@@ -11,7 +11,7 @@ from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.data import Cursor
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.raise_on_all import gather_results

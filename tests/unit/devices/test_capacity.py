@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.devices.capacity import count_cores, measure_memory
+from lockstep.devices.inventory import count_cores, measure_memory
 
 CORES = len(os.sched_getaffinity(0))
 MIB = 2**20

@@ -8,7 +8,7 @@ from tests.unit.devices.machines import ALICE, GIB, NOW, gpu, held, instance, ma
 
 from lockstep.devices import DeviceRequest, Inventory, Placement, choose_devices, parse_request, place_workers, resized
 from lockstep.devices.choose import find_occupants
-from lockstep.devices.describe import gpu_number
+from lockstep.devices.inventory import gpu_number
 from lockstep.errors import DeviceError
 
 NONE = machine()

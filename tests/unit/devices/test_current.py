@@ -5,7 +5,7 @@ import torch
 
 from lockstep.comm.bootstrap.backends import own_device
 from lockstep.comm.bootstrap.identity import read_torch_variables
-from lockstep.devices.current import current_accelerator, own_accelerator, take_gpu
+from lockstep.devices.transfer import current_accelerator, own_accelerator, take_gpu
 
 CHOSEN: list[int] = []
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.devices.input_copies import InputCopies
+from lockstep.devices.transfer import InputCopies
 
 CPU = torch.device("cpu")
 

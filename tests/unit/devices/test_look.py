@@ -16,8 +16,8 @@ from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, F
 
 from lockstep.devices import Inventory, take_inventory
 from lockstep.devices.choose import choose_devices, find_occupants
-from lockstep.devices.holders import look_up_holder
-from lockstep.devices.own_memory import measure_own_memory
+from lockstep.devices.inventory import look_up_holder
+from lockstep.devices.look import measure_own_memory
 from lockstep.settings import VisibleDevices
 
 NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)

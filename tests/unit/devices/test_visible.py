@@ -3,7 +3,7 @@
 import pytest
 from tests.unit.devices.machines import gpu, instance
 
-from lockstep.devices.visible import find_by_bytes, find_visible, needs_driver
+from lockstep.devices.look import find_by_bytes, find_visible, needs_driver
 from lockstep.settings import Settings
 
 THREE = (gpu(0), gpu(1), gpu(2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.devices.placement import CPU, Device, Placement
+from lockstep.devices.choose import CPU, Device, Placement
 from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
 from lockstep.launch.scripts import ScriptJob
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.devices import Placement
-from lockstep.devices.placement import CPU
+from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch.restarts import call_with_restarts, check_restarts, run_with_restarts
 from lockstep.launch.scripts import ScriptJob

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.devices import Placement
-from lockstep.devices.placement import CPU
+from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.starting import LostAtStartError, StartAgain, call_until_begun

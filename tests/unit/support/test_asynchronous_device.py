@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.comm.ordered_messages import OrderedMessages
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 
 
 def current_stream() -> Any:

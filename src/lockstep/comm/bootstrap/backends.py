@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lockstep.comm.bootstrap.interface import explain_wrong_interface
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.nccl_defects import explain_defects
-from lockstep.devices.current import own_accelerator, take_gpu
+from lockstep.devices.transfer import own_accelerator, take_gpu
 from lockstep.settings import WorldVariables, read_settings
 
 _FOR_CPU = frozenset({"gloo", "shm", "mpi", "fake"})

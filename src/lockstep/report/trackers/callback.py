@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.devices.asynchrony import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.callbacks import Callback
 from lockstep.errors import RunDirectoryError
 from lockstep.events import Evaluated, Recorder, RunStarted
