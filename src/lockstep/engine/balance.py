@@ -13,7 +13,7 @@ from statistics import median
 from typing import final
 
 from lockstep.data import Cursor, ShardedBatch
-from lockstep.shards.balance import balance_ranges
+from lockstep.shards.assignment import balance_ranges
 
 _NUM_STEPS = 5
 """A decision is made from so many steps, of which the median counts: a single slow step moves nothing."""

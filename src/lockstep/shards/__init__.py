@@ -7,8 +7,7 @@ Invariants: all modules are pure. Exactly one worker runs each shard. Even range
 are in rank order. The samples of a shard do not depend on the number of workers.
 """
 
-from lockstep.shards.assignment import even_ranges, shard_range, split_evenly
-from lockstep.shards.seeds import derive_seed
+from lockstep.shards.assignment import derive_seed, even_ranges, shard_range, split_evenly
 from lockstep.shards.tree import (
     Node,
     ShardTask,

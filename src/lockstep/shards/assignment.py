@@ -1,6 +1,8 @@
 """Which worker runs which shard, and how a range of indices is split into equal parts."""
 
-from itertools import pairwise
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from lockstep.errors import counted
 
@@ -38,3 +40,45 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
 def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
     """Return the shards of every worker, in rank order."""
     return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))
+
+
+# %%% from balance.py:
+# How many shards each worker should run when workers are not equally fast.
+
+
+def balance_ranges(
+    seconds_per_shard: Sequence[float], current: Sequence[range], *, min_gain: float
+) -> tuple[range, ...]:
+    """Return the shards that every worker should run, so that the slowest worker finishes as early as possible.
+
+    Where that saves less than the fraction `min_gain` of a step's time, it is `current`: noise is to move no shards.
+    """
+    num_shards = current[-1].stop
+    counts = [1] * len(current)
+    for _ in range(num_shards - len(current)):
+        ends = [(count + 1) * seconds for count, seconds in zip(counts, seconds_per_shard, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    if _slowest(counts, seconds_per_shard) > (1 - min_gain) * _slowest(list(map(len, current)), seconds_per_shard):
+        return tuple(current)
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
+
+
+def _slowest(counts: Sequence[int], seconds_per_shard: Sequence[float]) -> float:
+    return max(count * seconds for count, seconds in zip(counts, seconds_per_shard, strict=True))
+
+
+# %%% from seeds.py:
+# Derived seeds: each use of random numbers gets a seed of its own, so that no generator state has to be stored.
+
+_SEED_BITS = 63
+
+
+def derive_seed(purpose: str, *numbers: int) -> int:
+    """Return a seed in [0, 2**63) that depends on every argument and on nothing else.
+
+    Different arguments give unrelated seeds. Digests depend on this function, so its results may never change.
+    `numbers` are the run's seed, then the position: epoch, step, shard or sample.
+    """
+    text = ":".join([purpose, *map(str, numbers)])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

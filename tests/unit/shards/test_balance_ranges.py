@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.shards import even_ranges
-from lockstep.shards.balance import balance_ranges
+from lockstep.shards.assignment import balance_ranges
 
 
 def counts(seconds: list[float], num_shards: int, min_gain: float = 0.0) -> list[int]:
