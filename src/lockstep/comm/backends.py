@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
-from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.checked_set_up import check_group
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.exit_notice import report_uncaught_exceptions
+from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
-from lockstep.comm.open_groups import OPEN_GROUPS
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shm_group

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from lockstep.comm.checked import CheckedProcessGroup, type_of_backend
 from lockstep.comm.comparer import CallComparer
 from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
 from lockstep.comm.gloo_comparer import GlooComparer
 from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.group import CheckedProcessGroup, type_of_backend
 from lockstep.comm.hosts import GroupMembers, GroupSetUp
 from lockstep.comm.shm.set_up import make_shared_memory_comparer
 from lockstep.torch_private.groups import make_backend, register_backend, set_default_backend

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
-from lockstep.comm.open_groups import OPEN_GROUPS
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.errors import GroupError, PeerLostError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.torch_private.groups import gloo_announcements

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.bootstrap import group_making
 from lockstep.comm.bootstrap.backends import backend_on_hosts, choose_backend
-from lockstep.comm.checked import CheckedProcessGroup
+from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.group import ShmProcessGroup

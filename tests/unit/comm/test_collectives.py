@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.collectives import COLLECTIVES, Collective, refuse_one_output_twice
+from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.shm.group import ShmProcessGroup
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}

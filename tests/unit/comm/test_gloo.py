@@ -14,7 +14,7 @@ from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
-from lockstep.comm.open_groups import OPEN_GROUPS
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.errors import GroupError, PeerLostError
 
 

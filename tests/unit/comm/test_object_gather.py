@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 from lockstep.channel.client import Channel
-from lockstep.comm import object_gather
+from lockstep.comm import objects
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.errors import GroupError
 
@@ -19,4 +19,4 @@ def test_a_group_that_the_launcher_has_given_up_is_an_error_of_the_group(monkeyp
         store.abandon()
         monkeypatch.setattr(object_gather, "store_of", lambda _group: PrefixStore("generation/1", store))
         with pytest.raises(GroupError, match="given up"):
-            object_gather.find_secret(ProcessGroup(HashStore(), 0, 1))
+            objects.find_secret(ProcessGroup(HashStore(), 0, 1))

@@ -3,7 +3,7 @@
 import gc
 import os
 
-from lockstep.comm.open_groups import OpenGroups
+from lockstep.comm.open_calls import OpenGroups
 from lockstep.errors import GroupError
 
 

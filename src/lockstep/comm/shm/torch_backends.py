@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from lockstep.comm.device_watch import ABORT_SECONDS
 from lockstep.comm.gloo import connect_gloo
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import FindLost
+from lockstep.comm.lost_ranks import ABORT_SECONDS
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.torch_private.groups import gloo_options, make_backend

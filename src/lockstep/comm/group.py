@@ -27,12 +27,12 @@ from lockstep.comm.calls_under_way import CallsUnderWay
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.comparer import CallComparer
-from lockstep.comm.device_watch import ABORT_SECONDS, DeviceWatch, WatchedGroup
 from lockstep.comm.explained_work import ExplainedWork
 from lockstep.comm.gloo_sockets import GlooSockets
 from lockstep.comm.hosts import known_hosts
 from lockstep.comm.interruptible_waits import InterruptibleWaits
-from lockstep.comm.open_groups import OPEN_GROUPS, describe_destroyed
+from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch, WatchedGroup
+from lockstep.comm.open_calls import OPEN_GROUPS, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
