@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tests.process.ranks import Rank, Ranks, call_on_ranks
 
 import lockstep as ls
-from lockstep.comm import checked_set_up, hosts
-from lockstep.comm.gloo_comparer import GlooComparer
+from lockstep.comm import hosts
+from lockstep.comm.gloo import GlooComparer
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -10,8 +10,8 @@ from torch.distributed import PrefixStore
 
 import lockstep as ls
 from lockstep.comm.bootstrap.handshake import Announcement, run_handshake
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupMembers, find_hosts
+from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
 
 SIZE = 3

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests.process import warm
 from tests.process.ranks import PATIENCE, Rank, Ranks, names_in
 
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.shm import rendezvous
 from lockstep.comm.shm.file_layout import FileLayout
+from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError
 
 # -- At the end of a script --------------------------------------------------------------------------------------------

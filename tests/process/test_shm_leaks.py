@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.host_identity import host_identity
+from lockstep.comm.hosts import host_identity
 from lockstep.comm.shm import file_layout, rendezvous
 from lockstep.comm.shm.memory import Memory, create_file
+from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes namespaces, or takes another user's id")

@@ -6,22 +6,150 @@ therefore connected twice, first with what is left: the second connection is bet
 """
 
 import math
+import os
 import queue
+import socket
+import struct
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Final, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.calls import explain_mismatch, pack_text, unpack_text
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
+from lockstep.comm.lost_ranks import exchange_processes
 from lockstep.comm.open_calls import OPEN_GROUPS
-from lockstep.errors import GroupError, PeerLostError
+from lockstep.comm.stored_values import Deadline
+from lockstep.comm.user_line import find_user_line
+from lockstep.errors import GroupError, PeerLostError, describe_exception
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.torch_private.groups import gloo_announcements
+
+# %%% from gloo_sockets.py:
+# The connections of one Gloo group, found so that they can be shut down.
+#
+# A call of Gloo ends when a connection that it needs ends. If a rank is killed, only the ranks that are connected to it
+# in this call notice. The others wait until one of these closes its connections, which Gloo does not do as long as
+# anything refers to a call that has failed; `abort` of torch's group does not do it either. So we shut the sockets
+# down, which ends the calls of all threads here and on the other ranks.
+#
+# [Note: whose socket] Gloo does not tell which sockets are its own. But every rank has put the address where it listens
+# into the group's store, and every connection has one of these addresses at one end. The address is the group's alone.
+# Sockets are looked for when they are to be shut down, so connections that were made later are found too. A descriptor
+# is duplicated before it is looked at: another thread may close it and open another file under its number.
+#
+# [Note: a connection that Gloo does not close] Gloo's thread closes a connection when it reads its end. If the next
+# message is for a receive that was given up (its call has failed, for another connection has ended), the thread leaves
+# the message where it is, and looks again and again: it never comes to the end. But a wait that times out closes all
+# connections of the group. So where one is still open after a moment, we wait a millisecond for a message that nobody
+# sends.
+
+_DESCRIPTORS: Final = "/proc/self/fd"
+_CLOSE_SECONDS: Final = 20.0
+"""How long Gloo's thread may take to close a connection that was shut down: milliseconds, unless it gets no time."""
+_POLL_SECONDS: Final = 0.001
+_MOMENT_SECONDS: Final = 0.02
+"""How long Gloo's thread may take before a wait that times out closes the rest."""
+_SHORTEST: Final = timedelta(milliseconds=1)
+_UNUSED_TAG: Final = 0x4C6F636B
+"""For a message that nobody sends."""
+_IPV4: Final = struct.Struct("=H2s4s")
+_IPV6: Final = struct.Struct("=H2s4s16s")
+
+
+@final
+class GlooSockets:
+    """The connections of one group, found by what its ranks have `announced` in the store. [Note: whose socket]."""
+
+    def __init__(self, backend: Any, announced: Sequence[bytes]) -> None:
+        self._backend = backend
+        self._announced = announced
+        self._process = os.getpid()
+        self._shut_down: set[str] = set()
+
+    def shut_down(self) -> int:
+        """End all connections (local, any thread); return how many there were.
+
+        Nothing is done in a forked child: it has copies of its parent's descriptors.
+        """
+        if os.getpid() != self._process:
+            return 0
+        count = 0
+        for connection in _open_sockets():
+            with connection, suppress(OSError):  # the other end may have closed it meanwhile
+                if self._is_own(connection):
+                    self._shut_down.add(f"socket:[{os.fstat(connection.fileno()).st_ino}]")
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+    def wait_until_closed(self) -> None:
+        """Return when Gloo has closed what was shut down: from then on nothing is received."""
+        began = time.monotonic()
+        has_timed_out = False
+        while not self._shut_down.isdisjoint(target for _, target in _descriptors()):
+            waited = time.monotonic() - began
+            if waited > _MOMENT_SECONDS and not has_timed_out:
+                has_timed_out = True
+                self._close_by_timeout()
+            if waited > _CLOSE_SECONDS:
+                raise GroupError(
+                    "Connections of the workers before are still open, so a message of theirs may still be received. "
+                    "This run cannot continue with other workers. Resume it from a checkpoint. (LS602)"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _close_by_timeout(self) -> None:
+        """See [Note: a connection that Gloo does not close]."""
+        number = len(self._announced)  # Gloo has connections of each rank over each interface; a tag stands for one
+        for interface in range(number):
+            for peer in range(self._backend.size()):
+                if peer != self._backend.rank():
+                    with suppress(RuntimeError):  # this connection is closed, or the wait has timed out
+                        tag = _UNUSED_TAG - _UNUSED_TAG % number + interface
+                        self._backend.recv([torch.empty(1)], peer, tag).wait(_SHORTEST)
+
+    def _is_own(self, connection: socket.socket) -> bool:
+        if connection.type != socket.SOCK_STREAM or connection.family not in {socket.AF_INET, socket.AF_INET6}:
+            return False
+        ends = connection.getpeername(), connection.getsockname()  # the first fails for a socket that listens
+        return any(pack_address(connection.family, end) in each for end in ends for each in self._announced)
+
+
+def pack_address(family: int, address: tuple[object, ...]) -> bytes:
+    """Return the beginning of an address as the kernel has it, and Gloo sends it: `struct sockaddr_in` or `_in6`."""
+    host, port = str(address[0]).partition("%")[0], struct.pack("!H", address[1])
+    packed = socket.inet_pton(family, host)
+    return _IPV4.pack(family, port, packed) if family == socket.AF_INET else _IPV6.pack(family, port, bytes(4), packed)
+
+
+def _open_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of every socket of this process."""
+    for number, target in _descriptors():
+        if target.startswith("socket:"):
+            with suppress(OSError):  # closed meanwhile
+                yield socket.socket(fileno=os.dup(number))
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    """Yield the descriptors of this process and what each refers to; none where there is no /proc."""
+    try:
+        names = os.listdir(_DESCRIPTORS)  # noqa: PTH208 - names are all that is needed
+    except OSError:
+        return
+    for name in names:
+        with suppress(OSError):  # closed meanwhile
+            yield int(name), os.readlink(f"{_DESCRIPTORS}/{name}")  # noqa: PTH115 - as above
+
+
+# %%% from gloo.py:
+# (the main part)
 
 _NEGLIGIBLE_SECONDS: Final = 1.0
 _NEGLIGIBLE_SHARE: Final = 0.05
@@ -127,3 +255,149 @@ def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadl
         store.set(keys[rank], str(is_late))
         wait_for_members(store, keys, members, deadline.with_at_least(_LEAST_SECONDS))
         return str(True).encode() in read_all(store, keys)
+
+
+# %%% from gloo_comparer.py:
+# Comparing the calls of ranks that are on several hosts: a Gloo group of its own exchanges the descriptions.
+
+_CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe")
+"""What errors of Gloo contain that come from the end of a connection."""
+_EXIT_SECONDS: Final = 2.0
+"""How long after that the end of a process may be seen, or what the launcher announces."""
+_END_LOOK_SECONDS: Final = 0.02
+
+
+@final
+class GlooComparer:
+    """The calls of ranks on several hosts, all of which wait for each other in every call; `store` is theirs alone."""
+
+    def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
+        self.waits = True
+        self._store = store
+        self._names = names
+        self._name = names[rank]
+        self._broken: GroupError | None = None
+        self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(names))
+        place = PrefixStore("compare/gloo", store)
+        self._gloo: Any
+        self._gloo, self._sockets = connect_gloo(
+            place, len(names), lambda: dist.ProcessGroupGloo(place, rank, len(names), timeout), self.find_any_lost
+        )
+
+    def compare_calls(self, call: bytes) -> None:
+        """Return when every rank has made the same call (collective)."""
+        self.raise_if_broken()
+        try:
+            calls = self._exchange(call)
+            if all(other == call for other in calls):
+                return
+            lines = [line.decode(errors="replace") for line in self._exchange(find_user_line().encode())]
+        except RuntimeError as error:
+            raise self._explain_lost(call, error) from error
+        raise explain_mismatch(dict(zip(self._names, calls, strict=True)), dict(zip(self._names, lines, strict=True)))
+
+    def publish_call(self, call: bytes) -> None:
+        """Compare a call as `compare_calls` does: between hosts there is no cheaper way (collective)."""
+        self.compare_calls(call)
+
+    def check(self) -> None:
+        """Do nothing: ranks wait for each other in every comparison (local)."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._gloo.set_timeout(timeout)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Store the exception; the store outlives this rank unless this rank holds it (local)."""
+        try:
+            self._store.set("failure_reason", f"{self._name} {describe_exception(error)}")
+        except RuntimeError:  # the store is lost, and no rank can read it
+            return
+
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` whose process has ended; those of other hosts are not watched (local)."""
+        return self._explain_ended(self._ends.find_ended(peers))
+
+    def explain_error(self, error: RuntimeError) -> GroupError | None:
+        """Return the error for the rank whose loss is the cause of an error of the backend, if one was lost (local).
+
+        The kernel closes the connections of a process before it reports its end: so this waits a moment.
+        """
+        if not any(word in str(error).lower() for word in _CONNECTION_WORDS):
+            return None if self._broken is None else self._broken.with_traceback(None)
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while self._broken is None and time.monotonic() < deadline:
+            lost = self._find_stored() or self._explain_ended(self._ends.find_ended(seconds=_END_LOOK_SECONDS))
+            if lost is not None:
+                return lost
+        if self._broken is not None:
+            return self._broken.with_traceback(None)
+        return PeerLostError(f"The connection to another rank has ended, which was lost or has exited: {error} (LS203)")
+
+    def _explain_ended(self, peer: int | None) -> PeerLostError | None:
+        if peer is None:
+            return None
+        name, pid = self._names[peer], self._ends.pids[peer]
+        stored = self._find_stored()
+        if stored is not None and stored.rank == name:
+            return stored
+        return PeerLostError(
+            f"Rank {name} (process {pid}) is lost: its process has ended, but rank {self._name} still needs it. If it "
+            "was killed or has crashed, look at its log, and in the system log for a lack of memory. (LS203)",
+            rank=name,
+        )
+
+    def end_calls(self, error: GroupError) -> None:
+        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
+        if self._broken is None:
+            self._broken = error
+        self._sockets.shut_down()
+
+    def _find_stored(self) -> PeerLostError | None:
+        try:
+            stored = self._store.get("failure_reason").decode() if self._store.check(["failure_reason"]) else ""
+        except RuntimeError:  # the rank that holds the store is lost too
+            stored = ""
+        rank, _, reason = stored.partition(" ")
+        return PeerLostError(f"Rank {rank} failed: {reason} (LS203)", rank=int(rank)) if stored else None
+
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for a rank that has stored why it failed, or whose process has ended, or None (local)."""
+        return self._find_stored() or self._explain_ended(self._ends.find_ended())
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the error for a rank that has stored why it failed, or None (local)."""
+        return self._find_stored()
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Let `raise_if_broken` raise `error`; the rank that failed has stored it for the others (local)."""
+        self._broken = error
+
+    def raise_if_broken(self) -> None:
+        """Raise the error of a rank that is known to be lost (local)."""
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)
+
+    def send_exit_notice(self) -> None:
+        """Store the exception that is being handled, as in a `finally`, if there is one (local)."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.report_failure(error)
+
+    def close(self) -> None:
+        self._gloo = None
+
+    def _exchange(self, text: bytes) -> list[bytes]:
+        mine = pack_text(text)
+        pages = [torch.empty_like(mine) for _ in self._names]
+        self._gloo.allgather([pages], [mine]).wait()
+        return [unpack_text(page) for page in pages]
+
+    def _explain_lost(self, call: bytes, error: RuntimeError) -> GroupError:
+        if self._broken is not None:
+            return self._broken.with_traceback(None)
+        lost = self.explain_error(error)
+        if lost is not None:
+            return lost
+        return self._find_stored() or PeerLostError(
+            f"A rank was lost, or did not reach {call.decode()}: {error} (LS203)"
+        )

@@ -11,28 +11,24 @@ names that rank.
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lockstep.comm.call_events import CallEvents
-from lockstep.comm.calls_under_way import CallsUnderWay
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
-from lockstep.comm.comparer import CallComparer
-from lockstep.comm.explained_work import ExplainedWork
-from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.gloo import GlooSockets
 from lockstep.comm.hosts import known_hosts
-from lockstep.comm.interruptible_waits import InterruptibleWaits
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch, WatchedGroup
-from lockstep.comm.open_calls import OPEN_GROUPS, describe_destroyed
+from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, CallsUnderWay, InterruptibleWaits, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
@@ -40,6 +36,182 @@ from lockstep.processes.ending import start_thread_left_alone
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend
+
+# %%% from explained_work.py:
+# A call of one of torch's backends, whose errors name the rank that was lost.
+
+_CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
+"""How often a wait checks whether the call will end."""
+
+
+@final
+@keep_compiler_out_of_methods
+class ExplainedWork(Work):
+    """A call that runs in a backend of torch.
+
+    Gloo reports a lost rank as "Connection reset by peer". `explain` returns the error for a lost rank if that is
+    the cause. `check`, called from time to time during a wait, raises if the call will not end. `wait_for_message`
+    makes the waits of a message that must be ended from outside.
+    """
+
+    def __init__(
+        self,
+        inner: Work,
+        explain: Callable[[RuntimeError], GroupError | None],
+        check: Callable[[], None] | None = None,
+        after_wait: Callable[[], None] | None = None,
+        wait_for_message: Callable[[Work], bool] | None = None,
+        *,
+        is_on_cpu: bool = True,
+    ) -> None:
+        super().__init__()
+        self._is_on_cpu = is_on_cpu
+        self._wait_for_message = wait_for_message
+        self._after_wait = after_wait
+        self._inner: Any = inner
+        self._explain = explain
+        self._check = check
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        try:
+            return self._wait(timeout)
+        finally:
+            if self._after_wait is not None:
+                self._after_wait()
+
+    def _wait(self, timeout: timedelta) -> bool:
+        while self._check is not None and not timeout:
+            began = time.monotonic()
+            try:
+                done: bool = self._inner.wait(_CHECK_TIMEOUT)
+            except RuntimeError as error:
+                is_timeout = time.monotonic() - began > _CHECK_TIMEOUT.total_seconds() / 2
+                if not is_timeout:
+                    raise (self._explain(error) or error) from error
+                if self._inner.is_completed():
+                    break  # since the limit of this wait: below it returns, or raises its own error
+                self._check()
+            else:
+                return done
+        try:
+            # Without a timeout where there is none: messages of Gloo take zero for a limit.
+            if self._wait_for_message is not None and not timeout:
+                done = self._wait_for_message(self._inner)
+            else:
+                done = self._inner.wait(timeout) if timeout else self._inner.wait()
+        except GroupError:
+            raise
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+        return done
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, with or without an error."""
+        done: bool = self._inner.is_completed()
+        return done
+
+    def is_success(self) -> bool:
+        succeeded: bool = self._inner.is_success()
+        return succeeded
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        """Return the tensors that it filled."""
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """Wait until it is done; on a GPU the current stream waits."""
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def source_rank(self) -> int:
+        """Return the rank that sent the received message."""
+        rank: int = self._inner._source_rank()  # noqa: SLF001 - torch's own name for it
+        return rank
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors; on the CPU its errors are those of `wait`."""
+        future = self._inner.get_future()
+        return future.then(self._deliver) if self._is_on_cpu else future
+
+    def _deliver(self, future: Any) -> Any:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+# %%% from comparer.py:
+# What compares the calls of the ranks of a group: over shared memory, or over a Gloo group between hosts.
+
+
+class CallComparer(Protocol):
+    """How the ranks of a group compare their calls."""
+
+    waits: bool
+    """Whether a call waits for all ranks to make it; then the group stays usable after a mismatch."""
+
+    def publish_call(self, call: bytes) -> None:
+        """Compare a call with those that the other ranks have made by now, without waiting for them.
+
+        If they differ, this rank raises here, and those that have made theirs in `check`.
+        """
+
+    def check(self) -> None:
+        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
+
+    def compare_calls(self, call: bytes) -> None:
+        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
+
+    def raise_if_broken(self) -> None:
+        """Raise the error of a group of which a rank is known to be lost (local)."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a comparison may take (local)."""
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this one exits because of `error` (local)."""
+
+    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
+        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
+
+    def explain_error(self, error: RuntimeError) -> GroupError | None:
+        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
+
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for a rank that was lost, failed or left, if that is known (local)."""
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Let later comparisons raise `error`, and publish it (local)."""
+
+    def end_calls(self, error: GroupError) -> None:
+        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
+
+    def send_exit_notice(self) -> None:
+        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
+
+    def close(self) -> None:
+        """Free what it holds (local)."""
+
+
+# %%% from group.py:
+# (the main part)
 
 Result = TypeVar("Result")
 

@@ -17,16 +17,27 @@ The value that step 5 reads is not valid. So whoever reads a result on a device 
 
 import logging
 import math
+import os
+import select
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, final
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, cast, final
 
-from torch.distributed import Work
+import torch.distributed as dist
+from torch.distributed import Store, Work
 
+from lockstep.comm.capabilities import ReportsExits, capabilities_of
+from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
+from lockstep.processes.ending import exit_quickly
+from lockstep.torch_private.groups import list_groups
 
 _LOGGER = logging.getLogger("lockstep")
 ABORT_SECONDS: Final = 60.0
@@ -132,3 +143,136 @@ def _is_completed(work: Work) -> bool:
         return bool(work.is_completed())
     except RuntimeError:  # it has failed, and whoever waits for it gets the error
         return True
+
+
+# %%% from exit_notice.py:
+# Reporting to the other ranks that this one exits, and why, so that their errors name the reason.
+
+_END_SECONDS = 5.0
+"""How long the end of a process may take after an exception before it is said what holds it up."""
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+
+def send_exit_notices() -> None:
+    """Report to the other ranks of every group of this process that it makes no more calls (local).
+
+    A rank that still needs this one raises at once, not after the timeout. Groups of torch's own backends
+    send nothing.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in list_groups():
+            if capabilities_of(group).reports_exits:
+                cast("ReportsExits", group).send_exit_notice()
+
+
+def report_failure(error: BaseException) -> None:
+    """Report to the other ranks of every group of this process that it exits because of `error` (local).
+
+    Only the first report counts. Groups of torch's own backends, unless made with `check=True`, send nothing.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in list_groups():
+            if capabilities_of(group).reports_exits:
+                cast("ReportsExits", group).report_failure(error)
+
+
+def report_uncaught_exceptions() -> None:
+    """Report an uncaught exception to the other ranks; calling this again changes nothing (local)."""
+    if not isinstance(sys.excepthook, _ReportThenShow):
+        sys.excepthook = _ReportThenShow(sys.excepthook)
+
+
+@final
+class _ReportThenShow:
+    """An except hook that reports the exception to the other ranks and then calls the previous hook."""
+
+    def __init__(self, previous: ExceptHook) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        report_failure(error)
+        self._previous(kind, error, traceback)
+        exit_quickly()  # its launcher, and the other ranks, wait for its end
+        threading.Thread(target=_tell_if_running, name="waits for the end", daemon=True).start()
+
+
+def _tell_if_running() -> None:
+    """Say what holds the end of this process up, if anything does: its launcher waits for it."""
+    time.sleep(_END_SECONDS)
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    what = f"thread {', '.join(map(repr, threads))}, which is no daemon," if threads else "a handler of atexit"
+    with suppress(OSError, ValueError):
+        sys.stderr.write(
+            f"Process {os.getpid()} has raised the exception above and still runs, {_END_SECONDS:g} s later: {what} "
+            "holds it up. (LS605)\n"
+        )
+        sys.stderr.flush()
+
+
+# %%% from process_ends.py:
+# Noticing that processes of other ranks have ended, where ranks share no memory.
+#
+# Each rank stores which process it is. Those on the same host, in the same namespace of processes, are watched by
+# descriptors, which cannot come to mean another process. Those of other hosts are not watched.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    place: str
+    """The boot of the kernel and the namespace that its number belongs to; empty if that is not known."""
+    pid: int
+    started: str
+    """When it was started, in the kernel's units: distinguishes it from a later process of that number."""
+
+
+@final
+class ProcessEnds:
+    """The processes of the other ranks of a group, as far as they can be watched."""
+
+    def __init__(self, processes: Sequence[RankProcess], rank: int) -> None:
+        self.pids = [process.pid for process in processes]
+        self._descriptors: dict[int, int] = {}
+        for peer, process in enumerate(processes):
+            if peer != rank and process.place and process.place == processes[rank].place:
+                with suppress(OSError):  # this kernel has no such descriptors, or the process has ended and was reaped
+                    self._descriptors[peer] = os.pidfd_open(process.pid)
+                    if _start_of(process.pid) != process.started:  # the number has come to mean another process
+                        os.close(self._descriptors.pop(peer))
+        weakref.finalize(self, _close, os.getpid(), self._descriptors)
+
+    def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:
+        """Return a rank, of `peers` if given, whose process has ended; None if none does within `seconds`."""
+        poll = select.poll()
+        ranks = {self._descriptors[peer]: peer for peer in (peers or self._descriptors) if peer in self._descriptors}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(seconds * 1000)
+        return min(ranks[descriptor] for descriptor, _ in ready) if ready else None
+
+
+def exchange_processes(store: Store, rank: int, size: int) -> ProcessEnds:
+    """Find the processes of all ranks, by a store of this group alone (collective)."""
+    keys = [f"process/{peer}" for peer in range(size)]
+    store.set(keys[rank], to_stored(own_process()))
+    return ProcessEnds([read_record(key, store.get(key), RankProcess) for key in keys], rank)
+
+
+def own_process() -> RankProcess:
+    place = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        place = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return RankProcess(place=place, pid=os.getpid(), started=_start_of(os.getpid()))
+
+
+def _start_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _close(pid: int, descriptors: dict[int, int]) -> None:
+    if os.getpid() == pid:
+        while descriptors:
+            os.close(descriptors.popitem()[1])

@@ -1,14 +1,21 @@
 """What ranks exchange: messages and gathers, and the checks and the flat form of tensors before them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lockstep.comm.calls import describe_call, explain_mismatch, pack_text, unpack_text
+from lockstep.comm.capabilities import ComparesCalls, OwnsMemory, capabilities_of
+from lockstep.comm.user_line import find_user_line
 from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError
+from lockstep.torch_private.groups import device_types
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name of torch 2.13, or of those before it."""
@@ -130,3 +137,131 @@ def wait_all(works: Sequence[dist.Work]) -> None:
     """Wait for messages; on a GPU the current stream waits, and the host does not."""
     for work in works:
         work.wait()
+
+
+# %%% from broadcast.py:
+# Many tensors from one rank to all, in few messages.
+
+_ALIGNMENT_BYTES = 16
+_MESSAGE_BYTES = 64 << 20
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensors` with those of rank `source` of the group (collective).
+
+    The values are written without autograd's knowledge: version counters stay, so that a graph which saved a
+    buffer before the broadcast can still run its backward. Number, shapes and dtypes are the same on every rank.
+    """
+    for chunk in _chunks_of_each_device(tensors):
+        _start_chunk(chunk, group, source, waits=True)()
+
+
+def start_broadcast(tensors: Sequence[Tensor], group: ProcessGroup, source: int = 0) -> Callable[[], None]:
+    """Begin to overwrite `tensors` as `broadcast_tensors` does; return what waits for that and ends it (collective)."""
+    finishes = [_start_chunk(chunk, group, source, waits=False) for chunk in _chunks_of_each_device(tensors)]
+    return partial(_call_each, finishes)
+
+
+def _call_each(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _chunks_of_each_device(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        yield from _chunks(tensor for tensor in tensors if tensor.device == device)
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and size + tensor.nbytes > _MESSAGE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _start_chunk(tensors: list[Tensor], group: ProcessGroup, source: int, *, waits: bool) -> Callable[[], None]:
+    # Bytes, so that one message carries every dtype, those included that a backend cannot add up.
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    flat = torch.empty(offsets[-1], dtype=torch.uint8, device=tensors[0].device)
+    places = [
+        flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(offsets, tensors, strict=False)
+    ]
+    if group.rank() == source:
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor.detach())
+    work = dist.broadcast(flat, group=group, group_src=source, async_op=not waits)
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        if group.rank() != source:
+            for place, tensor in zip(places, tensors, strict=True):
+                tensor.data.copy_(place)
+
+    return finish
+
+
+# %%% from buffers.py:
+# Memory for tensors that a group reduces often.
+
+
+def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
+    """Return a flat tensor of zeros that the group reduces with as few copies as it can (local)."""
+    if device.type == "cpu" and capabilities_of(group).owns_memory:
+        with suppress(GroupError):  # a rank is lost: the first call says so, unless the workers are replaced before
+            return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)
+    return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+# %%% from same_call.py:
+# Comparing what ranks pass to a collective that is made of messages, before the first message.
+#
+# Messages carry bytes: four float32 that are sent to a rank that expects four int32 would be added as int32. Groups
+# that compare calls by themselves do so; on all others each rank sends its description to each other one.
+
+
+def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
+    """Describe a call with one tensor, by what must agree between ranks."""
+    parts = [detail] if detail else []
+    if tensor.device.type != "cpu":
+        parts.append(f"on {tensor.device.type}")
+    return describe_call(operation, ((tensor.dtype, tensor.shape),), ", ".join(parts))
+
+
+def require_same_call(call: bytes, device: torch.device, world: World) -> None:
+    """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
+    if world.group is None or world.world_size == 1:
+        return
+    if capabilities_of(world.group).compares_calls:
+        cast("ComparesCalls", world.group).compare_calls(call)
+        return
+    # On the CPU where the group has a backend for it: no rank waits for a GPU or a missing receiver.
+    has_cpu = any(known.type == "cpu" for known in device_types(world.group))
+    where = torch.device("cpu") if has_cpu else device
+    calls = _exchange_texts(call, where, world)
+    if any(other != call for other in calls):
+        lines = [line.decode(errors="replace") for line in _exchange_texts(find_user_line().encode(), where, world)]
+        names = dist.get_process_group_ranks(world.group)
+        raise explain_mismatch(dict(zip(names, calls, strict=True)), dict(zip(names, lines, strict=True)))
+
+
+def _exchange_texts(text: bytes, device: torch.device, world: World) -> list[bytes]:
+    """Return the text of every rank, in rank order (collective)."""
+    mine = pack_text(text).to(device)
+    if device.type != "cpu":
+        output = mine.new_empty(world.world_size * mine.numel())
+        wait_all(gather_single(output, mine, world))
+        return [unpack_text(page) for page in output.view(world.world_size, -1)]
+    pages = [mine if peer == world.rank else torch.empty_like(mine) for peer in range(world.world_size)]
+    others = [(peer, page) for peer, page in enumerate(pages) if peer != world.rank]
+    wait_all(post_messages([(peer, mine) for peer, _ in others], others, world))
+    return [unpack_text(page) for page in pages]

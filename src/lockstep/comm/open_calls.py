@@ -12,13 +12,26 @@ So when the launcher announces a loss, the thread that reads the channel ends th
                                                       4 `renew`, then makes the group of the next generation
 """
 
+import itertools
 import os
+import queue
 import threading
+import time
 import weakref
-from typing import Final, Protocol, final
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol, final
+
+from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.errors import GroupError
+from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.forking import INHERITED_GARBAGE
+from lockstep.recording import EventKind, own_recorder
+from lockstep.recording.file_format import GROUP_SHIFT
 
 
 def describe_destroyed(group: object) -> str:
@@ -82,3 +95,169 @@ class OpenGroups:
 
 
 OPEN_GROUPS: Final = OpenGroups()
+
+
+# %%% from calls_under_way.py:
+# The collectives of a backend of torch that have not ended: until then they may write into their tensors.
+
+_END_SECONDS: Final = 5.0
+"""How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
+_POLL_SECONDS: Final = 0.001
+
+
+@final
+class CallsUnderWay:
+    """The collectives of one group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: deque[Any] = deque()
+
+    def add(self, work: Work) -> None:
+        with self._lock:
+            self._forget_completed()
+            self._works.append(work)
+
+    def forget_completed(self) -> None:
+        """Hold those that are complete, and their tensors, no longer."""
+        with self._lock:
+            self._forget_completed()
+
+    def wait_for_end(self, group: object) -> None:
+        """Return when none can write into its tensors any more; call it when all connections are closed.
+
+        Gloo never ends one of which a part of a message has arrived: it hangs until the group's timeout, writes
+        nothing, and destroying the group would wait for it. A thread, which holds `group`, does that then.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        with self._lock:
+            works = list(self._works)
+            self._works.clear()
+        while works and time.monotonic() < deadline:
+            if _has_ended(works[-1]):
+                works.pop()
+            else:
+                time.sleep(_POLL_SECONDS)
+        if works:
+            start_thread_left_alone(_hold, [works, group], name="lockstep-ending")
+
+    def _forget_completed(self) -> None:
+        while self._works and _has_ended(self._works[0]):
+            self._works.popleft()
+
+
+def _hold(works: list[Any], _group: object) -> None:
+    while works:
+        with suppress(RuntimeError):
+            works.pop().wait()
+
+
+def _has_ended(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:  # it has failed
+        return True
+
+
+# %%% from interruptible_waits.py:
+# Waits of Gloo's messages that can be ended.
+#
+# Gloo never ends the wait for a message of which a part has arrived when the connection ends (`Pair::signalException`
+# reports the error to pending operations, and leaves out the one that is being read or written); and a wait with a
+# timeout closes the group when it passes. So where a launcher may replace the workers, another thread waits. It is left
+# alone if the call is ended, and ends at the group's timeout. Its connection is closed by then, so nothing is written.
+
+_Outcome = queue.SimpleQueue[bool | BaseException]
+
+
+@final
+class InterruptibleWaits:
+    """The waits of one group, each made by a thread that has no other at that time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[tuple[Any, _Outcome] | None]] = []
+        self._waiting: set[_Outcome] = set()
+        self._error: GroupError | None = None
+
+    def wait(self, work: Work) -> bool:
+        outcome: _Outcome = queue.SimpleQueue()
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            self._waiting.add(outcome)
+            thread = self._idle.pop() if self._idle else self._start()
+        thread.put((work, outcome))
+        try:
+            found = outcome.get()
+        finally:
+            with self._lock:
+                self._waiting.discard(outcome)
+        if isinstance(found, GroupError):
+            raise found.with_traceback(None)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def end(self, error: GroupError) -> None:
+        """Let all waits raise `error`, those to come too, and end the threads (any thread)."""
+        with self._lock:
+            self._error = error
+            waiting, idle, self._idle = list(self._waiting), self._idle, []
+        for outcome in waiting:
+            outcome.put(error)
+        for thread in idle:
+            thread.put(None)
+
+    def _start(self) -> "queue.SimpleQueue[tuple[Any, _Outcome] | None]":
+        calls: queue.SimpleQueue[tuple[Any, _Outcome] | None] = queue.SimpleQueue()
+        start_thread_left_alone(self._serve, [calls], name="lockstep-waits")
+        return calls
+
+    def _serve(self, calls: "queue.SimpleQueue[tuple[Any, _Outcome] | None]") -> None:
+        while (call := calls.get()) is not None:
+            work, outcome = call
+            found: bool | BaseException
+            try:
+                found = bool(work.wait())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is read
+                found = error
+            del work, call
+            with self._lock:
+                if self._error is None:
+                    self._idle.append(calls)
+                else:
+                    calls.put(None)
+            outcome.put(found)
+            del found, outcome
+
+
+# %%% from call_events.py:
+# The calls of a group in the recording.
+#
+# All ranks of a group make the same calls in the same order. So the number of a call, counted by each rank, is the same
+# on all of them, and a reader sees which rank has not made a call in which others wait.
+
+
+@final
+class CallEvents:
+    """Records the calls of one group, whose ranks have these `names` in the default group."""
+
+    def __init__(self, names: Sequence[int]) -> None:
+        self._recorder = own_recorder()
+        is_default = [*names] == [*range(len(names))]
+        self._group = 0 if is_default else zlib.crc32(repr([*names]).encode()) & 0xFFFF | 1
+        self.take_number = itertools.count(self._group << GROUP_SHIFT).__next__
+        """Returns the number of the next call; called in the order of the calls."""
+
+    def begin(self, number: int, call: bytes, tensors: Sequence[Tensor]) -> int:
+        """Record that a call begins, and return the number of the event."""
+        recorder = self._recorder
+        if not recorder.is_open:
+            return 0
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # sparse ones have no nbytes
+        return recorder.begin(EventKind.COLLECTIVE, number, size, recorder.text(call))
+
+    def end(self, event: int) -> None:
+        """Record that a call is complete, or has failed."""
+        self._recorder.end(event)

@@ -23,8 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.messages import check_summable, flatten, joined_world, pass_on, wait_all, write_back
-from lockstep.comm.same_call import describe_use, require_same_call
+from lockstep.comm.messages import (
+    check_summable,
+    describe_use,
+    flatten,
+    joined_world,
+    pass_on,
+    require_same_call,
+    wait_all,
+    write_back,
+)
 from lockstep.comm.segments import Transfer, plan_ring, ring_transfers
 from lockstep.comm.world import World
 

@@ -7,8 +7,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
-from lockstep.comm.objects import gather_objects
-from lockstep.comm.plain_objects import to_plain_error
+from lockstep.comm.objects import gather_objects, to_plain_error
 from lockstep.torch_private.groups import default_group, store_of
 
 Result = TypeVar("Result")

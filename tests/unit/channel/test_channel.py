@@ -18,9 +18,8 @@ from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.server import ChannelServer
 from lockstep.channel.table import LineReader, to_bytes, to_text
 from lockstep.comm.bootstrap.channel_store import ChannelStore
-from lockstep.comm.deadline import Deadline
-from lockstep.comm.host_identity import host_identity
-from lockstep.comm.hosts import GroupMembers, find_hosts
+from lockstep.comm.hosts import GroupMembers, find_hosts, host_identity
+from lockstep.comm.stored_values import Deadline
 
 Message = dict[str, Any]
 

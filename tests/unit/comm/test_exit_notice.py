@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lockstep.comm import exit_notice
+from lockstep.comm import lost_ranks
 
 
 def test_it_is_said_what_holds_the_end_of_a_failed_process_up(
@@ -16,10 +16,10 @@ def test_it_is_said_what_holds_the_end_of_a_failed_process_up(
     thread = threading.Thread(target=over.wait, name="watches")
     thread.start()
     try:
-        exit_notice._tell_if_running()
+        lost_ranks._tell_if_running()
     finally:
         over.set()
         thread.join()
     assert "thread 'watches', which is no daemon, holds it up. (LS605)" in capsys.readouterr().err
-    exit_notice._tell_if_running()
+    lost_ranks._tell_if_running()
     assert "a handler of atexit holds it up" in capsys.readouterr().err

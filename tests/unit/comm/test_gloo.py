@@ -11,10 +11,10 @@ from torch.distributed import HashStore
 from lockstep.channel.client import Channel
 from lockstep.channel.server import ChannelServer
 from lockstep.comm.bootstrap.channel_store import ChannelStore
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import connect_gloo, gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
 from lockstep.comm.open_calls import OPEN_GROUPS
+from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from lockstep.comm.gloo import connect_gloo
-from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.gloo import GlooSockets, connect_gloo
 from lockstep.torch_private.groups import gloo_announcements
 
 TIMEOUT = timedelta(seconds=50)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.host_identity import host_identity
+from lockstep.comm.hosts import host_identity
 
 
 def test_processes_of_one_host_have_one_identity() -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import Work
 
-from lockstep.comm.interruptible_waits import InterruptibleWaits
+from lockstep.comm.open_calls import InterruptibleWaits
 from lockstep.errors import GroupError, PeerLostError
 
 

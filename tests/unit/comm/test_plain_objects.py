@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.comm.objects import pack_message, unpack_message
-from lockstep.comm.plain_objects import RefusedObjectError, pack_plain, unpack_plain
+from lockstep.comm.objects import RefusedObjectError, pack_message, pack_plain, unpack_message, unpack_plain
 from lockstep.comm.segments import HeldPartials
 from lockstep.errors import GroupError, PeerLostError
 

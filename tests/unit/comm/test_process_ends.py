@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import HashStore
 
-from lockstep.comm.process_ends import ProcessEnds, exchange_processes, own_process
+from lockstep.comm.lost_ranks import ProcessEnds, exchange_processes, own_process
 from lockstep.comm.stored_values import to_stored
 
 

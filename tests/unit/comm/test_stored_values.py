@@ -7,9 +7,8 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm.bootstrap.handshake import Announcement, run_handshake
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupMembers, find_hosts
-from lockstep.comm.stored_values import read_record, to_stored
+from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError
 
 ME = Announcement(rank=0, world_size=1, backend="shm", process="process 1 on host a", token="t")

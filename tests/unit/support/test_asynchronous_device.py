@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.comm.ordered_messages import OrderedMessages
+from lockstep.comm.ordered import OrderedMessages
 from lockstep.devices.transfer import is_asynchronous
 
 

@@ -16,9 +16,9 @@ from torch.distributed import init_process_group as make_torchs_group
 from lockstep.comm.bootstrap.backends import backend_names, backend_on_hosts, uses_gloo_anywhere, warn_of_nccl
 from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces
 from lockstep.comm.bootstrap.store import OpenedStore, StoreLocation
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
+from lockstep.comm.stored_values import Deadline
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.recording import EventKind, own_recorder

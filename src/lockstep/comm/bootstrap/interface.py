@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.bootstrap.store import StoreLocation
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupHosts, GroupMembers, wait_for_members
-from lockstep.comm.stored_values import read_record, to_stored
+from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError
 from lockstep.settings import read_settings, set_gloo_interface
 

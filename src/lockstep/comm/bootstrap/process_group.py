@@ -36,8 +36,8 @@ from lockstep.comm.bootstrap.store import (
     find_store_location,
     open_store,
 )
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupSetUp
+from lockstep.comm.stored_values import Deadline
 from lockstep.comm.world import World, current_world
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError

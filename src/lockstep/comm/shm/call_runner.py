@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.call_events import CallEvents
+from lockstep.comm.open_calls import CallEvents
 from lockstep.comm.shm.arguments import check_writable
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange

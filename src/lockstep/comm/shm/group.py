@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
-from lockstep.comm.call_events import CallEvents
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.lost_ranks import DeviceWatch, WatchedGroup
-from lockstep.comm.open_calls import describe_destroyed
+from lockstep.comm.open_calls import CallEvents, describe_destroyed
 from lockstep.comm.shm import collectives, pipeline
 from lockstep.comm.shm.arguments import (
     check_dense,

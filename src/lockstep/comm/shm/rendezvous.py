@@ -32,7 +32,6 @@ from functools import partial
 
 from torch.distributed import Store
 
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import (
     GroupHosts,
     GroupMembers,
@@ -43,7 +42,7 @@ from lockstep.comm.hosts import (
 )
 from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
-from lockstep.comm.stored_values import read_record, read_texts, to_stored
+from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
 
 _LOGGER = logging.getLogger("lockstep")

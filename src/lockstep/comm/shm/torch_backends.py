@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from lockstep.comm.gloo import connect_gloo
-from lockstep.comm.gloo_sockets import GlooSockets
+from lockstep.comm.gloo import GlooSockets, connect_gloo
 from lockstep.comm.hosts import FindLost
 from lockstep.comm.lost_ranks import ABORT_SECONDS
 from lockstep.errors import GroupError

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp, Work
 from lockstep.comm.calls import describe_call
 from lockstep.comm.collective_call import CollectiveCall
 from lockstep.comm.collectives import Collective
-from lockstep.comm.explained_work import ExplainedWork
+from lockstep.comm.group import ExplainedWork
 from lockstep.comm.lost_ranks import DeviceWatch
 from lockstep.comm.shm.arguments import check_dense
 from lockstep.comm.shm.call_runner import CallRunner

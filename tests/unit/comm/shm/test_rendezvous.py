@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.comm import hosts
-from lockstep.comm.deadline import Deadline
 from lockstep.comm.hosts import GroupHosts, GroupMembers
 from lockstep.comm.shm import rendezvous
 from lockstep.comm.shm.file_layout import FileLayout
+from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError
 
 LONG = timedelta(seconds=30)
