@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.comm.bootstrap.backends import choose_backend
+from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.shm import semaphores
 
 PATIENCE = 100.0

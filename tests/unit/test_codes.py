@@ -56,7 +56,7 @@ OTHERS_CODE = {
         "checkpoint/manifest.py: Manifest.to_json, _check_kinds",
         "checkpoint/peek.py: peek_manifest",
         "comm/bootstrap/channel_store.py: ChannelStore._request",
-        "comm/bootstrap/node_list.py: expand_tasks_per_node, _not_a_list",
+        "comm/bootstrap/identity.py: expand_tasks_per_node, _not_a_list",
         "comm/bootstrap/store.py: _await_store",
         "comm/objects.py: unpack_plain, _PlainUnpickler.find_class, _PlainUnpickler.load_build, pack_plain",
         "comm/stored_values.py: _to_record, _to_value, _to_number, _to_texts",

@@ -39,8 +39,7 @@ from torch.distributed import PrefixStore
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.table import Message
 from lockstep.comm.bootstrap.channel_store import ChannelStore
-from lockstep.comm.bootstrap.group_making import make_next_group
-from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group
+from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group, make_next_group
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError, PeerLostError

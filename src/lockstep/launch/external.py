@@ -91,7 +91,7 @@ def _uses_accelerator(devices: DeviceRequest | Placement) -> bool:
     """Return whether workers train on this host's accelerator; one without a backend, such as MPS, is not used."""
     import torch
 
-    from lockstep.comm.bootstrap.backends import choose_backend
+    from lockstep.comm.bootstrap.process_group import choose_backend
 
     is_cpu = not isinstance(devices, Placement) and isinstance(parse_request(devices), Cpu)
     return not is_cpu and choose_backend() != choose_backend(torch.device("cpu"))

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 
 from lockstep.comm import destroy_process_group, report_failure, send_exit_notices
-from lockstep.comm.bootstrap.backends import choose_backend
+from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
 from lockstep.errors import GroupError
 from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm

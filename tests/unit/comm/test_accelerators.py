@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.comm.bootstrap import group_making
-from lockstep.comm.bootstrap.backends import backend_on_hosts, choose_backend
+from lockstep.comm.bootstrap import process_group
+from lockstep.comm.bootstrap.process_group import backend_on_hosts, choose_backend
 from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.shm.call_runner import CallRunner
@@ -136,8 +136,8 @@ def test_calls_are_compared_where_it_is_cheap_and_else_a_line_says_so(
     is_logged: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert group_making._decide_check(check, backend, 0, hosts) is is_checked
+    assert process_group._decide_check(check, backend, 0, hosts) is is_checked
     assert ["set LOCKSTEP_CHECK=1" in record.message for record in caplog.records] == [True] * is_logged
     caplog.clear()
-    group_making._decide_check(check, backend, 1, hosts)
+    process_group._decide_check(check, backend, 1, hosts)
     assert not caplog.records

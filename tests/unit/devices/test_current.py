@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep.comm.bootstrap.backends import own_device
 from lockstep.comm.bootstrap.identity import read_torch_variables
+from lockstep.comm.bootstrap.process_group import own_device
 from lockstep.devices.transfer import current_accelerator, own_accelerator, take_gpu
 
 CHOSEN: list[int] = []

@@ -1,13 +1,17 @@
 """The store of a launch as torch's `Store`: a port that nobody can find, because there is none."""
 
+import os
+import socket
+import stat
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.table import to_bytes, to_text
+from lockstep.settings import read_settings
 
 
 class _User:
@@ -112,3 +116,42 @@ def launch_store(store: Store | None) -> ChannelStore | None:
     while isinstance(found, PrefixStore):
         found = found.underlying_store
     return found if isinstance(found, ChannelStore) else None
+
+
+# %%% from inherited_channel.py:
+# The channel to `lockstep run` that a worker inherits: a way to the other workers that has no port.
+
+
+class _Inherited:
+    """This process' channel, once it was asked for."""
+
+    channel: Channel | None = None
+    process: int | None = None
+
+
+_INHERITED: Final = _Inherited()
+
+
+def inherited_store() -> ChannelStore | None:
+    """Return the store that the launcher serves over this worker's channel; None if it has none (local)."""
+    descriptor = read_settings().channel()
+    if descriptor is None:
+        return None
+    if _INHERITED.process != os.getpid():
+        if not _is_open(descriptor):
+            return None
+        _INHERITED.channel = Channel(descriptor, on_event=lambda _message: None)
+        _INHERITED.process = os.getpid()
+    assert _INHERITED.channel is not None
+    return ChannelStore(_INHERITED.channel)
+
+
+def _is_open(descriptor: int) -> bool:
+    """Whether the descriptor is a pair of sockets still: a program that ran before this one may have closed it."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+    except OSError:
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        return found.family == socket.AF_UNIX and found.getsockname() in {"", b""}

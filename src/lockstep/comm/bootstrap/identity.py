@@ -14,13 +14,80 @@ daemons with srun on a Slurm cluster. So the order is that of the table. But RAN
 from something else, or computed by a script: unless torchrun set them, they must not contradict the rest.
 """
 
+import itertools
+import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from lockstep.comm.bootstrap.node_list import expand_node_list, expand_tasks_per_node
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, counted
 from lockstep.settings import WorldVariables
+
+# %%% from node_list.py:
+# Slurm's lists of hosts, `"gpu[01-03,7],login"`, and of tasks per host, `"4(x2),1"`. Pure.
+#
+# See `scontrol show hostnames` and the environment variables of srun(1).
+
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand_node_list(text: str) -> list[str]:
+    """Return the names in a list of hosts, in its order; ValueError if it is not such a list."""
+    return [name for entry in _split(text) for name in _expand(entry)]
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Return how many tasks each host has, in the order of the list of hosts; ValueError if it is not such a list."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of tasks per node such as '4(x2),1'.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the entries: what stands between the commas outside brackets."""
+    depth, entry = 0, ""
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if depth not in {0, 1}:
+            raise _not_a_list(text)
+        if letter == "," and depth == 0:
+            yield entry
+            entry = ""
+        else:
+            entry += letter
+    if depth != 0 or not entry:
+        raise _not_a_list(text)
+    yield entry
+
+
+def _expand(entry: str) -> Iterator[str]:
+    pieces = re.split(r"\[([^\]]*)\]", entry)  # fixed text and the insides of brackets, in turn
+    choices = [_numbers(piece, entry) if position % 2 else [piece] for position, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(inside: str, entry: str) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _not_a_list(entry)
+        width = len(match[1])
+        numbers += [f"{number:0{width}}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
+
+
+def _not_a_list(text: str) -> ValueError:
+    return ValueError(f"{text!r} is not a list of nodes such as 'gpu[01-03,7],login'.")
+
+
+# %%% from identity.py:
+# (the main part)
 
 Variables = Mapping[str, str]
 """Those variables of the environment that launchers set; empty ones are left out."""
@@ -302,3 +369,54 @@ def _explain_unstarted(variables: Variables) -> str:
 def _derive_port(job: str) -> str:
     """Return a port that is the same for all workers of a job, and almost always another one for another job."""
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
+
+
+# %%% from rank_and_size.py:
+# A worker's rank and the world size, from the arguments of `init_process_group` or else the environment.
+
+_HIGHEST_PORT = 65535
+
+
+def find_rank_and_size(
+    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
+) -> tuple[int, int]:
+    """Return rank and world size; for `env://`, what is -1 is taken from the environment. Pure."""
+    if has_store or not (init_method or "env://").startswith("env://"):
+        if world_size < 0 or rank < 0:
+            raise GroupError(
+                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
+                "give both. (LS101)"
+            )
+    else:
+        _check_environment(variables, rank, world_size)
+        rank = rank if rank >= 0 else int(variables.rank or "")
+        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
+    if not 0 <= rank < world_size:
+        raise GroupError(
+            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
+            "Check that the number of workers counts processes, not hosts. (LS102)"
+        )
+    return rank, world_size
+
+
+def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
+    given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
+    values = {field.name: getattr(variables, field.name) for field in fields(variables)}
+    needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
+    missing = [name.upper() for name in needed if not values[name]]
+    for name in needed:
+        if values[name] and name != "master_addr" and not values[name].isdecimal():
+            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
+            source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
+            raise GroupError(
+                f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}. (LS102)"
+            )
+    if missing:
+        raise GroupError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
+            f"worker has no rank in a world. {variables.remedy} (LS101)"
+        )
+    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
+        raise GroupError(
+            f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}. (LS102)"
+        )

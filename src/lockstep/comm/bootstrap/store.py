@@ -5,8 +5,11 @@ never started as the same timeout, and where another program has the port, it wa
 to connect until a process listens at the address, and only then lets torch open the store, in a thread.
 """
 
+import enum
+import ipaddress
 import math
 import queue
+import secrets
 import socket
 import time
 import warnings
@@ -21,18 +24,93 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous
 
 from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
-from lockstep.comm.bootstrap.listener import listen_for_store
-from lockstep.comm.bootstrap.store_probe import Probe, probe_store
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.host import NO_LOOPBACK, has_loopback
 from lockstep.settings import WorldVariables
+from lockstep.torch_private.groups import greeting
+
+# %%% from listener.py:
+# Where rank 0 listens when it serves the rendezvous: no wider than the others need it.
+#
+# torch's store listens on every interface of the host. Its messages carry no proof of who sends them, so whoever can
+# reach the port can write to the store.
+
+_BACKLOG = 2048
+"""As torch's own."""
+
+
+def listen_for_store(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on one address (local; on the rank that serves the store).
+
+    The address is the one that all ranks connect to, if that is certain: a loopback name, or an address in numbers. A
+    name may stand for another address on each host. None means to listen as torch does: the host is a name, the address
+    is not this host's, as that of a Kubernetes service, or the port is taken, also by a store that torch uses again.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return None
+    if address.is_unspecified:
+        return None
+    listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)  # noqa: PLR2004 - IPv4
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(address), port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+# %%% from store_probe.py:
+# Whether the program that listens at an address is a store of torch: asked before torch connects to it.
+
+_CONNECT_SECONDS = 5.0
+
+
+@final
+class Probe(enum.Enum):
+    """What an address has answered."""
+
+    STORE = "a store answers"
+    SILENT = "a program listens there, and is no store, or does not answer in time"
+    CLOSED = "nobody listens, or the connection was closed: a store may be about to open or to end"
+
+
+def probe_store(host: str, port: int, seconds: float) -> Probe:
+    """Ask the program at an address whether it is a store (local)."""
+    asked, expected = greeting(secrets.randbits(32))
+    end = time.monotonic() + seconds
+    try:
+        connection = socket.create_connection((host, port), min(_CONNECT_SECONDS, max(seconds, 0.01)))
+    except OSError:
+        return Probe.CLOSED
+    answer = b""
+    with connection:
+        try:
+            connection.sendall(asked)
+            while len(answer) < len(expected):
+                connection.settimeout(max(end - time.monotonic(), 0.01))
+                piece = connection.recv(len(expected) - len(answer))
+                if not piece:
+                    return Probe.CLOSED
+                answer += piece
+        except TimeoutError:
+            return Probe.SILENT
+        except OSError:
+            return Probe.CLOSED
+    return Probe.STORE if answer == expected else Probe.SILENT
+
+
+# %%% from store.py:
+# (the main part)
 
 ANSWER_SECONDS = 60.0
 """How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
 address that it connects to, may take some of that."""
-_CONNECT_SECONDS = 5.0
-"""How long a host may take to accept a connection or to refuse it."""
 _FIRST_PAUSE_SECONDS = 0.01
 _LAST_PAUSE_SECONDS = 0.25
 """Pauses between attempts to connect: short at first, because rank 0 usually starts at about the same time."""

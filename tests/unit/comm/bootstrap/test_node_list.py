@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.comm.bootstrap.node_list import expand_node_list, expand_tasks_per_node
+from lockstep.comm.bootstrap.identity import expand_node_list, expand_tasks_per_node
 
 
 @pytest.mark.parametrize(
