@@ -27,8 +27,8 @@ import lockstep as ls
 from lockstep.comm import current_world
 from lockstep.errors import LockstepError
 from lockstep.reduce import BucketLimits, CommHook, GradBucket, HookReduction, TrainedModel, plan_buckets
-from lockstep.reduce.bucket_schedule import BucketSchedule
 from lockstep.reduce.bucket_set import allocate_buckets
+from lockstep.reduce.schedule import BucketSchedule
 from lockstep.reduce.status_message import StatusTrailer
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import allocate_buffer
-from lockstep.reduce.dense_bucket import DenseBucket
+from lockstep.reduce.buckets import DenseBucket
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.plan import ReductionPlan
 from lockstep.reduce.slot import Slot

@@ -11,9 +11,9 @@ from torch import nn
 from lockstep.errors import ReductionError
 from lockstep.reduce.backward_policy import BackwardPolicy
 from lockstep.reduce.backward_watch import BackwardListener, BackwardWatch, Phase
-from lockstep.reduce.bucket_schedule import BucketSchedule
 from lockstep.reduce.bucket_set import AnySlot, Bucket
 from lockstep.reduce.current_plan import CurrentPlan
+from lockstep.reduce.schedule import BucketSchedule
 
 
 @final

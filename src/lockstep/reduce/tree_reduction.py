@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import OrderedReductions, World
-from lockstep.reduce.bucket_reduction import (
+from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.partials import Partials
+from lockstep.reduce.reduction import (
     Finish,
     dense_message,
     gather_segments,
@@ -21,8 +23,6 @@ from lockstep.reduce.bucket_reduction import (
     segment_length,
     wait_for,
 )
-from lockstep.reduce.bucket_set import Bucket
-from lockstep.reduce.partials import Partials
 from lockstep.shards import Node, add_in_tree_order
 
 

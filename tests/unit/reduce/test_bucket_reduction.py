@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.reduce import BucketLimits, CommHook, HookReduction, MeanReduction, TrainedModel, TreeReduction
-from lockstep.reduce.bucket_reduction import BucketReduction, own_segment
 from lockstep.reduce.bucket_set import Bucket, allocate_buckets
 from lockstep.reduce.partials import Gradients, Partials
 from lockstep.reduce.plan import plan_buckets
+from lockstep.reduce.reduction import BucketReduction, own_segment
 from lockstep.shards import add_in_tree_order, even_ranges, partial_nodes_by_size, plan_shard_tasks
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16]

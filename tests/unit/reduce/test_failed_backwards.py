@@ -33,8 +33,8 @@ from lockstep.reduce import (
     TrainedModel,
 )
 from lockstep.reduce.backward_reducer import BackwardReducer
-from lockstep.reduce.bucket_reduction import Finish
 from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.reduction import Finish
 from lockstep.shards import even_ranges
 
 NUM_STEPS = 4

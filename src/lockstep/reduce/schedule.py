@@ -31,9 +31,9 @@ from torch.distributed import ProcessGroup
 from lockstep.comm import World, calls_for, capabilities_of
 from lockstep.errors import GroupError
 from lockstep.recording import EventKind, own_recorder
-from lockstep.reduce.bucket_reduction import BucketReduction, Finish, start_all_reduce
 from lockstep.reduce.bucket_set import Bucket, BucketSet, no_buckets, read_used_counts
 from lockstep.reduce.observer import BackwardObserver, NoObserver
+from lockstep.reduce.reduction import BucketReduction, Finish, start_all_reduce
 from lockstep.reduce.status import GroupStatus, RankStatus, read_status, write_status
 from lockstep.reduce.status_message import StatusChannel, StatusTrailer
 from lockstep.reduce.times import StepTimes
