@@ -27,9 +27,9 @@ import lockstep as ls
 from lockstep.comm import current_world
 from lockstep.errors import LockstepError
 from lockstep.reduce import BucketLimits, CommHook, GradBucket, HookReduction, TrainedModel, plan_buckets
-from lockstep.reduce.bucket_set import allocate_buckets
+from lockstep.reduce.buckets import allocate_buckets
 from lockstep.reduce.schedule import BucketSchedule
-from lockstep.reduce.status_message import StatusTrailer
+from lockstep.reduce.status import StatusTrailer
 
 
 def ones(rank: int) -> Tensor:

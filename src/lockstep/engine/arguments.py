@@ -30,7 +30,7 @@ from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.reached_networks import describe_networks, find_networks
 from lockstep.engine.restoring import class_name
 from lockstep.reduce import BucketLimits
-from lockstep.reduce.optimizer_options import Description, describe_differences, describe_options
+from lockstep.reduce.model import Description, describe_differences, describe_options
 from lockstep.shards import shard_range
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lockstep.comm import World
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ParameterMismatchError
-from lockstep.reduce.optimizer_options import describe_differences, describe_options
+from lockstep.reduce.model import describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import version_of
 

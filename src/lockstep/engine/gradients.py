@@ -1,6 +1,6 @@
 """The reduced gradients: whether there are any, and whether they are finite.
 
-Asked closely only where `lockstep.reduce.finite_check` has found a sum that is not finite, or their norm is not.
+Asked closely only where `lockstep.reduce.tensor_bits` has found a sum that is not finite, or their norm is not.
 """
 
 import math

@@ -15,7 +15,7 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_phase import StepPhase
 from lockstep.engine.step_result import StepResult
-from lockstep.reduce.optimizer_options import Description
+from lockstep.reduce.model import Description
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from lockstep.data import Cursor
 from lockstep.engine.optimizers import OptimizerSet, SchedulerSet
 from lockstep.engine.schedules import Schedule
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.reduce.optimizer_options import Description
+from lockstep.reduce.model import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import non_persistent_buffer_names
 

@@ -31,7 +31,7 @@ from lockstep.engine.state_file import (
     write_on_rank_0,
 )
 from lockstep.errors import CheckpointError
-from lockstep.reduce.optimizer_options import describe_options
+from lockstep.reduce.model import describe_options
 
 
 def save_state(

@@ -120,7 +120,7 @@ def find_bad_loss(sums: StepSums, batch: ShardedBatch) -> str:
 class NestedBackwardCheck:
     """Checks whether a backward runs another one inside, on which the order of addition depends.
 
-    [Note: a backward inside a backward] in `lockstep.reduce.in_place_accumulation`.
+    [Note: a backward inside a backward] in `lockstep.reduce.shard_reducer`.
     `allow_in_place` is called in each step, with whether no backward has done that so far.
     """
 

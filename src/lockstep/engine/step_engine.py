@@ -65,7 +65,7 @@ from lockstep.engine.written_parameters import WrittenParameterCheck
 from lockstep.errors import GroupError, UnusableStateError
 from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel, check_same_model
-from lockstep.reduce.optimizer_options import Description
+from lockstep.reduce.model import Description
 from lockstep.shards import ShardTask, derive_seed
 
 

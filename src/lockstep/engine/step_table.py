@@ -29,7 +29,7 @@ from lockstep.comm import World, raise_if_broken
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.device_row import DeviceRow
-from lockstep.reduce.status_message import has_cpu_backend
+from lockstep.reduce.status import has_cpu_backend
 from lockstep.shards import sum_in_tree_order
 
 _BEGINNING: Final = Cursor()

@@ -16,17 +16,14 @@ Invariants:
 """
 
 from lockstep.reduce.backward_policy import KeepLocalGradients
-from lockstep.reduce.comm_hook import CommHook, GradBucket
-from lockstep.reduce.model import TrainedModel
-from lockstep.reduce.observer import BackwardObserver
-from lockstep.reduce.options import ReducerOptions
+from lockstep.reduce.current_plan import ReducerOptions
+from lockstep.reduce.model import TrainedModel, check_same_model
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
 from lockstep.reduce.reducer import Reducer
-from lockstep.reduce.reduction import HookReduction, MeanReduction
-from lockstep.reduce.same_model import check_same_model
+from lockstep.reduce.reduction import CommHook, GradBucket, HookReduction, MeanReduction, TreeReduction
+from lockstep.reduce.schedule import BackwardObserver
 from lockstep.reduce.shard_reducer import ShardReducer
 from lockstep.reduce.status import GroupStatus, RankStatus
-from lockstep.reduce.tree_reduction import TreeReduction
 
 __all__ = [
     "BackwardObserver",

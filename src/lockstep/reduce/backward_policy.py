@@ -9,7 +9,7 @@ from typing import Protocol, final
 
 from lockstep.comm import World
 from lockstep.errors import ReductionError
-from lockstep.reduce.bucket_set import AnySlot
+from lockstep.reduce.buckets import AnySlot
 from lockstep.reduce.current_plan import CurrentPlan
 from lockstep.reduce.reduction import MeanReduction
 from lockstep.reduce.status import GroupStatus

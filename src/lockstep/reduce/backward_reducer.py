@@ -21,12 +21,11 @@ from lockstep.comm import World
 from lockstep.errors import PeerLostError, ReductionError
 from lockstep.reduce.backward_policy import BackwardPolicy
 from lockstep.reduce.backward_watch import BackwardWatch, Phase
-from lockstep.reduce.bucket_set import Bucket
-from lockstep.reduce.current_plan import CurrentPlan
+from lockstep.reduce.buckets import Bucket
+from lockstep.reduce.current_plan import CurrentPlan, ReducerOptions
 from lockstep.reduce.gradient_hooks import GradientHooks
 from lockstep.reduce.gradient_intake import GradientIntake
 from lockstep.reduce.model import TrainedModel
-from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.reduction import BucketReduction
 from lockstep.reduce.schedule import BucketSchedule
 from lockstep.reduce.status import GroupStatus, RankStatus

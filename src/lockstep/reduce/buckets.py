@@ -8,6 +8,8 @@ message is back    `write_back`      `.grad` is the place, which now holds the r
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -15,12 +17,15 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from lockstep.comm import allocate_buffer
+from lockstep.errors import ReductionError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
-from lockstep.reduce.plan import BucketPlan
-from lockstep.reduce.slot import Slot, make_view
-from lockstep.reduce.streams import BackwardStreams
+from lockstep.reduce.plan import BucketPlan, ReductionPlan
+from lockstep.reduce.slot import BackwardStreams, Slot, make_streams, make_view
+from lockstep.reduce.status import read_numbers
 from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
@@ -291,3 +296,240 @@ class DenseBucket:
             if slot.lies_in_bucket:
                 moved.append((slot.parameter, slot.place))
         return places, gradients, moved
+
+
+# %%% from sparse_bucket.py:
+# A bucket of one sparse gradient, as of an embedding with `sparse=True`.
+#
+# It has no buffer: its length differs from rank to rank and step to step. The group adds sparse tensors, if it can.
+
+
+@final
+class SparseSlot:
+    """The one gradient of a sparse bucket."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.is_small = True
+        self.is_scaled = False
+        self.fits = True
+        self.has_arrived = False
+        self.is_unsynced = False
+
+    def take(self, scale: float) -> None:
+        """Do nothing: a sparse gradient is taken when its bucket is sent."""
+
+    def adopt(self) -> None:
+        """Do nothing, likewise."""
+
+    def take_second(self) -> None:
+        """Do nothing, likewise."""
+
+    @property
+    def has_gradient_in_place(self) -> bool:
+        """Whether `.grad` is a place: never, there is none."""
+        return False
+
+    def detach_gradient(self) -> Tensor | None:
+        gradient, self.parameter.grad = self.parameter.grad, None
+        return gradient
+
+
+@final
+class SparseBucket:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, used_counts: Tensor, streams: BackwardStreams | None = None
+    ) -> None:
+        self.slots = [SparseSlot(name, parameter)]
+        self.used_counts = used_counts
+        self.num_pending = 1
+        self.streams = streams
+        self.absent: list[int] = []
+        self.unused: list[int] = []
+        self._message = _nothing(parameter)
+
+    def begin(self) -> None:
+        """Do nothing: a sparse gradient lies in memory of its own."""
+
+    @property
+    def message(self) -> Tensor:
+        return self._message
+
+    @property
+    def gradients(self) -> Tensor:
+        """What a communication hook is given: all of it."""
+        return self._message
+
+    def prepare(self, scale: float) -> None:
+        """Make the message ready, times `scale`."""
+        if self.streams is not None:
+            self.streams.join()
+        (slot,) = self.slots
+        gradient = slot.parameter.grad if slot.fits else None
+        if gradient is not None and not gradient.is_sparse:
+            raise ReductionError(
+                f"Parameter {slot.name} has a dense gradient, and its embedding says sparse=True. Build the embedding "
+                "with sparse=False, or use its weight in nothing else. (LS308)"
+            )
+        self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
+        self.count_used()
+
+    def prepare_nothing(self) -> None:
+        """Make an empty message ready, for a backward that has failed here."""
+        self._message = _nothing(self.slots[0].parameter)
+        self.count_nothing()
+
+    def count_used(self) -> None:
+        """Write down whether the parameter has a gradient here."""
+        (slot,) = self.slots
+        slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
+        self.absent = [] if slot.has_arrived else [0]
+        self.unused = [] if slot.has_arrived or slot.is_unsynced else [0]
+        self.used_counts.fill_(1 - len(self.unused))
+
+    def count_nothing(self) -> None:
+        self.absent, self.unused = [0], [0]
+        self.used_counts.zero_()
+
+    def add(self, _partials: Partials) -> list[Tensor]:
+        """Add nothing: where ranks run several shards each, gradients are dense."""
+        return []
+
+    def take(self, result: Tensor) -> None:
+        """Let `result`, which a hook made, be the reduced gradient."""
+        self._message = result
+
+    def write_back(self, counts: Sequence[float]) -> None:
+        """Give the parameter its reduced gradient, if any rank had one."""
+        (slot,) = self.slots
+        if slot.fits and (not self.absent or counts[0] > 0):
+            slot.parameter.grad = self._message.coalesce()
+        slot.is_unsynced = False
+
+    def reset(self) -> None:
+        self.num_pending = 1
+        self.slots[0].has_arrived = False
+
+
+def _nothing(parameter: nn.Parameter) -> Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+
+
+# %%% from bucket_set.py:
+# From a plan to buffers: the buckets of a model, and where used-parameter counts and status trailer are written.
+
+Bucket = DenseBucket | SparseBucket
+AnySlot = Slot | SparseSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSet:
+    """The buckets of a plan, at work."""
+
+    buckets: tuple[Bucket, ...]
+    """In the order in which they are sent."""
+    trailer: Tensor
+    """The part of the last message where the status is written and read; empty if it is not sent with it."""
+    extra_message: Tensor | None
+    """Counts and trailer, if they have a message of their own, after that of the last bucket."""
+    streams: tuple[BackwardStreams, ...] = ()
+    """Those of each device that has streams and buckets."""
+
+
+def no_buckets() -> BucketSet:
+    return BucketSet(buckets=(), trailer=torch.zeros(0), extra_message=None)
+
+
+def allocate_buckets(
+    plan: ReductionPlan,
+    trained: Sequence[TrainedParameter],
+    group: ProcessGroup,
+    *,
+    as_view: bool,
+    holds_partials: bool = False,
+) -> BucketSet:
+    """Allocate the buckets of a plan (local)."""
+    num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
+    extra = None
+    if plan.has_extra_message:
+        extra = torch.zeros(num_slots + plan.trailer_length, device=plan.buckets[0].device)
+    streams = {device: make_streams(device) for device in {bucket.device for bucket in plan.buckets}}
+    buckets: list[Bucket] = []
+    offset = 0
+    buffer = None
+    for bucket in plan.buckets:
+        allocate = partial(_allocate, bucket.num_elements, bucket.dtype, bucket.device, group)
+        if not bucket.is_sparse:
+            buffer = allocate()
+        if extra is not None:
+            used_counts = extra[offset : offset + len(bucket.slots)]
+        else:
+            assert buffer is not None
+            used_counts = buffer[bucket.num_gradient_elements :][: len(bucket.slots)]
+        offset += len(bucket.slots)
+        if bucket.is_sparse:
+            only = trained[bucket.slots[0].parameter]
+            buckets.append(SparseBucket(only.spec.name, only.parameter, used_counts, streams[bucket.device]))
+        else:
+            assert buffer is not None
+            buckets.append(
+                DenseBucket(
+                    bucket,
+                    trained,
+                    buffer,
+                    used_counts,
+                    as_view=as_view,
+                    allocate=allocate,
+                    streams=streams[bucket.device],
+                    holds_partials=holds_partials,
+                )
+            )
+    last = extra if extra is not None else buffer
+    assert last is not None
+    trailer = last[last.numel() - plan.trailer_length :]
+    for each in buckets:
+        if isinstance(each, DenseBucket):
+            each.count_holders(trailer)
+    return BucketSet(
+        buckets=tuple(buckets),
+        trailer=trailer,
+        extra_message=extra,
+        streams=tuple(each for each in streams.values() if each is not None),
+    )
+
+
+def read_used_counts(buckets: Sequence[Bucket], needed: Iterable[int]) -> list[Sequence[float]]:
+    """Return how many ranks had each gradient, for the buckets with the numbers in `needed`; for others nothing.
+
+    Where the buckets lie on an asynchronous device this waits for it: once for all of them.
+    """
+    found: list[Sequence[float]] = [()] * len(buckets)
+    on_device = []
+    for number in needed:
+        if buckets[number].used_counts.device.type == "cpu":
+            found[number] = read_numbers(buckets[number].used_counts)
+        else:
+            on_device.append(number)
+    if on_device:
+        home = buckets[on_device[0]].used_counts.device
+        numbers = read_numbers(
+            torch.cat([_as_real(buckets[number].used_counts).to(home, torch.float32) for number in on_device])
+        )
+        for number in on_device:
+            num_slots = len(buckets[number].slots)
+            found[number], numbers = numbers[:num_slots], numbers[num_slots:]
+    return found
+
+
+def _as_real(numbers: Tensor) -> Tensor:
+    return torch.view_as_real(numbers)[:, 0] if numbers.is_complex() else numbers
+
+
+def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
+    """Return a buffer that is no view of another tensor, which would keep its memory even when the buffer moves."""
+    with torch.no_grad():
+        buffer = allocate_buffer(num_elements, dtype, device, group)
+        return torch.empty(0, dtype=dtype, device=device).set_(buffer)  # type: ignore[call-overload,no-any-return]

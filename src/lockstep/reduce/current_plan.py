@@ -7,24 +7,99 @@ on rank 0: modules are often used in another order than they were registered in.
 at the end of that backward, compare their models, plan anew and reduce what the old plan had no place for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import final
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.reduce.bucket_set import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets, read_used_counts
-from lockstep.reduce.model import TrainedModel, TrainedParameter
-from lockstep.reduce.options import ReducerOptions
-from lockstep.reduce.plan import ReductionPlan, plan_buckets
-from lockstep.reduce.same_model import check_same_model, check_same_values
-from lockstep.reduce.shared_parameters import claim, give_up
+from lockstep.devices.transfer import is_asynchronous
+from lockstep.reduce.buckets import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets, read_used_counts
+from lockstep.reduce.model import TrainedModel, TrainedParameter, check_same_model, check_same_values
+from lockstep.reduce.plan import BucketLimits, ReductionPlan, plan_buckets
 from lockstep.reduce.slot import Slot
-from lockstep.reduce.status import status_length
-from lockstep.reduce.status_message import StatusChannel, StatusOverHosts, StatusTrailer, has_cpu_backend
+from lockstep.reduce.status import StatusChannel, StatusOverHosts, StatusTrailer, has_cpu_backend, status_length
+
+# %%% from shared_parameters.py:
+# Which parameters have a place in the buckets of more than one reducer.
+#
+#     fine = DistributedDataParallel(Sequential(backbone, head))     # while an earlier wrapper of `backbone` still lives
+#     a, b = DistributedDataParallel(Net(encoder)), DistributedDataParallel(Other(encoder))
+#
+# [Note: shared parameters] A gradient lies in one bucket only. If two reducers took it for theirs, the first would
+# scale and send the memory that the second is about to read. So each of them copies it when it arrives, leaves `.grad`
+# alone, and writes the mean into it at the end: what torch does always. That `.grad` then gets the same mean twice is
+# harmless.
+#
+# Reducers have no references to each other, only the parameter in common. Hence the one table here. A place keeps its
+# parameter alive, so the identity of a parameter names it as long as it has a place.
+
+_PLACES: Final[dict[int, "weakref.WeakSet[Slot]"]] = {}
+"""The places of each parameter in layouts that are in use."""
+
+
+def claim(slots: Iterable[Slot]) -> None:
+    """Note the places of a new layout; those of parameters that have another place are shared from now on (local)."""
+    for parameter in [parameter for parameter, places in _PLACES.items() if not places]:
+        del _PLACES[parameter]
+    for slot in slots:
+        places = _PLACES.setdefault(id(slot.parameter), weakref.WeakSet())
+        places.add(slot)
+        if len(places) > 1:
+            for place in places:
+                place.share()
+
+
+def has_place(parameter: nn.Parameter) -> bool:
+    """Return whether a gradient of this parameter is reduced by some reducer of this process (local)."""
+    return any(place.parameter is parameter for place in _PLACES.get(id(parameter), ()))
+
+
+def give_up(slots: Iterable[Slot]) -> None:
+    """Forget the places of a layout that is not used any more; not during a backward (local)."""
+    for slot in slots:
+        places = _PLACES.get(id(slot.parameter), weakref.WeakSet())
+        places.discard(slot)
+        if len(places) == 1:
+            for place in places:
+                place.use_bucket()
+
+
+# %%% from options.py:
+# How a reducer reduces.
+
+_TORCHS_LIMITS = BucketLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """What the owner of a reducer chooses."""
+
+    purpose: str
+    """What is reduced, in words: ranks compare it, and errors show it."""
+    limits: BucketLimits = _TORCHS_LIMITS
+    as_view: bool = True
+    """Whether `.grad` is a view into its bucket as torch understands it; it lies there in any case."""
+    dtype: torch.dtype | None = None
+    """Reduce in this dtype; None for that of each parameter."""
+    follows_arrival: bool = True
+    """Whether to plan anew in the order of arrival. [Note: order of arrival]"""
+    holds_partials: bool = False
+    """Whether what `.grad` holds before a backward is a partial sum of the same step; then gradients are dense."""
+    compares_buffers: bool = True
+    """Whether buffers must agree between ranks when the model has changed."""
+    skips_unused: bool = False
+    """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
+    is_asynchronous: Callable[[torch.device], bool] = is_asynchronous
+    """Whether work on a device goes on after the call that starts it; tests let the CPU count as such."""
+
+
+# %%% from current_plan.py:
+# (the main part)
 
 
 @final
@@ -234,7 +309,7 @@ class CurrentPlan:
         specs = [each.spec if dtype is None else replace(each.spec, dtype=dtype) for each in self._model.trained]
         if self._options.holds_partials:
             specs = [replace(spec, is_sparse=False) for spec in specs]
-        # [Note: two planes] in `lockstep.reduce.status_message`.
+        # [Note: two planes] in `lockstep.reduce.status`.
         is_asynchronous = any(map(self._options.is_asynchronous, {spec.device for spec in specs}))
         self._status_by_hosts = is_asynchronous and has_cpu_backend(self._group)
         return plan_buckets(

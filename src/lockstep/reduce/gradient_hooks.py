@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.reduce.backward_watch import BackwardWatch
-from lockstep.reduce.bucket_set import AnySlot, Bucket
+from lockstep.reduce.buckets import AnySlot, Bucket
 from lockstep.reduce.plain_arrivals import PlainArrivals
 from lockstep.reduce.slot import Slot
 from lockstep.torch_private.autograd import current_graph_task_id

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import ReductionError
 from lockstep.reduce.backward_policy import BackwardPolicy
 from lockstep.reduce.backward_watch import BackwardListener, BackwardWatch, Phase
-from lockstep.reduce.bucket_set import AnySlot, Bucket
+from lockstep.reduce.buckets import AnySlot, Bucket
 from lockstep.reduce.current_plan import CurrentPlan
 from lockstep.reduce.schedule import BucketSchedule
 

@@ -9,7 +9,7 @@ of workers its place in a bucket is filled with zeros, and -0.0 + 0.0 is 0.0.
 [Note: accumulating in place] Where a shard's gradients are to be added to a partial, that is what `.grad` holds while
 its backward runs: autograd adds each gradient while it is in the cache and frees it at once. Else all of them would lie
 in fresh memory until the end, which takes longer than the addition. The order is that of the tree if autograd adds only
-once to each parameter; `lockstep.reduce.in_place_accumulation` finds out whether it does.
+once to each parameter; `lockstep.reduce.shard_reducer` finds out whether it does.
 
 [Note: gradients in one memory] Where two parameters are added through views, `position[None] + kind[None]`, autograd
 gives both the same memory as gradient. What is done in place to one would be done to the other, and so to each twice.

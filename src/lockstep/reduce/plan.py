@@ -16,7 +16,7 @@ untouched) from one whose gradients happen to add up to zero. The number is comp
 ones of 300 ranks add up to 256, but never to zero.
 
 `lockstep.reduce.status` has the content of the status trailer, which may also be sent otherwise
-(`lockstep.reduce.status_message`).
+(`lockstep.reduce.status`).
 
 A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
 buckets hold gradients without gaps, and counts and trailer are sent in a message of their own.

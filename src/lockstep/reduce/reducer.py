@@ -15,12 +15,11 @@ from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce.backward_policy import BackwardPolicy
 from lockstep.reduce.backward_reducer import BackwardReducer
 from lockstep.reduce.backward_watch import Phase
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
+from lockstep.reduce.current_plan import ReducerOptions
 from lockstep.reduce.model import TrainedModel
-from lockstep.reduce.observer import BackwardObserver
-from lockstep.reduce.options import ReducerOptions
 from lockstep.reduce.reduction import BucketReduction
-from lockstep.reduce.times import StepTimes
+from lockstep.reduce.schedule import BackwardObserver, StepTimes
 from lockstep.reduce.torch_reducer_names import TorchReducerNames
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.reduce.backward_watch import BackwardWatch
-from lockstep.reduce.comm_hook import GradBucket
+from lockstep.reduce.reduction import GradBucket
 
 
 class TorchReducerNames:

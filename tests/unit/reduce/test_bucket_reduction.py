@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.reduce import BucketLimits, CommHook, HookReduction, MeanReduction, TrainedModel, TreeReduction
-from lockstep.reduce.bucket_set import Bucket, allocate_buckets
+from lockstep.reduce.buckets import Bucket, allocate_buckets
 from lockstep.reduce.partials import Gradients, Partials
 from lockstep.reduce.plan import plan_buckets
 from lockstep.reduce.reduction import BucketReduction, own_segment

@@ -10,12 +10,11 @@ from torch import nn
 
 from lockstep.comm import World
 from lockstep.reduce import BucketLimits, GroupStatus, TrainedModel
-from lockstep.reduce.bucket_set import Bucket, BucketSet, allocate_buckets
+from lockstep.reduce.buckets import Bucket, BucketSet, allocate_buckets
 from lockstep.reduce.plan import plan_buckets
 from lockstep.reduce.reduction import Finish
 from lockstep.reduce.schedule import BucketSchedule
-from lockstep.reduce.status import RankStatus, status_length
-from lockstep.reduce.status_message import StatusOverHosts, StatusTrailer
+from lockstep.reduce.status import RankStatus, StatusOverHosts, StatusTrailer, status_length
 
 NUM_BUCKETS = 3
 

@@ -33,7 +33,7 @@ from lockstep.reduce import (
     TrainedModel,
 )
 from lockstep.reduce.backward_reducer import BackwardReducer
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.reduction import Finish
 from lockstep.shards import even_ranges
 

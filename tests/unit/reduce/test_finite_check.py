@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.reduce.finite_check import sum_for_finite_check
+from lockstep.reduce.tensor_bits import sum_for_finite_check
 
 CPU = torch.device("cpu")
 

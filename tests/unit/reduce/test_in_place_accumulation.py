@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.reduce.in_place_accumulation import may_accumulate_in_place
+from lockstep.reduce.shard_reducer import may_accumulate_in_place
 
 FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 

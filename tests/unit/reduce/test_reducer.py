@@ -23,7 +23,7 @@ from lockstep.reduce import (
     ShardReducer,
     TrainedModel,
 )
-from lockstep.reduce.status_message import StatusOverHosts, StatusTrailer
+from lockstep.reduce.status import StatusOverHosts, StatusTrailer
 from lockstep.shards import even_ranges
 
 SMALL = BucketLimits(sizes_bytes=(200,))

@@ -30,7 +30,7 @@ from lockstep.reduce import (
     ShardReducer,
     TrainedModel,
 )
-from lockstep.reduce.streams import BackwardStreams
+from lockstep.reduce.slot import BackwardStreams
 from lockstep.shards import even_ranges
 
 NUM_STEPS = 4

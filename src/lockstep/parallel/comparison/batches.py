@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.parallel.user_code import stacklevel_of_user
 from lockstep.reduce import GroupStatus
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import FINGERPRINT_LIMIT
 from lockstep.reduce.tensor_bits import glance_at_bits
 

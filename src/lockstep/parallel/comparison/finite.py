@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.errors import LossError
 from lockstep.parallel.user_code import user_line
 from lockstep.reduce import GroupStatus
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_is_finite
 
 _LOGGER = logging.getLogger("lockstep")

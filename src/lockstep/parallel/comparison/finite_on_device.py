@@ -28,8 +28,7 @@ from lockstep.errors import LossError
 from lockstep.parallel.comparison.finite import NONFINITE_ADVICE, describe_nonfinite
 from lockstep.parallel.user_code import CodeLine, user_line
 from lockstep.reduce import GroupStatus
-from lockstep.reduce.bucket_set import Bucket
-from lockstep.reduce.sparse_bucket import SparseBucket
+from lockstep.reduce.buckets import Bucket, SparseBucket
 from lockstep.torch_private.modules import foreach_norm, has_step_on_device, optimizer_step_pre_hooks
 
 _LOGGER = logging.getLogger("lockstep")

@@ -12,7 +12,7 @@ from typing import final
 from torch import nn
 
 from lockstep.reduce import Reducer
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits, glance_at_memory
 from lockstep.torch_private.modules import version_of
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
-from lockstep.reduce.optimizer_options import Description, describe_options
+from lockstep.reduce.model import Description, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.compiler import disable_compiler
 from lockstep.torch_private.modules import version_of

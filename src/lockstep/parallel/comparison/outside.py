@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.user_code import stacklevel_of_user, user_line
-from lockstep.reduce.shared_parameters import has_place
+from lockstep.reduce.current_plan import has_place
 from lockstep.torch_private.modules import parameter_registry
 
 _NUM_IDLE = 3

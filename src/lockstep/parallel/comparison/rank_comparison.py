@@ -25,7 +25,7 @@ from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.parallel.comparison.wait_posts import WaitPosts
 from lockstep.parallel.comparison.wrap_order import WrapOrder
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
-from lockstep.reduce.bucket_set import Bucket
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
 from lockstep.torch_private.autograd import is_inside_func_grad
 from lockstep.torch_private.modules import tree_leaves

@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from lockstep.parallel.comparison.outside import OutsideValue
 from lockstep.parallel.comparison.wrap_order import NamesByModel, find_other_order
-from lockstep.reduce.optimizer_options import Description, describe_differences
+from lockstep.reduce.model import Description, describe_differences
 
 
 class Kind(Enum):

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from lockstep.comm import World
 from lockstep.parallel.comparison.data_items import describe_items, number_items
 from lockstep.parallel.user_code import stacklevel_of_user
-from lockstep.reduce.optimizer_options import Description
+from lockstep.reduce.model import Description
 
 _NAMES = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "num_samples")
 """What must be the same on all ranks."""
