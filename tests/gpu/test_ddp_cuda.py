@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep as ls
-from lockstep.parallel.module_arguments import find_placement
+from lockstep.parallel.arguments import find_placement
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

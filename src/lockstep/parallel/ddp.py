@@ -18,12 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep.comm import current_world
 from lockstep.devices.transfer import InputCopies
 from lockstep.errors import GroupError
-from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
-from lockstep.parallel.comparison import compare_at_start
-from lockstep.parallel.comparison.wrap_order import number_model
-from lockstep.parallel.delayed import DelayedParameters, check_delayed
-from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
-from lockstep.parallel.module_arguments import (
+from lockstep.parallel.arguments import (
     check_parameters,
     find_buffer_syncs,
     find_limits,
@@ -34,7 +29,12 @@ from lockstep.parallel.module_arguments import (
     refuse_sync_batch_norm_on_cpu,
     require_group,
 )
-from lockstep.parallel.module_buffers import broadcast_model, buffers_go_before_forward, send_no_buffers
+from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
+from lockstep.parallel.buffers import broadcast_model, buffers_go_before_forward, send_no_buffers
+from lockstep.parallel.comparison import compare_at_start
+from lockstep.parallel.comparison.wrap_order import number_model
+from lockstep.parallel.delayed import DelayedParameters, check_delayed
+from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
 from lockstep.parallel.module_hook import connect
 from lockstep.parallel.module_inputs import call_in_precision, prepare_precisions
 from lockstep.parallel.module_sync import ModuleSync

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm import World
 from lockstep.parallel.averaging import Averaging
-from lockstep.parallel.module_buffers import broadcast_model
+from lockstep.parallel.buffers import broadcast_model
 from lockstep.reduce import TrainedModel
 
 

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.parallel.averaging import Averaging
-from lockstep.parallel.module_buffers import start_buffers
+from lockstep.parallel.buffers import start_buffers
 from lockstep.parallel.module_sync import ModuleSync
 from lockstep.torch_private.compiler import disable_compiler
 from lockstep.torch_private.modules import forward_pre_hooks

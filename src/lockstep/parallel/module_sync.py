@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World
 from lockstep.parallel.averaging import Averaging
+from lockstep.parallel.buffers import BufferBroadcast
 from lockstep.parallel.loaded_keys import LoadedKeys
-from lockstep.parallel.module_buffers import BufferBroadcast
 from lockstep.parallel.module_inputs import count_samples, puts_time_first
 from lockstep.reduce import TrainedModel
 from lockstep.torch_private.modules import find_tensors
