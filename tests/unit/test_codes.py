@@ -74,7 +74,7 @@ OTHERS_CODE = {
         "comm/shm/semaphores.py: create, wait",
         "processes/ending.py: die_with_parent",
     ),
-    "No mistake: how the training is set up": ("parallel/warned.py: warn_of_ignored",),
+    "No mistake: how the training is set up": ("parallel/arguments.py: warn_of_ignored",),
     "Cannot be caused by a user": (
         "cli/devices.py: _as_text",
         "reduce/plan.py: plan_buckets",

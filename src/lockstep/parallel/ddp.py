@@ -5,47 +5,251 @@ compiler ask for it. The reduction is `lockstep.reduce`; torch's C++ reducer is 
 to do with gradients: the list of buffers, the checks of a hook's signature, `scatter` and `gather`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from functools import partial
+from typing import Any, Final, Literal, Self, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn import parallel as torch_parallel
+from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import current_world
+from lockstep.comm import World, current_world
 from lockstep.devices.transfer import InputCopies
 from lockstep.errors import GroupError
 from lockstep.parallel.arguments import (
+    call_in_precision,
     check_parameters,
+    count_samples,
     find_buffer_syncs,
     find_limits,
     find_placement,
     find_world,
     localize_submesh,
+    prepare_precisions,
+    puts_time_first,
     reduce_dtype,
     refuse_sync_batch_norm_on_cpu,
     require_group,
+    warn_of_ignored,
 )
-from lockstep.parallel.averaging import Averaging, AveragingOptions, check_options
-from lockstep.parallel.buffers import broadcast_model, buffers_go_before_forward, send_no_buffers
+from lockstep.parallel.averaging import (
+    Averaging,
+    AveragingOptions,
+    RegisteredHook,
+    built_in_hook,
+    check_hook,
+    check_options,
+)
+from lockstep.parallel.buffers import (
+    BufferBroadcast,
+    LoadedKeys,
+    broadcast_model,
+    buffers_go_before_forward,
+    send_no_buffers,
+    start_buffers,
+)
 from lockstep.parallel.comparison import compare_at_start
 from lockstep.parallel.comparison.wrap_order import number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
-from lockstep.parallel.module_hook import connect
-from lockstep.parallel.module_inputs import call_in_precision, prepare_precisions
-from lockstep.parallel.module_sync import ModuleSync
-from lockstep.parallel.registered_hook import RegisteredHook, built_in_hook, check_hook
-from lockstep.parallel.statistics import Statistics, describe_shared_arguments
-from lockstep.parallel.torch_names import TorchNames, arguments_from_torch
-from lockstep.parallel.warned import warn_of_ignored
-from lockstep.parallel.wrapper_state import state_for_copy
+from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.reduce import ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private.compiler import disable_compiler
-from lockstep.torch_private.modules import ignored_names
+from lockstep.torch_private.modules import (
+    find_tensors,
+    forward_pre_hooks,
+    has_torchs_comm_hook,
+    ignored_names,
+    stop_torchs_reducer,
+)
+
+# %%% from module_sync.py:
+# What synchronises a module after its wrapper was deleted.
+#
+#     model = DistributedDataParallel(model)
+#     return model.module                        # a recipe that many copy
+#
+# When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
+# long as the module, until the group is destroyed or the module is wrapped again.
+
+
+@final
+class ModuleSync:
+    """Does around a forward what a wrapper without `join` and hooks of its own does."""
+
+    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.buffers = BufferBroadcast(world, averaging.reducer)
+        self._model = model
+        self._world = world
+        self._reducer = averaging.reducer
+        self._comparison = averaging.comparison
+        self._syncs_buffers = syncs_buffers
+        self._puts_time_first = model.module is not None and puts_time_first(model.module)
+        self._loaded = LoadedKeys()
+        if model.module is not None:
+            self.handles.append(model.module.register_load_state_dict_post_hook(self._loaded))
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the group is there still."""
+        return self._world.has_group
+
+    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """Prepare for a forward (collective in training)."""
+        if self._reducer is None or self._world.group is None or not self.has_group:
+            return
+        self._reducer.finish_interrupted()
+        self.begin_forward(module)
+        if module.training and torch.is_grad_enabled():
+            buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+            if buffers and self._reducer.watch.synchronizes:
+                self.buffers.source = 0  # the wrapper may have left that of a `join`
+                self.buffers.broadcast(buffers)
+            self._reducer.times.begin_forward()
+
+    def begin_forward(self, module: nn.Module) -> None:
+        self._loaded.warn()
+        if self._comparison is not None and torch.is_grad_enabled():
+            self._comparison.begin_forward(is_training=module.training)
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients; return what ends it (collective)."""
+        buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+        self.buffers.source = 0
+        return self.buffers.start(buffers)
+
+    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Mark the outputs."""
+        if self._reducer is not None and torch.is_grad_enabled():
+            given = [*inputs, *kwargs.values()]
+            num_samples = count_samples(given, output, time_first=self._puts_time_first)
+            outputs = list(find_tensors(output))
+            on_reached = None
+            if self._comparison is not None:
+                on_reached = self._comparison.end_forward(module, given, outputs)
+            self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
+
+    def close(self) -> None:
+        """Do nothing more, and let the module go (local)."""
+        while self.handles:
+            self.handles.pop().remove()
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._comparison is not None:
+            self._comparison.close()
+
+
+# %%% from module_hook.py:
+# A wrapper's hook on the module that it wraps.
+#
+# People copy the inner module: `copy.deepcopy(model.module)` for an average of weights, `torch.save(model.module)` as a
+# checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its process group. This one is not
+# copied.
+
+
+@final
+class ModuleHook:
+    """Calls its wrapper's method with the hook's arguments, or the module sync's when the wrapper was deleted.
+
+    A copy of it calls nothing.
+    """
+
+    def __init__(
+        self,
+        method: "weakref.WeakMethod[Callable[..., None]]",
+        otherwise: Callable[..., None],
+        module_sync: ModuleSync,
+    ) -> None:
+        self._method = method
+        self._otherwise = otherwise
+        self.module_sync = module_sync
+
+    @disable_compiler
+    def __call__(self, *arguments: Any) -> None:
+        (self._method() or self._otherwise)(*arguments)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the wrapper was deleted."""
+        return self._method() is None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
+        """Return a hook without effect."""
+        return _nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _the_hook_without_effect, ()
+
+
+def close_orphans(module: nn.Module) -> None:
+    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
+    for hook in list(forward_pre_hooks(module).values()):
+        if isinstance(hook, ModuleHook) and hook.is_orphaned:
+            hook.module_sync.close()
+
+
+def connect(
+    wrapper: nn.Module,
+    sync: ModuleSync,
+    averaging: Averaging,
+    start: Callable[[], Callable[[], None]],
+    before: Callable[..., None],
+    after: Callable[..., None],
+) -> None:
+    """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
+
+    All are held weakly: when the wrapper was deleted, `sync` does what is needed. `start` begins to send the buffers
+    and returns what waits for that (collective).
+    """
+    assert isinstance(wrapper.module, nn.Module)
+    close_orphans(wrapper.module)
+    if averaging.comparison is not None:
+        averaging.comparison.order.wrapper = weakref.ref(wrapper)
+    if averaging.reducer is not None:
+        averaging.reducer.schedule.send_besides = partial(
+            start_buffers, weakref.WeakMethod(start), weakref.WeakMethod(sync.start_buffers)
+        )
+    before_hook = ModuleHook(weakref.WeakMethod(before), sync.before_forward, sync)
+    after_hook = ModuleHook(weakref.WeakMethod(after), sync.after_forward, sync)
+    # On the inner module, so that a forward through `.module` is seen as well.
+    sync.handles += [
+        wrapper.module.register_forward_pre_hook(before_hook, with_kwargs=True),
+        wrapper.module.register_forward_hook(after_hook, with_kwargs=True),
+    ]
+
+
+def _nothing(*_arguments: Any) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def _the_hook_without_effect() -> Callable[..., None]:
+    return _nothing
+
+
+# %%% from wrapper_state.py:
+# What of a wrapper is copied and pickled: all but what belongs to its group.
+#
+# A copy begins anew over the default group, as torch's does.
+
+_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_averaging", "_uneven", "_hook"})
+"""Attributes that belong to a group, or live only in this process."""
+
+
+def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str] | None) -> dict[str, Any]:
+    """Return what a copy of a wrapper needs (local); `delayed` is of `DelayedParameters.names_for_copy`."""
+    state = {name: value for name, value in attributes.items() if name not in _NOT_COPIED}
+    return {**state, "_delayed": delayed}
+
+
+# %%% from ddp.py:
+# (the main part)
 
 
 class DistributedDataParallel(TorchNames):
@@ -396,3 +600,42 @@ class DistributedDataParallel(TorchNames):
             names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there
             self._delayed = DelayedParameters.of_names(self.module, names, trigger_name, self._workers)
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
+
+
+# %%% from conversion.py:
+# Objects of torch's `DistributedDataParallel` become Lockstep's, for libraries that construct torch's class.
+
+_TORCHS: Any = torch_parallel.DistributedDataParallel
+"""Bound now: `lockstep.drop_in` puts ours in its place."""
+
+
+def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
+    """Make an object of torch's class one of Lockstep's, in place: other references to it remain right.
+
+    Collective, as wrapping is. Call it before the first forward, and before `register_comm_hook`. An object of
+    Lockstep's stays as it is.
+    """
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper
+    if type(wrapper) is not _TORCHS:
+        raise TypeError(
+            f"A {type(wrapper).__name__} cannot become lockstep.DistributedDataParallel, expected an object of torch's "
+            "DistributedDataParallel. Wrap the module with lockstep.DistributedDataParallel instead. (LS324)"
+        )
+    state: Mapping[str, Any] = dict(vars(wrapper))
+    if state["mixed_precision"] is not None:
+        raise ValueError(
+            "This DistributedDataParallel has mixed_precision, whose hooks would stay in the module. Wrap the module "
+            "with lockstep.DistributedDataParallel(module, mixed_precision=...) instead. (LS324)"
+        )
+    if has_torchs_comm_hook(wrapper):
+        raise ValueError(
+            "This DistributedDataParallel has a communication hook already, which would be lost. Convert it before "
+            "register_comm_hook. (LS309)"
+        )
+    stop_torchs_reducer(wrapper)
+    converted: DistributedDataParallel = wrapper
+    object.__setattr__(converted, "__class__", DistributedDataParallel)
+    DistributedDataParallel.__init__(converted, wrapper.module, **arguments_from_torch(state))
+    vars(converted).update({name: state[name] for name in vars(nn.Module()) if name in state})
+    return converted

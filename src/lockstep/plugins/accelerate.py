@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from lockstep.parallel.conversion import convert_wrapper
+from lockstep.parallel.ddp import convert_wrapper
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
-from lockstep.parallel.conversion import convert_wrapper
+from lockstep.parallel.ddp import convert_wrapper
 
 
 @pytest.fixture

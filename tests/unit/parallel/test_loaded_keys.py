@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 from torch import Tensor, nn
 
-from lockstep.parallel.loaded_keys import LoadedKeys
+from lockstep.parallel.buffers import LoadedKeys
 
 
 class Wrapper(nn.Module):

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lockstep.parallel import batch_norm_kernels
-from lockstep.parallel.batch_norm_kernels import local_moments
-from lockstep.parallel.batch_statistics import combine
-from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm, combine, local_moments
 
 
 class Net(nn.Module):
