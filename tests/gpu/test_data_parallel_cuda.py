@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import DeviceError
+from lockstep.parallel.replicas.criterion import DataParallelCriterion
 from lockstep.parallel.replicas.data_parallel import DataParallel
-from lockstep.parallel.replicas.data_parallel_criterion import DataParallelCriterion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,8 +5,8 @@ not under `no_sync`, each parameter's `.grad` is the mean over ranks, however th
 """
 
 from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.replicas.criterion import DataParallelCriterion
 from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.replicas.data_parallel_criterion import DataParallelCriterion
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["DataParallel", "DataParallelCriterion", "DistributedDataParallel", "SyncBatchNorm", "data_parallel"]

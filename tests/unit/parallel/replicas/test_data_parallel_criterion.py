@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.parallel.replicas.criterion import DataParallelCriterion
 from lockstep.parallel.replicas.data_parallel import DataParallel
-from lockstep.parallel.replicas.data_parallel_criterion import DataParallelCriterion
 
 NUM_CLASSES = 4
 
