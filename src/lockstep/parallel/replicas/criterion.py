@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.parallel.compiled import not_compiled
-from lockstep.parallel.replicas.copies import Copies
-from lockstep.parallel.replicas.devices import DeviceId, as_device
-from lockstep.parallel.replicas.modules import Replicas, check_no_sync_batchnorm, check_on_device, replicate
+from lockstep.parallel.replicas.copies import (
+    Copies,
+    Replicas,
+    check_no_sync_batchnorm,
+    check_on_device,
+    not_compiled,
+    replicate,
+)
+from lockstep.parallel.replicas.data_parallel import DeviceId, as_device
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments, tensors_in
 from lockstep.parallel.replicas.threads import ReplicaThreads
 from lockstep.torch_private.compiler import is_compiled_function

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lockstep.errors import DeviceError
-from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.replicas.devices import as_ids
+from lockstep.parallel.replicas.data_parallel import DataParallel, as_ids, data_parallel
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
