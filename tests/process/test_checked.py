@@ -41,7 +41,7 @@ def join(way: str, run: ls.Run) -> None:
     if way == "apart":
         PATCHES.setattr(hosts, "host_identity", lambda: f"boot {run.rank // 2}")
     elif way == "gloo":
-        PATCHES.setattr(checked_set_up, "make_shared_memory_comparer", lambda *_, **_options: None)
+        PATCHES.setattr(backends, "make_shared_memory_comparer", lambda *_, **_options: None)
     backend = "shm" if way == "apart" else "gloo"
     ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
 
@@ -387,7 +387,7 @@ def die_while_connecting(rank: Rank) -> tuple[int, str]:
     """Rank 1 is killed when it is to connect Gloo, for which rank 0 would wait half an hour."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if rank.number == 1:
-        PATCHES.setattr(checked_set_up, "connect_gloo", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        PATCHES.setattr(backends, "connect_gloo", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ls.PeerLostError) as lost:
         ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2)
     return lost.value.rank, str(lost.value)

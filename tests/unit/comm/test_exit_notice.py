@@ -11,7 +11,7 @@ def test_it_is_said_what_holds_the_end_of_a_failed_process_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Under `lockstep run` the launcher waited for it, and nobody knew why.
-    monkeypatch.setattr(exit_notice, "_END_SECONDS", 0.0)
+    monkeypatch.setattr(lost_ranks, "_END_SECONDS", 0.0)
     over = threading.Event()
     thread = threading.Thread(target=over.wait, name="watches")
     thread.start()

@@ -17,6 +17,6 @@ def test_a_group_that_the_launcher_has_given_up_is_an_error_of_the_group(monkeyp
     with launcher:
         store = ChannelStore(Channel(own.detach(), lambda _message: None))
         store.abandon()
-        monkeypatch.setattr(object_gather, "store_of", lambda _group: PrefixStore("generation/1", store))
+        monkeypatch.setattr(objects, "store_of", lambda _group: PrefixStore("generation/1", store))
         with pytest.raises(GroupError, match="given up"):
             objects.find_secret(ProcessGroup(HashStore(), 0, 1))

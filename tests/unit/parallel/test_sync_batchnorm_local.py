@@ -200,7 +200,7 @@ def test_a_device_that_has_torchs_kernels_uses_them_whatever_it_is(monkeypatch: 
         asked.append((operator, device_type))
         return True
 
-    monkeypatch.setattr(batch_norm_kernels, "has_kernel", has_kernel)
+    monkeypatch.setattr(sync_batchnorm, "has_kernel", has_kernel)
     monkeypatch.setattr(torch, "batch_norm_stats", stats)
     torch.testing.assert_close(local_moments(inputs, 1e-5), expected)
     assert ("aten::batch_norm_stats", "cpu") in asked
