@@ -11,12 +11,11 @@ epoch, so it does not depend on the number of data-loading processes either.
 A *stream* is read from its beginning: its order is a function of (stream, seed, epoch) too.
 """
 
-from lockstep.data.batch import ShardedBatch, Slice
+from lockstep.data.batch import Cursor, ShardedBatch, Slice
 from lockstep.data.contents import OTHER_DATA
-from lockstep.data.cursor import Cursor
 from lockstep.data.loader import ShardedLoader
+from lockstep.data.order import balanced_weights, read_lengths, read_weights
 from lockstep.data.sampler import DistributedSampler
-from lockstep.data.sampling import balanced_weights, read_lengths, read_weights
 from lockstep.data.stream import Stream, as_stream
 
 __all__ = [

@@ -1,14 +1,77 @@
 """`ShardedBatch`: one worker's part of the global batch of one step."""
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 from lockstep.comm import World
-from lockstep.data.assignment import ShardAssignment
-from lockstep.data.cursor import Cursor
 from lockstep.errors import LockstepError
+from lockstep.shards import even_ranges
+
+# %%% from cursor.py:
+# The position of a run in its data.
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor:
+    """The next step to be taken."""
+
+    epoch: int = 0
+    """Epoch, counted from 0."""
+    step: int = 0
+    """Step within the epoch, counted from 0."""
+
+    def advance(self, num_steps: int | None) -> "Cursor":
+        """Return the cursor one step on, in an epoch of `num_steps` steps; None if it has more, but not how many."""
+        if num_steps is None or self.step + 1 < num_steps:
+            return Cursor(self.epoch, self.step + 1)
+        return Cursor(self.epoch + 1, 0)
+
+
+# %%% from assignment.py:
+# Which worker runs which shards in which step; this may change during a run.
+
+
+@final
+class ShardAssignment:
+    """The shards of every worker, step by step; the same on every worker.
+
+    A loader requests the shards of later steps because it prefetches. So a change takes effect at a step that no worker
+    has requested yet.
+    """
+
+    def __init__(self, world_size: int, num_shards: int) -> None:
+        self.last_requested = Cursor()
+        self._asking = threading.RLock()
+        self._before = self._now = even_ranges(world_size, num_shards)
+        self._since = Cursor()
+
+    def ranges(self, cursor: Cursor) -> tuple[range, ...]:
+        """Return the shards of every worker, in rank order, in the step at `cursor`."""
+        with self._asking:
+            self.last_requested = max(self.last_requested, cursor)
+            return self._now if cursor >= self._since else self._before
+
+    def held(self) -> AbstractContextManager[object]:
+        """Return a context that blocks requests of other threads, so that `last_requested` does not change in it."""
+        return self._asking
+
+    def is_changing(self, cursor: Cursor) -> bool:
+        """Whether a change is decided that does not hold yet in the step at `cursor`."""
+        return cursor < self._since
+
+    def change(self, ranges: Sequence[range], *, after: Cursor, last_requested: Cursor) -> None:
+        """Let workers run other shards when `after` is over, from the first beyond every worker's `last_requested`."""
+        self._before = self.ranges(after)
+        self._now = tuple(ranges)
+        self._since = Cursor(last_requested.epoch, last_requested.step + 1)
+
+
+# %%% from batch.py:
+# (the main part)
 
 _NUM_SHOWN = 16
 """How many samples a message names."""

@@ -10,19 +10,25 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.comm import World, current_world, join_world
-from lockstep.data.assignment import ShardAssignment
-from lockstep.data.batch import ErrorPlace, ShardedBatch, Slice
+from lockstep.data.batch import Cursor, ErrorPlace, ShardAssignment, ShardedBatch, Slice
 from lockstep.data.blocks import values_of
 from lockstep.data.contents import slice_number
-from lockstep.data.cursor import Cursor
 from lockstep.data.divided import DividedSamples, can_be_divided
-from lockstep.data.ended_processes import loading_processes_explained
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
-from lockstep.data.listed import ListedSamples, check_listed
-from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
-from lockstep.data.sampling import Sampling, read_lengths, read_weights
-from lockstep.data.slice_keys import EpochRanges, keys_after, keys_of_slices, own_slices
-from lockstep.data.slice_loading import SliceLoading
+from lockstep.data.order import Sampling, read_lengths, read_weights
+from lockstep.data.samples import (
+    Draws,
+    EpochBegin,
+    EpochRanges,
+    EpochSamples,
+    ListedSamples,
+    Samples,
+    check_listed,
+    keys_after,
+    keys_of_slices,
+    own_slices,
+)
+from lockstep.data.slice_loading import SliceLoading, loading_processes_explained
 from lockstep.data.stream import Stream, as_stream
 from lockstep.data.streamed import Cut, StreamedSamples, Transformed, count_steps
 from lockstep.recording import EventKind, own_recorder

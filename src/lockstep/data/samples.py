@@ -1,14 +1,22 @@
 """What a loader asks of its data: which samples each shard has in each step of an epoch.
 
-There are two kinds: data sets with an index (`lockstep.data.listed`) and streams (`lockstep.data.streamed`).
+There are two kinds: data sets with an index (`lockstep.data.samples`) and streams (`lockstep.data.streamed`).
 """
 
+import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, final
 
-from lockstep.data.keyed import SliceKeys
+from torch.utils.data import Dataset
+
+from lockstep.data.batch import Cursor, ShardAssignment
+from lockstep.data.contents import content_number
+from lockstep.data.keyed import DrawKeys, SliceKeys
+from lockstep.data.order import Sampling, step_slices
 
 Draws = Sequence[Any]
 """The samples of a slice, before they are loaded."""
@@ -89,3 +97,167 @@ class Samples(ABC):
     @abstractmethod
     def check_unchanged(self) -> None:
         """Check that there are as many samples as at first."""
+
+
+# %%% from listed.py:
+# The samples of a data set with an index, in an order that is known beforehand.
+
+
+@final
+class ListedSamples(Samples):
+    """The samples of a data set with an index."""
+
+    def __init__(self, dataset: Dataset[Any], sampling: Sampling, num_shards: int, *, drop_last: bool) -> None:
+        self._length = partial(length_of, dataset)
+        self._content = content_number(dataset)
+        self._sampling = sampling
+        self._num_shards = num_shards
+        self._drop_last = drop_last
+
+    @property
+    def num_samples(self) -> int:
+        return self._sampling.num_samples
+
+    def __str__(self) -> str:
+        return str(self._sampling)
+
+    def content(self) -> int:
+        return self._content
+
+    def epoch(self, begin: EpochBegin) -> EpochSamples:
+        return ListedEpoch(
+            self._sampling,
+            begin.epoch,
+            self._num_shards,
+            each_once=begin.each_once,
+            drops_last=self._drop_last and not begin.keeps_last,
+        )
+
+    def alone(self) -> Samples:
+        return self
+
+    def check_unchanged(self) -> None:
+        """Check that the data set has as many samples as at first."""
+        length = self._length()
+        if length != self.num_samples:
+            raise ValueError(
+                f"The data set had {self.num_samples} samples when its ShardedLoader was made, and has {length} now. "
+                "The order of the samples depends on their number: make a new loader, between two epochs, when a data "
+                "set has grown or shrunk. (LS405)"
+            )
+
+
+@final
+class ListedEpoch(EpochSamples):
+    def __init__(
+        self, sampling: Sampling, epoch: int, num_shards: int, *, each_once: bool = False, drops_last: bool = False
+    ) -> None:
+        self._sampling = sampling
+        self._epoch = epoch
+        self._num_shards = num_shards
+        self._order = sampling.order(epoch, each_once=each_once)
+        batches = len(self._order) / sampling.batch_size
+        self._num_steps = math.floor(batches) if drops_last else math.ceil(batches)
+
+    def cut(self, step: int) -> list[Draws]:
+        order = self._order if step < self._num_steps else []
+        return list(step_slices(order, step, batch_size=self._sampling.batch_size, num_shards=self._num_shards))
+
+    def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for streams
+        return self._num_steps
+
+    def number(self, step: int) -> int:  # noqa: ARG002 - as for streams
+        """Return 0: the order is known, and so are the data."""
+        return 0
+
+    def keys(self, draws: Draws) -> SliceKeys:
+        sampling = self._sampling
+        return DrawKeys(draws, num_samples=sampling.num_samples, seed=sampling.seed, epoch=self._epoch)
+
+    def indices(self, draws: Draws) -> Sequence[int]:
+        return self._sampling.samples(draws)
+
+    def forget(self, step: int) -> None:
+        """Do nothing: the order is kept as a whole."""
+
+    def bookmark(self, step: int) -> Mapping[str, Any]:  # noqa: ARG002 - as for streams
+        """Return nothing: an epoch begins anywhere."""
+        return {}
+
+
+def length_of(dataset: Dataset[Any]) -> int:
+    return int(type(dataset).__len__(dataset))  # type: ignore[attr-defined]
+
+
+def check_listed(dataset: Dataset[Any]) -> int:
+    """Return the length of a data set with an index; raise an error if it has none, or no sample."""
+    length = getattr(type(dataset), "__len__", None)
+    if length is None or getattr(dataset, "__getitem__", None) is None:
+        raise TypeError(
+            f"A ShardedLoader needs a data set with __len__ and __getitem__, or a stream (ls.Stream, an "
+            f"IterableDataset), but {type(dataset).__name__} is not one. (LS402)"
+        )
+    num_samples = length_of(dataset)
+    if num_samples < 1:
+        raise ValueError("The data set is empty; expected at least one sample. (LS402)")
+    return num_samples
+
+
+# %%% from slice_keys.py:
+# Which samples a worker loads for its slices, in which order: the keys that a DataLoader is given.
+
+Keys = Callable[[], Iterator[SliceKeys]]
+"""Makes the keys of each slice to load, in order."""
+
+
+@final
+class SlicePlan:
+    """What a DataLoader is to load; generated lazily, because an epoch may have millions of samples."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[SliceKeys]:
+        return self.keys()
+
+
+@final
+class EpochRanges:
+    """The shards of every worker in the steps of an epoch; those of a step do not change after the first request."""
+
+    def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
+        self._assignment = assignment
+        self._epoch = epoch
+        self._ranges: dict[int, tuple[range, ...]] = {}
+
+    def ranges(self, step: int) -> tuple[range, ...]:
+        if step not in self._ranges:
+            self._ranges[step] = self._assignment.ranges(Cursor(self._epoch, step))
+        return self._ranges[step]
+
+    def forget(self, step: int) -> None:
+        self._ranges.pop(step, None)
+
+
+def keys_of_slices(first_step: int, samples: EpochSamples, epoch_ranges: EpochRanges, rank: int) -> Iterator[SliceKeys]:
+    """Yield the keys of each slice of one worker, to the end of the epoch.
+
+    Not a method of the loader: the DataLoader refers to this. In a reference cycle torch cannot signal the loading
+    processes to exit, and waits 5 s for them.
+    """
+    for step in itertools.count(first_step):
+        slices = samples.cut(step)
+        if not any(slices):
+            return
+        for _, draws in own_slices(slices, epoch_ranges.ranges(step)[rank]):
+            yield samples.keys(draws)
+
+
+def keys_after(first: Sequence[SliceKeys], keys: Keys) -> Iterator[SliceKeys]:
+    yield from first
+    yield from keys()
+
+
+def own_slices(slices: list[Draws], shards: range) -> list[tuple[int, Draws]]:
+    """Return those of a worker's `shards` that have samples, with their draws."""
+    return [(shard, slices[shard]) for shard in shards if len(slices[shard]) > 0]

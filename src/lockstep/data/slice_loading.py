@@ -3,16 +3,20 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import KeyedDataset, SliceKeys
-from lockstep.data.slice_keys import Keys, SlicePlan
+from lockstep.data.samples import Keys, SlicePlan
+from lockstep.launch.exits import describe_exit
+from lockstep.launch.out_of_memory import OomKills, name_killer, read_oom_kills
 from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.torch_private.loaders import without_interruption
 
@@ -91,3 +95,44 @@ def _starter_pid() -> int | None:
 def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: int) -> None:
     die_with_parent(os.getppid() if starter_pid is None else starter_pid)
     terminate_only_for(worker_pid)
+
+
+# %%% from ended_processes.py:
+# Naming how a loading process has ended: torch reports a lost connection, or the signal alone.
+
+_END_SECONDS = 1.0
+"""The kernel closes the connections of a process before it reports its end."""
+_POLL_SECONDS = 0.01
+
+
+@contextmanager
+def loading_processes_explained(read_kills: Callable[[], OomKills] = read_oom_kills) -> Iterator[None]:
+    """Name the loading process that was killed, if that is why something within fails; enter when they have started."""
+    processes = multiprocessing.active_children()
+    before = read_kills()
+    try:
+        yield
+    except (RuntimeError, EOFError, OSError) as error:
+        if not isinstance(error, EOFError | ConnectionError) and "DataLoader worker" not in str(error):
+            raise
+        killed = _find_killed(processes)
+        if killed is None:
+            raise
+        how = describe_exit(killed.exitcode or 0, killer=name_killer(before, read_kills()))
+        explained = RuntimeError(
+            f"The loading process {killed.pid} was {how}, while it loaded samples. If memory is short, use fewer "
+            "loading processes, or load less in each; num_workers=0 loads in this process, and shows errors of the "
+            "data set itself. (LS406)"
+        )
+        for note in getattr(error, "__notes__", ()):  # which samples it loaded
+            explained.add_note(note)
+        raise explained from error
+
+
+def _find_killed(processes: list[BaseProcess]) -> BaseProcess | None:
+    deadline = time.monotonic() + _END_SECONDS
+    while True:
+        killed = [each for each in processes if each.exitcode is not None and each.exitcode < 0]
+        if killed or time.monotonic() > deadline:
+            return killed[0] if killed else None
+        time.sleep(_POLL_SECONDS)

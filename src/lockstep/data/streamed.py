@@ -14,10 +14,9 @@ from typing import Any, Self, final
 
 from torch.utils.data import Dataset
 
-from lockstep.data.blocks import BlockOrder, BlockStart, Record
+from lockstep.data.blocks import BlockOrder, BlockStart, Place, Record, RecordQueue, open_queue
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import RandomState, SliceKeys
-from lockstep.data.record_queue import Place, RecordQueue, open_queue
 from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
 from lockstep.data.stream import Stream
 from lockstep.shards import derive_seed, split_evenly

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lockstep.data.generators import OwnGenerator, find_generators
+from lockstep.data.contents import OwnGenerator, find_generators
 
 _NUM_SEARCHES = 8
 """The first calls before which they are searched for."""

@@ -7,7 +7,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
-from lockstep.data.columns import read_columns
+from lockstep.data.keyed import read_columns
 
 
 class Noisy(TensorDataset):

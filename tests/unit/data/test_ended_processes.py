@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.data.ended_processes import loading_processes_explained
+from lockstep.data.slice_loading import loading_processes_explained
 from lockstep.launch.out_of_memory import OomKills
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.generators import find_generators
+from lockstep.data.contents import find_generators
 from lockstep.engine.reached_networks import find_networks
 
 

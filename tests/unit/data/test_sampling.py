@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.comm import World
 from lockstep.data import ShardedLoader, balanced_weights
-from lockstep.data.sampling import Sampling
+from lockstep.data.order import Sampling
 from lockstep.engine import Trainer
 
 ALONE = World(rank=0, world_size=1, group=None)

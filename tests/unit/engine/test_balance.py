@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
-from lockstep.data.assignment import ShardAssignment
+from lockstep.data.batch import ShardAssignment
 from lockstep.engine.balance import Balancer
 
 
