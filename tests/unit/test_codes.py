@@ -54,7 +54,7 @@ OTHERS_CODE = {
         "checkpoint/interop/distributed.py: _MetadataUnpickler.load_build, _MetadataUnpickler.find_class",
         "checkpoint/interop/distributed.py: _check_chunks, _check_kinds",
         "checkpoint/manifest.py: Manifest.to_json, _check_kinds",
-        "checkpoint/peek.py: peek_manifest",
+        "checkpoint/step_files.py: peek_manifest",
         "comm/bootstrap/channel_store.py: ChannelStore._request",
         "comm/bootstrap/identity.py: expand_tasks_per_node, _not_a_list",
         "comm/bootstrap/store.py: _await_store",

@@ -22,8 +22,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.digest import state_digest
-    from lockstep.checkpoint.file import load_checkpoint, read_manifest, read_verified_manifest, save_checkpoint
+    from lockstep.checkpoint.file import (
+        load_checkpoint,
+        read_manifest,
+        read_verified_manifest,
+        save_checkpoint,
+        state_digest,
+    )
     from lockstep.checkpoint.inspection import (
         CheckpointContents,
         VerificationResult,
@@ -67,7 +72,7 @@ _MODULES = {
     "read_verified_manifest": "lockstep.checkpoint.file",
     "save_checkpoint": "lockstep.checkpoint.file",
     "show_checkpoint": "lockstep.checkpoint.inspection",
-    "state_digest": "lockstep.checkpoint.digest",
+    "state_digest": "lockstep.checkpoint.file",
     "verify_checkpoint": "lockstep.checkpoint.inspection",
 }
 

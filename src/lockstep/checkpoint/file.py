@@ -5,8 +5,9 @@ fsync. safetensors' reader is not used either: its tensors are backed by an mmap
 stay in that mapping for the rest of the run, and a truncated file or a lost mount would kill the process with SIGBUS.
 """
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -26,9 +27,21 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
-from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
+
+# %%% from tensor_bytes.py:
+# The bytes of a tensor, as a file stores them.
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row-major order, without a copy if the tensor is contiguous and on the CPU."""
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+# %%% from file.py:
+# (the main part)
 
 MANIFEST_KEY = "lockstep"
 """Key of the manifest in the `__metadata__` of the safetensors header."""
@@ -223,3 +236,32 @@ def _read_tensor(file: FileIO, info: TensorInfo, offset: int) -> Tensor:
             raise OSError("it was truncated while it was read")
         data = data[count:]
     return tensor
+
+
+# %%% from digest.py:
+# The digest of a model: SHA-256 of its parameters and buffers, as 64 hexadecimal digits.
+
+Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
+"""A tensor's name, dtype, shape and bytes."""
+
+_DIGEST_CHUNK_BYTES = 1 << 22
+
+
+def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, sorted by name.
+
+    Equal digests mean equal bits: -0.0 and 0.0 give different digests, and so do NaNs with different bits.
+    """
+    parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
+    return digest_parts(parts, pause)
+
+
+def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:
+    """Return the digest that `state_digest` returns, from tensors that come one at a time, sorted by name."""
+    digest = hashlib.sha256()
+    for name, dtype, shape, data in parts:
+        digest.update(f"{name}|{dtype}|{list(shape)}|".encode())
+        for begin in range(0, len(data), _DIGEST_CHUNK_BYTES):
+            digest.update(data[begin : begin + _DIGEST_CHUNK_BYTES])
+            pause()
+    return digest.hexdigest()

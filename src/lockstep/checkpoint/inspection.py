@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.checkpoint.digest import digest_parts
 from lockstep.checkpoint.file import (
     MANIFEST_KEY,
     OPTIMIZER_PREFIX,
     describe_damaged,
+    digest_parts,
     manifest_of,
     read_header,
     read_manifest,

@@ -10,8 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from lockstep.checkpoint.peek import peek_manifest
-from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError
 from lockstep.runs.ending import read_ending
 from lockstep.runs.run_directory import CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME

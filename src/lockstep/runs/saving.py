@@ -14,7 +14,7 @@ from typing import Any, Self, final
 
 from lockstep.checkpoint import Checkpoint, Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
-from lockstep.checkpoint.state_copy import StateCopy
+from lockstep.checkpoint.saver import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.raise_on_all import gather_results

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, state_digest
 from lockstep.checkpoint.atomic_write import atomic_write
-from lockstep.checkpoint.state_copy import StateCopy
+from lockstep.checkpoint.saver import StateCopy
 from lockstep.errors import CheckpointError
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.checkpoint.file import raw_bytes
 from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_shape_mismatches
 from lockstep.checkpoint.interop.locate import EXTRA_STATE
 from lockstep.checkpoint.interop.names import Renaming, first_components, fit_names
 from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
-from lockstep.checkpoint.tensor_bytes import raw_bytes
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import TorchDispatchMode, set_state_dict_versions
 

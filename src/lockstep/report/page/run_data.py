@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.peek import peek_manifest
-from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.recording.reading import FileEvents, read_recording
 from lockstep.report.metrics_file import read_metrics
