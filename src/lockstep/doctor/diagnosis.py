@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.doctor.activity import Activity
-from lockstep.doctor.processes import ProcessFacts
+from lockstep.doctor.system import ProcessFacts
 from lockstep.recording.file_format import GROUP_SHIFT
 
 STALL_SECONDS: Final = 10.0

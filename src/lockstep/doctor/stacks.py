@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lockstep.doctor.processes import look_at, thread_beside_frozen_main
+from lockstep.doctor.system import look_at, thread_beside_frozen_main
 from lockstep.recording.stacks import request_stacks
 
 _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.doctor.finding import is_running, read_headers
-from lockstep.doctor.processes import look_at
+from lockstep.doctor.system import look_at
 from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.processes import look_at
 from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
+from lockstep.doctor.system import look_at
 from lockstep.recording import stacks
 
 WRITTEN = """Thread 0x00007f01 (most recent call first):
