@@ -19,8 +19,7 @@ from lockstep.doctor.chrome_trace import chrome_trace
 from lockstep.doctor.examination import examine, last_job
 from lockstep.doctor.finding import find_recording
 from lockstep.doctor.report import print_examination, print_slow, slow_to_json, to_json
-from lockstep.doctor.sampling import recorded_usage, sample_workers
-from lockstep.doctor.slow import SlowReport, find_slow
+from lockstep.doctor.slow import SlowReport, find_slow, recorded_usage, sample_workers
 from lockstep.errors import UsageError
 from lockstep.recording.reading import read_recording
 

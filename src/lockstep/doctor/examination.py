@@ -9,9 +9,8 @@ from pathlib import Path
 from lockstep.doctor.activity import last_activity, not_begun
 from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
 from lockstep.doctor.finding import is_running
-from lockstep.doctor.neighbours import Neighbour, find_neighbours, read_process_times
 from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
-from lockstep.doctor.system import children_of, look_at
+from lockstep.doctor.system import Neighbour, children_of, find_neighbours, look_at, read_process_times
 from lockstep.processes.host import boot_id
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents, read_recording

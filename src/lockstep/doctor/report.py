@@ -11,8 +11,8 @@ from rich.table import Table
 
 from lockstep.doctor.diagnosis import WorkerState
 from lockstep.doctor.examination import Examination
-from lockstep.doctor.neighbours import describe_neighbours
 from lockstep.doctor.slow import PARTS, SlowReport
+from lockstep.doctor.system import describe_neighbours
 
 
 def print_examination(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from lockstep.doctor.finding import is_running
-from lockstep.doctor.usage import UsageEvents
+from lockstep.doctor.system import UsageEvents
 from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder, ensure_own_recorder, own_recorder
 from lockstep.recording.reading import last_moment

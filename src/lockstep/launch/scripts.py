@@ -24,7 +24,7 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Placement, count_cores
-from lockstep.doctor.crashes import crash_place
+from lockstep.doctor.stacks import crash_place
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.drop_in import NOTICE, with_drop_in, with_folder

@@ -14,7 +14,7 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
-from lockstep.doctor.crashes import crash_place
+from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
 from lockstep.launch.exits import describe_waiting
 from lockstep.launch.messages import WorkerTask, send_task

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from lockstep.doctor.neighbours import (
+from lockstep.doctor.system import (
     Neighbour,
     ProcessTimes,
     describe_neighbours,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.sampling import recorded_usage
+from lockstep.doctor.slow import recorded_usage
 from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
-from lockstep.doctor.usage import GROWING, PRESENT, UsageEvents, read_usage
+from lockstep.doctor.system import GROWING, PRESENT, UsageEvents, read_usage
 from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
 from lockstep.recording.reading import read_file
 

@@ -5,8 +5,15 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from lockstep.doctor.scripts.finding import Level, ScriptFinding
-from lockstep.doctor.scripts.source import ScriptSource, has_unknown_arguments, keyword, last_name, with_keyword
+from lockstep.doctor.scripts.source import (
+    Level,
+    ScriptFinding,
+    ScriptSource,
+    has_unknown_arguments,
+    keyword,
+    last_name,
+    with_keyword,
+)
 
 _PREPARING: Final = ("prepare", "setup_dataloaders", "setup", "prepare_data_loader", "skip_first_batches")
 """Methods of Accelerate, Fabric and Ray that give a loader a sampler."""

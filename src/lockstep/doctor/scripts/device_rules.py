@@ -4,8 +4,15 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from lockstep.doctor.scripts.finding import Level, ScriptFinding
-from lockstep.doctor.scripts.source import ScriptSource, has_unknown_arguments, keyword, last_name, with_keyword
+from lockstep.doctor.scripts.source import (
+    Level,
+    ScriptFinding,
+    ScriptSource,
+    has_unknown_arguments,
+    keyword,
+    last_name,
+    with_keyword,
+)
 
 _WRAPPERS: Final = ("DistributedDataParallel", "DDP")
 

@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from lockstep.doctor.scripts.finding import Level, ScriptFinding
-from lockstep.doctor.scripts.source import ScriptSource, keyword, last_name
+from lockstep.doctor.scripts.source import Level, ScriptFinding, ScriptSource, keyword, last_name
 
 _COLLECTIVES: Final = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),

@@ -3,6 +3,8 @@
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Final, final
 
@@ -208,3 +210,28 @@ def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | 
                 _note(found, each, value)
     elif name := last_name(target):
         found.setdefault(name, []).append(value)
+
+
+# %%% from finding.py:
+# What a rule reports.
+
+
+class Level(Enum):
+    """How much a finding matters."""
+
+    MISTAKE = "mistake"
+    """It trains something else than meant, fails, or waits for ever."""
+    NOTE = "note"
+    """It works, and is seldom meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFinding:
+    rule: str
+    level: Level
+    line: int
+    """The line, counted from 1."""
+    text: str
+    """What is wrong there, and what comes of it."""
+    mended: str
+    """The line as it should be, or the line to add."""

@@ -12,7 +12,7 @@ from bokeh.models.annotations import Legend
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from lockstep.doctor.sampling import recorded_usage
+from lockstep.doctor.slow import recorded_usage
 from lockstep.recording import EventKind
 from lockstep.recording.reading import clock_offsets
 from lockstep.report.page.colours import AXIS_COLOUR, RUN_COLOURS, SHARE_COLOURS

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lockstep.doctor.sampling import recorded_usage
-from lockstep.doctor.slow import find_slow
+from lockstep.doctor.slow import find_slow, recorded_usage
 from lockstep.report.page.colours import SHARE_COLOURS
 from lockstep.report.page.forecast import Forecast
 from lockstep.report.page.run_data import RunData
