@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
-from lockstep.report.page.forecast import Forecast, forecast_steps
+from lockstep.report.page.measure import Forecast, forecast_steps
 from lockstep.report.page.measured import measure_steps
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.tables import (

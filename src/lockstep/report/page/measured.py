@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.report.page.forecast import MeasuredSteps
+from lockstep.report.page.measure import MeasuredSteps
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.step_parts import step_parts
 

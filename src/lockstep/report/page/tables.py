@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.doctor.slow import find_slow, recorded_usage
 from lockstep.report.page.colours import SHARE_COLOURS
-from lockstep.report.page.forecast import Forecast
+from lockstep.report.page.measure import Forecast
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.time_shares import SHARES, time_shares
 from lockstep.report.page.words import both

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.report.page.forecast import MeasuredSteps, forecast_steps
+from lockstep.report.page.measure import MeasuredSteps, forecast_steps
 from lockstep.report.page.tables import forecast_table
 
 TWO_WORKERS = MeasuredSteps(
