@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.recording import own_recorder
 from lockstep.recording.reading import read_recording
-from lockstep.report.page.measure import MeasuredSteps, forecast_steps
-from lockstep.report.page.measured import measure_tables
+from lockstep.report.page.measure import MeasuredSteps, forecast_steps, measure_tables
 
 NUM_SHARDS = 4
 WORDS = 20_000

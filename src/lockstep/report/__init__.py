@@ -4,8 +4,7 @@ Everything here is a recorder of events, or reads a file of a recorder. Rank 0 r
 `curves.py` is not imported here, because importing matplotlib is slow.
 """
 
-from lockstep.report.metrics_file import MetricsFile, sum_epoch
+from lockstep.report.metrics_file import MetricsFile, Succession, sum_epoch
 from lockstep.report.progress import PlainLines, ProgressBar
-from lockstep.report.succession import Succession
 
 __all__ = ["MetricsFile", "PlainLines", "ProgressBar", "Succession", "sum_epoch"]

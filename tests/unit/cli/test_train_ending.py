@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import train_ending
-from lockstep.report.page import document, run_data
+from lockstep.report import page
+from lockstep.report.page import run_data
 
 
 def write_metrics(folder: Path) -> None:
@@ -33,7 +34,7 @@ def test_a_report_that_fails_is_told_of_and_fails_nothing(
     write_metrics(tmp_path)
     (tmp_path / "config.yaml").write_text("{}")
     monkeypatch.setattr(run_data, "read_run", fail)
-    monkeypatch.setattr(document, "write_page", fail)
+    monkeypatch.setattr(page, "write_page", fail)
     train_ending._write_report(tmp_path)
     said = capsys.readouterr().err
     assert "ValueError: figures of a kind that Bokeh refuses" in said

@@ -15,7 +15,7 @@ from lockstep.events import EpochFinished, Event, Recorders, RunStarted, StepFin
 from lockstep.report import MetricsFile, Succession, sum_epoch
 from lockstep.report.metrics_file import read_metrics
 from lockstep.report.trackers import Following, TrackedRun, check_trackers, make_trackers
-from lockstep.report.trackers.protocol import Ending
+from lockstep.report.trackers.known import Ending
 from lockstep.runs.config import parse_config
 from lockstep.runs.resuming import Resume
 

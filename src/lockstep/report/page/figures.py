@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from lockstep.doctor.slow import recorded_usage
 from lockstep.recording import EventKind
 from lockstep.recording.reading import clock_offsets
-from lockstep.report.page.colours import AXIS_COLOUR, RUN_COLOURS, SHARE_COLOURS
+from lockstep.report.page.measure import phases
 from lockstep.report.page.run_data import RunData
-from lockstep.report.page.time_shares import phases
+from lockstep.report.page.texts import AXIS_COLOUR, RUN_COLOURS, SHARE_COLOURS
 
 _MOST_POINTS: Final = 10_000
 _MOST_EVENTS: Final = 4000

@@ -8,9 +8,8 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.callbacks import Callback
 from lockstep.errors import RunDirectoryError
 from lockstep.events import Evaluated, Recorder, RunStarted
-from lockstep.report.metrics_file import MetricsFile
-from lockstep.report.succession import Succession
-from lockstep.report.trackers.following import Following
+from lockstep.report.metrics_file import MetricsFile, Succession
+from lockstep.report.trackers import Following
 from lockstep.report.trackers.known import check_trackers, make_trackers
 from lockstep.runs.step_losses import EpochSums, StepLosses
 from lockstep.runs.training_options import NamedTracker

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.report.page.document import make_page
+from lockstep.report.page import make_page
 from lockstep.report.page.figures import draw_curve
 from lockstep.report.page.run_data import read_run
 from lockstep.report.page.texts import TEXTS

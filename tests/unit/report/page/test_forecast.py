@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep.report.page import forecast_table
 from lockstep.report.page.measure import MeasuredSteps, forecast_steps
-from lockstep.report.page.tables import forecast_table
 
 TWO_WORKERS = MeasuredSteps(
     workers=2,

@@ -8,9 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lockstep.recording import EventKind
-from lockstep.report.page.measure import forecast_steps
-from lockstep.report.page.measured import measure_tables
-from lockstep.report.page.step_parts import step_parts
+from lockstep.report.page.measure import forecast_steps, measure_tables, step_parts
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
 MILLISECOND = 1_000_000

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lockstep.recording import EventKind
-from lockstep.report.page.time_shares import SHARES, time_shares
+from lockstep.report.page.measure import SHARES, time_shares
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
 SECOND = 1_000_000_000
