@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.process.ranks import Rank, Ranks, call_on_ranks
 
 import lockstep as ls
-from lockstep.comm import hosts
+from lockstep.comm import backends, hosts
 from lockstep.comm.gloo import GlooComparer
 
 pytestmark = pytest.mark.usefixtures("warm_workers")

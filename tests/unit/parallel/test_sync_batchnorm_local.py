@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lockstep.parallel import sync_batchnorm
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, combine, local_moments
 
 
