@@ -42,7 +42,7 @@ def predict(
     The same bits on any number of workers. Started again after an interruption it continues where it was.
     """
     with failures_shown(debug=debug):
-        from lockstep.report.tables import check_table_path, write_table
+        from lockstep.runs.predictions import check_table_path, write_table
 
         check_table_path(output)
         saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)

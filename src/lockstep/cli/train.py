@@ -37,8 +37,8 @@ from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, su
 from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
+from lockstep.runs.directory import METRICS_NAME, RECORDING_NAME
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
-from lockstep.runs.run_directory import METRICS_NAME, RECORDING_NAME
 from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:

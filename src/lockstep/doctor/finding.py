@@ -11,7 +11,7 @@ from lockstep.recording.file_format import HEADER_BYTES, FileHeader, parse_heade
 from lockstep.recording.writing import private_folder
 
 RECORDING_NAME: Final = "recording"
-"""The folder within a run directory; `lockstep.runs.run_directory` has the same name."""
+"""The folder within a run directory; `lockstep.runs.directory` has the same name."""
 _RUNS: Final = Path("runs")
 _ADVICE: Final = (
     "Name a run directory, or a process with --pid. Jobs of `lockstep train`, `lockstep run`, `ls.launch` and scripts "

@@ -21,10 +21,10 @@ from lockstep.engine.stopping import MaxSteps
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build_callbacks import build_callbacks
+from lockstep.runs.build_data import build_collate, build_lengths, build_weights
 from lockstep.runs.build_loss import as_loss, build_criterion
 from lockstep.runs.build_metrics import build_metrics
 from lockstep.runs.build_optimizer import build_optimizer, build_scheduler
-from lockstep.runs.build_sampling import build_collate, build_lengths, build_weights
 from lockstep.runs.config import Config
 from lockstep.runs.data_sets import preferred_set, split_sets
 from lockstep.runs.importing import call_object, import_object

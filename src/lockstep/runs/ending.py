@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
-from lockstep.runs.run_directory import ENDED_NAME
+from lockstep.runs.directory import ENDED_NAME
 
 _MAX_REASON = 300
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lockstep.comm import World
 from lockstep.devices import count_cores, take_inventory
 from lockstep.errors import RunDirectoryError
-from lockstep.runs.run_directory import ENVIRONMENT_NAME
+from lockstep.runs.directory import ENVIRONMENT_NAME
 from lockstep.secrets import hide_secrets
 from lockstep.settings import read_settings
 

@@ -14,7 +14,7 @@ from lockstep.engine.state_file import unpack_state
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.build_callbacks import WITHOUT_CALLBACKS
-from lockstep.runs.build_sampling import build_collate
+from lockstep.runs.build_data import build_collate
 from lockstep.runs.config import Config
 from lockstep.runs.data_sets import TRAIN, unknown_set
 from lockstep.runs.measuring import measure

@@ -12,8 +12,8 @@ from ruamel.yaml.error import YAMLError
 
 from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError
+from lockstep.runs.directory import CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME
 from lockstep.runs.ending import read_ending
-from lockstep.runs.run_directory import CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME
 from lockstep.runs.run_lock import find_holder
 
 _DEPTH = 3

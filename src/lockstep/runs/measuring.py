@@ -13,7 +13,7 @@ from lockstep.engine.moments import read_values
 from lockstep.engine.plateau import ReduceLROnPlateau
 from lockstep.errors import ConfigError
 from lockstep.runs.build import RunParts, first_samples
-from lockstep.runs.build_sampling import build_collate
+from lockstep.runs.build_data import build_collate
 from lockstep.runs.config import Config
 from lockstep.runs.data_sets import TEST
 from lockstep.runs.retention import check_metric_name

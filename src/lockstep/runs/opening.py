@@ -33,8 +33,8 @@ from lockstep.checkpoint.step_files import (
 from lockstep.errors import CheckpointError, LaterFormatError, RunDirectoryError
 from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config
+from lockstep.runs.directory import CONFIG_NAME, find_run_directory, make_run_directory, write_config
 from lockstep.runs.own_run import check_may_begin_again, find_own_run, note_job
-from lockstep.runs.run_directory import CONFIG_NAME, find_run_directory, make_run_directory, write_config
 from lockstep.runs.run_lock import lock_run
 
 if TYPE_CHECKING:  # opening a new run needs no torch

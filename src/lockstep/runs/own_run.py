@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.runs.changes import find_changes
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.run_directory import CONFIG_NAME, JOB_NAME, find_numbered
+from lockstep.runs.directory import CONFIG_NAME, JOB_NAME, find_numbered
 
 
 def find_own_run(config: Config, name: str, job: str | None) -> Path | None:

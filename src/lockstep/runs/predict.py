@@ -1,7 +1,7 @@
 """Predictions of a saved model for a data set, in the order of the data, with the same bits on any number of workers.
 
 Rank 0 collects the predictions of each batch and writes them in parts, each of which is complete under its name. A run
-that was stopped continues after the last part, on any number of workers. `lockstep.report.tables` makes one file of the
+that was stopped continues after the last part, on any number of workers. `lockstep.runs.predictions` makes one file of the
 parts.
 """
 
@@ -27,7 +27,7 @@ from lockstep.engine.evaluation import SliceCalls, evaluation_mode
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build_sampling import build_collate
+from lockstep.runs.build_data import build_collate
 from lockstep.runs.config import Config
 from lockstep.runs.data_sets import TRAIN, preferred_set, split_sets, unknown_set
 from lockstep.runs.evaluate import load_weights_of

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runs.config import Config, apply_overrides, parse_config
-from lockstep.runs.run_directory import ENVIRONMENT_NAME
+from lockstep.runs.directory import ENVIRONMENT_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

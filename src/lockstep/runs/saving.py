@@ -24,8 +24,8 @@ from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.runs.config import Config
+from lockstep.runs.directory import link_best_checkpoint, make_checkpoint
 from lockstep.runs.retention import SavedCheckpoint, choose_checkpoints_to_remove, find_best, score_of
-from lockstep.runs.run_directory import link_best_checkpoint, make_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

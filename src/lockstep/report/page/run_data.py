@@ -10,8 +10,8 @@ from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.recording.reading import FileEvents, read_recording
 from lockstep.report.metrics_file import read_metrics
+from lockstep.runs.directory import METRICS_NAME, RECORDING_NAME
 from lockstep.runs.listing import ListedRun, list_runs, read_starts
-from lockstep.runs.run_directory import METRICS_NAME, RECORDING_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

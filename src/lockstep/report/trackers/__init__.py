@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.events import Event, RunStarted
 from lockstep.report.metrics_file import key_of, key_of_row, read_metrics, row_of
 from lockstep.report.trackers.known import Ending, TrackedRun, Tracker, check_trackers, make_trackers
-from lockstep.runs.run_directory import TRACKED_NAME
+from lockstep.runs.directory import TRACKED_NAME
 from lockstep.secrets import hide_values
 
 # %%% from following.py:
