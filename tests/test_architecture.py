@@ -72,7 +72,7 @@ PURE = (
     "lockstep.checkpoint.interop.names",
     "lockstep.checkpoint.interop.locate",
     "lockstep.runs.changes",
-    "lockstep.runs.retention",
+    "lockstep.runs.saving",
     "lockstep.launch.environment",
     "lockstep.launch.lines",
     "lockstep.launch.membership",

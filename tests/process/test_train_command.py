@@ -30,7 +30,7 @@ from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
 from lockstep.recording import EventKind
 from lockstep.recording.reading import read_recording
-from lockstep.runs.run_lock import lock_run
+from lockstep.runs.directory import lock_run
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

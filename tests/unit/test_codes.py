@@ -18,8 +18,7 @@ import lockstep as ls
 from lockstep.cli.main import _COMMANDS as COMMANDS
 from lockstep.cli.main import app
 from lockstep.explanations import CHINESE, ENGLISH, all_codes, codes_in, page_of, title_of
-from lockstep.runs.config import parse_config
-from lockstep.runs.yaml_text import parse_yaml
+from lockstep.runs.config import parse_config, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lockstep"
@@ -66,7 +65,7 @@ OTHERS_CODE = {
         "recording/writing.py: private_folder",
         "recording/reading.py: _copy",
         "runs/config.py: Config._check_devices, Config._check_best, Config._check_shards, Config._check_elastic",
-        "runs/training_options.py: parse_seconds",
+        "runs/config.py: parse_seconds",
     ),
     "The operating system's, which says it better": (
         "checkpoint/atomic_write.py: atomic_write",

@@ -9,7 +9,7 @@ from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
 from lockstep.cli.saved_options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.launch.messages import Run
-from lockstep.runs.saved_runs import SavedRun, find_saved_run
+from lockstep.runs.opening import SavedRun, find_saved_run
 
 
 def evaluate(

@@ -10,8 +10,8 @@ from lockstep.cli.failures import failures_shown
 from lockstep.cli.saved_options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
-from lockstep.runs.parts import describe_job, find_parts, open_parts, remove_parts
-from lockstep.runs.saved_runs import SavedRun, find_saved_run
+from lockstep.runs.opening import SavedRun, find_saved_run
+from lockstep.runs.predictions import describe_job, find_parts, open_parts, remove_parts
 
 
 def predict(

@@ -9,7 +9,7 @@ import typer
 
 from lockstep.devices import place_workers
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
-from lockstep.runs.saved_runs import SavedRun, search_path
+from lockstep.runs.opening import SavedRun, search_path
 
 SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or a checkpoint.")]
 OVERRIDES = Annotated[

@@ -15,7 +15,7 @@ from lockstep.cli.failures import RESUME_EXIT
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report.metrics_file import read_metrics
 from lockstep.runs.directory import CURVES_NAME, METRICS_NAME, REPORT_NAME, discard_unused
-from lockstep.runs.ending import forget_ending, write_ending
+from lockstep.runs.listing import forget_ending, write_ending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

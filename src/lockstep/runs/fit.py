@@ -1,9 +1,11 @@
 """The training loop of a run, in one worker: train, evaluate, save."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 
@@ -15,20 +17,127 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.restoring import Stateful
+from lockstep.engine.state_file import Scheduler
+from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError
-from lockstep.events import EpochFinished, Recorder, RunStarted, WorkerEnded, WorkersChanged
+from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished, WorkerEnded, WorkersChanged
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.recording import own_recorder
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
+from lockstep.runs.evaluate import check_metric_names, measure_all, split_by_set, update_statistics, values_of
 from lockstep.runs.importing import call_object, import_object
-from lockstep.runs.loop_state import FitState
-from lockstep.runs.measuring import check_metric_names, measure_all, split_by_set, update_statistics, values_of
 from lockstep.runs.resuming import Resume, restore_run
 from lockstep.runs.saving import RunSaver
-from lockstep.runs.step_losses import EpochSums, StepLosses
+
+# %%% from step_losses.py:
+# The losses of an epoch's steps: recorded one by one, and added up for the epoch's mean.
+
+
+@dataclass(slots=True)
+class EpochSums:
+    """Sums for the mean loss of an epoch; a run resumed in the middle of an epoch starts with those before it."""
+
+    loss: float = 0.0
+    """Sum of loss times weight over the steps of the epoch that were not skipped."""
+    weight: float = 0.0
+    """Sum of their weights."""
+
+    def take_mean(self) -> float:
+        """Return the mean loss of an epoch that is over, NaN where nothing had a weight, and begin with the next."""
+        mean = self.loss / self.weight if self.weight else math.nan
+        self.loss = self.weight = 0.0
+        return mean
+
+
+@final
+class StepLosses:
+    """Adds up and records the losses of an epoch's steps.
+
+    To read a loss is to wait for the device, which has nothing to do then until the next step is launched. So where
+    the device is asynchronous, a step is recorded when the next one is launched.
+    """
+
+    def __init__(self, sums: EpochSums, recorder: Recorder, *, is_late: bool) -> None:
+        self._sums = sums
+        self._recorder = recorder
+        self._is_late = is_late
+        self._last: tuple[StepResult, int, float | None] | None = None
+
+    def add(self, result: StepResult, global_step: int, learning_rate: float | None = None) -> None:
+        """Take in a step, which was update `global_step`."""
+        self.record_last()
+        self._last = result, global_step, learning_rate
+        if not self._is_late:
+            self.record_last()
+
+    def record_last(self) -> None:
+        """Record the last step, if it is not recorded yet."""
+        if self._last is None:
+            return
+        (result, global_step, learning_rate), self._last = self._last, None
+        weight = 0.0 if result.is_skipped else result.weight
+        if weight:
+            self._sums.loss += result.loss * weight
+            self._sums.weight += weight
+        self._recorder.record(
+            StepFinished(
+                epoch=result.cursor.epoch,
+                step=result.cursor.step,
+                global_step=global_step,
+                loss=result.loss,
+                weight=weight,
+                learning_rate=learning_rate,
+                grad_norm=result.grad_norm,
+            )
+        )
+
+
+# %%% from loop_state.py:
+# What the training loop of a run keeps beside the trainer, and a worker that joins needs.
+
+
+@final
+class FitState:
+    """The state of the loop between two steps, on one worker; `scheduler` is one that the trainer does not step."""
+
+    def __init__(
+        self,
+        sums: EpochSums,
+        saver: RunSaver,
+        scheduler: Scheduler | None,
+        others: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> None:
+        self._sums = sums
+        self._saver = saver
+        self._scheduler = scheduler
+        self._others = others
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a new worker needs (local)."""
+        return {
+            "loss": self._sums.loss,
+            "weight": self._sums.weight,
+            "saver": self._saver.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` has returned on another worker (local)."""
+        self._sums.loss, self._sums.weight = state["loss"], state["weight"]
+        self._saver.load_state_dict(state["saver"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        for name, each in self._others.items():
+            each.load_state_dict(state["others"][name])
+
+
+# %%% from fit.py:
+# (the main part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

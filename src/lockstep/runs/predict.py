@@ -27,12 +27,11 @@ from lockstep.engine.evaluation import SliceCalls, evaluation_mode
 from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build_data import build_collate
+from lockstep.runs.build_data import TRAIN, build_collate, preferred_set, split_sets, unknown_set
 from lockstep.runs.config import Config
-from lockstep.runs.data_sets import TRAIN, preferred_set, split_sets, unknown_set
 from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
-from lockstep.runs.parts import part_name
+from lockstep.runs.predictions import part_name
 from lockstep.shards import derive_seed
 
 _PART_SECONDS = 10.0

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import state_digest
 from lockstep.engine.fingerprint import Fingerprint
-from lockstep.runs.build import RunParts, build_parts
-from lockstep.runs.build_callbacks import WITHOUT_CALLBACKS
+from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts
 from lockstep.runs.config import Config
 
 

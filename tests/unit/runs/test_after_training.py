@@ -17,10 +17,17 @@ from lockstep.runs import predict
 from lockstep.runs.config import parse_config
 from lockstep.runs.evaluate import evaluate_saved
 from lockstep.runs.fit import FitResult, fit
-from lockstep.runs.parts import describe_job, find_parts, open_parts, part_name, remove_parts
+from lockstep.runs.opening import find_saved_run
 from lockstep.runs.predict import PredictRequest, predict_saved
-from lockstep.runs.predictions import check_table_path, write_table
-from lockstep.runs.saved_runs import find_saved_run
+from lockstep.runs.predictions import (
+    check_table_path,
+    describe_job,
+    find_parts,
+    open_parts,
+    part_name,
+    remove_parts,
+    write_table,
+)
 
 MODULE = """
 import torch

@@ -14,8 +14,7 @@ from lockstep.errors import CheckpointError, ConfigError, DataFileError
 from lockstep.events import NULL_RECORDER
 from lockstep.report import MetricsFile
 from lockstep.report.metrics_file import read_metrics
-from lockstep.runs.build import RunParts, build_parts
-from lockstep.runs.build_optimizer import build_scheduler
+from lockstep.runs.build import RunParts, build_parts, build_scheduler
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit
 from lockstep.runs.resuming import restore_run

@@ -153,7 +153,7 @@ def test_mistakes_are_refused_with_one_message(tmp_path: Path, values: dict[str,
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5400), ("1h30m", 5400), ("2d", 172800), (7, 7.0), ("5s", 5)])
 def test_times_have_units(text: str | float, seconds: float) -> None:
-    from lockstep.runs.training_options import parse_seconds
+    from lockstep.runs.config import parse_seconds
 
     assert parse_seconds(text) == seconds
 

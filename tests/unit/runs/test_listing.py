@@ -9,9 +9,8 @@ import torch
 from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.cli.runs import _format, _measured
-from lockstep.runs.ending import forget_ending, read_ending, write_ending
-from lockstep.runs.listing import ListedRun, find_differences, list_runs
-from lockstep.runs.run_lock import lock_run
+from lockstep.runs.directory import lock_run
+from lockstep.runs.listing import ListedRun, find_differences, forget_ending, list_runs, read_ending, write_ending
 
 
 def make_run(

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.runs.config import parse_config
-from lockstep.runs.retention import (
+from lockstep.runs.saving import (
     SavedCheckpoint,
     check_metric_name,
     choose_checkpoints_to_remove,

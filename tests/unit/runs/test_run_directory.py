@@ -5,8 +5,7 @@ import pytest
 
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.errors import RunDirectoryError
-from lockstep.runs.directory import discard_unused, find_run_directory, make_run_directory
-from lockstep.runs.run_lock import lock_run
+from lockstep.runs.directory import discard_unused, find_run_directory, lock_run, make_run_directory
 
 
 @pytest.fixture(autouse=True)

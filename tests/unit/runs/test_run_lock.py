@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.runs.run_lock import LOCK_NAME, lock_run
+from lockstep.runs.directory import LOCK_NAME, lock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 

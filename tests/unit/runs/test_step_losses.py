@@ -6,7 +6,7 @@ import pytest
 from lockstep.data import Cursor
 from lockstep.engine.step_result import StepOutcome, StepResult
 from lockstep.events import Event, StepFinished
-from lockstep.runs.step_losses import EpochSums, StepLosses
+from lockstep.runs.fit import EpochSums, StepLosses
 
 
 class Log:

@@ -11,8 +11,8 @@ from lockstep.events import Evaluated, Recorder, RunStarted
 from lockstep.report.metrics_file import MetricsFile, Succession
 from lockstep.report.trackers import Following
 from lockstep.report.trackers.known import check_trackers, make_trackers
-from lockstep.runs.step_losses import EpochSums, StepLosses
-from lockstep.runs.training_options import NamedTracker
+from lockstep.runs.config import NamedTracker
+from lockstep.runs.fit import EpochSums, StepLosses
 
 
 @final

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, final
 
 from lockstep.errors import ConfigError
+from lockstep.runs.config import NamedTracker
 from lockstep.runs.importing import call_object, import_object
-from lockstep.runs.training_options import NamedTracker
 
 # %%% from protocol.py:
 # What a tracker does, and what it is told of a run.
