@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
-from lockstep.cli.resume_option import ResumingCommand, give_value
+from lockstep.cli.options import ResumingCommand, give_value
 
 
 @pytest.mark.parametrize(
