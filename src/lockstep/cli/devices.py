@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
+from lockstep.cli.main import command
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
 from lockstep.devices.inventory import describe_bytes, describe_holder, gpu_number

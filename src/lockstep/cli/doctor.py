@@ -11,8 +11,8 @@ import pynvml
 import typer
 from rich.console import Console
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.main import command
 from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.doctor.chrome_trace import chrome_trace

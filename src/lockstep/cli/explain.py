@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.explanations import CHINESE, ENGLISH, all_codes, page_of, title_of
 

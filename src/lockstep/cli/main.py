@@ -1,11 +1,12 @@
 """The entry point of `lockstep`. Each command is imported when it is used, so that `lockstep --help` is immediate."""
 
 import difflib
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep.processes.ending import exit_quickly
 from lockstep.version import VERSION
@@ -86,3 +87,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# %%% from command.py:
+# Making a command out of a function, as `main.py` finds it in each module of this package.
+
+
+def command(
+    function: Callable[..., None],
+    *,
+    cls: type[TyperCommand] = TyperCommand,
+    context_settings: Mapping[str, Any] | None = None,
+) -> typer.Typer:
+    """Return a typer app with this function as its only command."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(cls=cls, context_settings=dict(context_settings or {}))(function)
+    return app

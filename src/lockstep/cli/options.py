@@ -1,12 +1,20 @@
 """`--resume [PATH]`: an option whose value may be left out, which typer does not support before arguments."""
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from typer import Context
 from typer.core import TyperCommand
 
-from lockstep.runs.opening import NEWEST
+from lockstep.devices import place_workers
+from lockstep.errors import ConfigError
+from lockstep.launch.launcher import LaunchSettings, call_on_workers
+from lockstep.runs.opening import NEWEST, SavedRun, search_path
 
 _RESUME = "--resume"
 _WITH_VALUE = frozenset({"--allow"})
@@ -54,3 +62,83 @@ def _positional_indices(args: Sequence[str]) -> Iterator[int]:
         is_value = index > 0 and args[index - 1] in _WITH_VALUE
         if not (argument.startswith("-") or is_value or _OVERRIDE.match(argument)):
             yield index
+
+
+# %%% from configs.py:
+# Finding the config that a command was given: a file, or the name of an example.
+
+_PACKAGE = Path(__file__).parent.parent
+_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
+"""Where examples are: in the wheel, and in a checkout."""
+
+
+def find_examples() -> Mapping[str, Path]:
+    """Return the configs that come with Lockstep, by name."""
+    folder = next((each for each in _FOLDERS if each.is_dir()), None)
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(given: Path) -> Path:
+    """Return the file `given`, `given` with .yaml added, or the example of this name; a .yaml may not be there."""
+    if given.exists():
+        return given
+    if given.suffix in {".yaml", ".yml"}:
+        there = {path.stem: path for path in sorted(given.parent.glob("*.y*ml"))}
+        near = difflib.get_close_matches(given.stem, there, n=1)
+        if near:
+            raise ConfigError(f"There is no config file {given}. Did you mean {there[near[0]]}? (LS801)")
+        return given
+    beside = given.with_name(f"{given.name}.yaml")
+    if beside.exists():
+        return beside
+    examples = find_examples()
+    if str(given) in examples:
+        return examples[str(given)]
+    known = f" The examples are {', '.join(examples)}." if examples else ""
+    raise ConfigError(
+        f"There is no config file {given}, nor {beside}, and no example of this name.{known} `lockstep init` writes a "
+        "config and a module to begin with. (LS801)"
+    )
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Return the configs whose names begin so, for the shell's completion."""
+    folder, _, start = incomplete.rpartition("/")
+    here = Path(folder or ("/" if incomplete.startswith("/") else "."))
+    prefix = incomplete[: len(incomplete) - len(start)]
+    found = [path for path in here.glob(f"{start}*") if path.suffix in {".yaml", ".yml"} or path.is_dir()]
+    paths = [f"{prefix}{path.name}{'/' if path.is_dir() else ''}" for path in sorted(found)]
+    return [*paths, *([name for name in find_examples() if name.startswith(incomplete)])]
+
+
+# %%% from saved_options.py:
+# What `lockstep evaluate` and `lockstep predict` have in common: their options, and calling workers.
+
+SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or a checkpoint.")]
+OVERRIDES = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run's config.")
+]
+WORKERS = Annotated[int | None, typer.Option("--workers", min=1, help="Number of workers.  [default: the config's]")]
+DEVICES = Annotated[str | None, typer.Option("--devices", help="As device_ids in a config.  [default: the config's]")]
+FORCE = Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")]
+CODE = Annotated[
+    Path | None,
+    typer.Option("--code", help="The folder of the modules that the config names.  [default: that of the run]"),
+]
+WEIGHTS = Annotated[
+    str | None, typer.Option("--weights", help="ema or swa: the averaged weights of the checkpoint, not its own.")
+]
+DEBUG = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
+
+
+def call_on_saved(
+    function: Callable[..., Any], saved: SavedRun, *arguments: Any, code: Path | None, force: bool, is_quiet: bool
+) -> Any:
+    """Call `function(run, saved, *arguments)` in workers; return rank 0's result. `is_quiet`: stdout has only that."""
+    config = saved.config
+    sys.path[:0] = search_path(saved, code)
+    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
+    config.check_workers(len(placement.devices))
+    typer.echo(f"devices: {placement.reason}", err=is_quiet)
+    settings = LaunchSettings(devices=placement, threads_per_worker=config.threads_per_worker)
+    return call_on_workers(function, (saved, *arguments), {}, settings)[0]

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.saved_options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.cli.main import command
+from lockstep.cli.options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 
 _NAME = "report.html"

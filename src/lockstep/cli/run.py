@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
+from lockstep.cli.main import command
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
 from lockstep.launch.output import print_message

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.command import command
 from lockstep.cli.failures import failures_shown
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.runs.listing import ListedRun, find_differences, list_runs
 

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from lockstep.channel.table import Message
-from lockstep.cli.command import command
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.launch.control import ask, connect
 

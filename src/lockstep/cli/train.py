@@ -18,10 +18,9 @@ import typer
 from rich.console import Console
 
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.cli.command import command
-from lockstep.cli.configs import complete_config, find_config
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.options import ResumingCommand
+from lockstep.cli.main import command
+from lockstep.cli.options import ResumingCommand, complete_config, find_config
 from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU

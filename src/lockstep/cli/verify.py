@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.command import command
-from lockstep.cli.configs import complete_config, find_config
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.main import command
+from lockstep.cli.options import complete_config, find_config
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
 from lockstep.launch.launcher import launch

@@ -6,8 +6,7 @@ import pytest
 import typer
 
 from lockstep.cli import failures
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.redirected import check_not_redirected
+from lockstep.cli.failures import FAILURE_EXIT, check_not_redirected, failures_shown
 from lockstep.errors import LossError, PeerFailedError, UsageError, WorkerFailedError, WorkerFailure
 from lockstep.launch.exits import describe_failures
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep.cli.configs import complete_config, find_config, find_examples
 from lockstep.cli.main import app
+from lockstep.cli.options import complete_config, find_config, find_examples
 from lockstep.errors import ConfigError
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config

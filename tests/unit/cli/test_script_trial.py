@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.script_trial import try_script
+from lockstep.cli.check import try_script
 
 JOB = """
 import sys, tempfile, time, lockstep_command
