@@ -74,7 +74,7 @@ PURE = (
     "lockstep.runs.changes",
     "lockstep.runs.saving",
     "lockstep.launch.environment",
-    "lockstep.launch.lines",
+    "lockstep.launch.output",
     "lockstep.launch.membership",
     "lockstep.channel.table",
     "lockstep.channel.table",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from lockstep.launch.drop_in import NOTICE
+from lockstep.launch.environment import NOTICE
 
 SCRIPTS = Path(__file__).parent / "unchanged_scripts"
 RUN = [str(Path(sys.executable).with_name("lockstep")), "run"]

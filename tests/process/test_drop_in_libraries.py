@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.launch.drop_in import NOTICE
+from lockstep.launch.environment import NOTICE
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "unchanged_scripts"

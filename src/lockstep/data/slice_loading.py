@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import KeyedDataset, SliceKeys
 from lockstep.data.samples import Keys, SlicePlan
-from lockstep.launch.exits import describe_exit
-from lockstep.launch.out_of_memory import OomKills, name_killer, read_oom_kills
+from lockstep.launch.exits import OomKills, describe_exit, name_killer, read_oom_kills
 from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.torch_private.loaders import without_interruption
 

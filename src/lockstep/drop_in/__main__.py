@@ -7,7 +7,7 @@ the same command once per device.
 import os
 import sys
 
-from lockstep.launch.drop_in import command_of_script
+from lockstep.launch.environment import command_of_script
 
 _USAGE = "usage: python -m lockstep.drop_in SCRIPT ARGS, or -m lockstep.drop_in -m MODULE ARGS\n"
 

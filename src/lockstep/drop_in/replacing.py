@@ -23,7 +23,7 @@ from torch.utils import data as torch_data
 from lockstep.comm import init_process_group, launched_world
 from lockstep.data import DistributedSampler
 from lockstep.errors import GroupError
-from lockstep.launch.drop_in import NOTICE, has_drop_in, with_drop_in, without_drop_in
+from lockstep.launch.environment import NOTICE, has_drop_in, with_drop_in, without_drop_in
 from lockstep.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm, data_parallel
 from lockstep.settings import read_settings, set_python_path
 

@@ -27,21 +27,28 @@ from lockstep.devices import Placement, count_cores
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import WorkerFailure
 from lockstep.launch.descriptors import check_descriptors
-from lockstep.launch.drop_in import NOTICE, with_drop_in, with_folder
-from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
+from lockstep.launch.environment import (
+    NOTICE,
+    TorchrunSettings,
+    device_variables,
+    share_cores,
+    with_drop_in,
+    with_folder,
+    world_variables,
+)
 from lockstep.launch.exits import (
     describe_exit,
     describe_failures,
     describe_waiting,
     exit_status,
     find_traceback,
+    name_killer,
+    read_oom_kills,
     says_another_failed,
 )
 from lockstep.launch.launch_recorder import launch_recorded
-from lockstep.launch.lines import Tail
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
-from lockstep.launch.out_of_memory import name_killer, read_oom_kills
-from lockstep.launch.output import Relays, flush_own_output, log_path, make_log_directory, print_message
+from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous

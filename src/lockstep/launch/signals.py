@@ -2,14 +2,44 @@
 
 import contextlib
 import os
+import selectors
 import signal
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self, final
 
-from lockstep.launch.readiness import wait_to_read
+from lockstep.errors import WorkerFailedError
+from lockstep.processes.host import StackLine, stack_of_thread
+
+# %%% from readiness.py:
+# Waiting until a descriptor can be read or written. Not with select(), which supports no descriptor above 1023.
+
+
+def wait_to_read(*descriptors: int, seconds: float | None = None) -> set[int]:
+    """Wait until a descriptor can be read or is at its end, and return those that are; none after `seconds`."""
+    return _wait(descriptors, selectors.EVENT_READ, seconds)
+
+
+def wait_to_write(descriptor: int) -> None:
+    _wait((descriptor,), selectors.EVENT_WRITE, None)
+
+
+def _wait(descriptors: tuple[int, ...], event: int, seconds: float | None) -> set[int]:
+    # poll(), because epoll() needs a file descriptor itself.
+    with selectors.PollSelector() as selector:
+        for descriptor in descriptors:
+            selector.register(descriptor, event)
+        return {key.fd for key, _ in selector.select(seconds)}
+
+
+# %%% from signals.py:
+# (the main part)
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
@@ -88,3 +118,111 @@ def signals_blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# %%% from signal_forwarding.py:
+# Forwarding SIGTERM from a process that has launched workers to the workers.
+#
+# The launcher sends the first SIGTERM on to every worker. A worker without a handler ends by it; then the launcher ends
+# by SIGTERM too. A worker with a handler that saves and stops returns from its function; then `launch` returns. A
+# second SIGTERM, a second later or more, ends the launcher and all workers at once.
+
+_SAME_SECONDS = 1.0
+"""Signals within this time after the first are the same request: `timeout` and Slurm send several."""
+
+
+@final
+class SignalForwarding:
+    """A context in which SIGTERM is forwarded, after `begin` was called. Workers must have ended when it exits.
+
+    It does nothing where the user has installed a handler, or outside the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._is_handling = False
+        self._died_of_signal: Callable[[], bool] = _never
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._first is not None
+
+    def begin(self, forward: Callable[[], None], died_of_signal: Callable[[], bool]) -> None:
+        """Begin to forward SIGTERM: call `forward` in the signal handler, `died_of_signal` when all have ended."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+
+        def take(_number: int, _frame: object) -> None:
+            if self._first is None:
+                self._first = time.monotonic()
+                forward()
+            elif time.monotonic() - self._first > _SAME_SECONDS:
+                _end()
+
+        self._died_of_signal = died_of_signal
+        self._is_handling = True
+        signal.signal(signal.SIGTERM, take)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End this process by SIGTERM too, if SIGTERM has ended workers."""
+        if self._is_handling:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._first is not None and isinstance(error, WorkerFailedError) and self._died_of_signal():
+            _end()
+
+
+def _never() -> bool:
+    return False
+
+
+def _end() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# %%% from main_thread.py:
+# Where the main thread of this worker stands: it waits for other workers, or it does something of its own.
+
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
+_WAITING = (
+    f"{_OURS}comm{os.sep}",
+    f"{_OURS}channel{os.sep}",
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+)
+"""Whoever is in code of these folders waits for another worker, or will in a moment."""
+_REDUCING = f"{_OURS}reduce{os.sep}"
+"""The same, where it is the innermost code: a callback of the user's may be called from there."""
+_RETURNED = "_wait_for_others"
+"""The function of `worker.py` in which a worker is that makes no calls any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    waits: bool
+    """Whether it waits for other workers."""
+    place: str
+    """The line that runs, the user's if there is one: "train.py, line 31, in loss"."""
+
+
+def look_at_main_thread(stack_of: Callable[[int | None], Sequence[StackLine]] = stack_of_thread) -> Stand:
+    """Return where the main thread stands (local; in any thread)."""
+    stack = stack_of(threading.main_thread().ident)
+    if not stack:
+        return Stand(waits=False, place="no line of Python")
+    waits = stack[0].file.startswith(_REDUCING) or any(
+        line.function == _RETURNED or any(folder in line.file for folder in _WAITING) for line in stack
+    )
+    shown = next((line for line in stack if not _is_of_a_library(line.file)), stack[0])
+    return Stand(waits=waits, place=f"{Path(shown.file).name}, line {shown.number}, in {shown.function}")
+
+
+def _is_of_a_library(file: str) -> bool:
+    return file.startswith((_OURS, sys.base_prefix, "<")) or f"{os.sep}site-packages{os.sep}" in file

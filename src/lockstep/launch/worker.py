@@ -18,11 +18,11 @@ from lockstep.comm import destroy_process_group, report_failure, send_exit_notic
 from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
 from lockstep.errors import GroupError
+from lockstep.launch.environment import add_ipython_functions
 from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
-from lockstep.launch.main_thread import look_at_main_thread
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
-from lockstep.launch.notebook import add_ipython_functions
 from lockstep.launch.pickling import pack
+from lockstep.launch.signals import look_at_main_thread
 from lockstep.processes.ending import die_with_parent, exit_quickly
 from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators

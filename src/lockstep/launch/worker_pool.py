@@ -16,9 +16,8 @@ from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
-from lockstep.launch.exits import describe_waiting
+from lockstep.launch.exits import describe_waiting, name_killer, read_oom_kills
 from lockstep.launch.messages import WorkerTask, send_task
-from lockstep.launch.out_of_memory import name_killer, read_oom_kills
 from lockstep.launch.sessions import Sessions, exit_code, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.started_worker import End, StartedWorker

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.data.slice_loading import loading_processes_explained
-from lockstep.launch.out_of_memory import OomKills
+from lockstep.launch.exits import OomKills
 
 
 def fail_with_a_killed_process(number: int, counts: list[OomKills], error: Exception) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.launch.drop_in import STARTUP_FOLDER
+from lockstep.launch.environment import STARTUP_FOLDER
 
 PLACES = {
     ls.DistributedDataParallel: (

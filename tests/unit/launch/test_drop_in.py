@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from lockstep.launch.drop_in import STARTUP_FOLDER, command_of_script, has_drop_in, with_drop_in, without_drop_in
+from lockstep.launch.environment import STARTUP_FOLDER, command_of_script, has_drop_in, with_drop_in, without_drop_in
 
 
 @pytest.mark.parametrize("given", [None, "", "/a", f"/a{os.pathsep}/b", f"/a{os.pathsep}"])

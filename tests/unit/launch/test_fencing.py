@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.launch.continuation import Answer, WorkerReports
 from lockstep.launch.fencing import Fencing
-from lockstep.launch.main_thread import look_at_main_thread
 from lockstep.launch.membership import Generation, WorkerLimits
+from lockstep.launch.signals import look_at_main_thread
 from lockstep.processes.host import StackLine
 
 SECONDS = 10.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launch.lines import MAX_LINE_BYTES, PROGRESS_SECONDS, TAIL_BYTES, LineCutter, Tail
+from lockstep.launch.output import MAX_LINE_BYTES, PROGRESS_SECONDS, TAIL_BYTES, LineCutter, Tail
 
 
 def cut(*chunks: bytes, prefix: bytes = b"> ") -> bytes:

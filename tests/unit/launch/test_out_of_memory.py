@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.out_of_memory import OomKills, name_killer, read_oom_kills
+from lockstep.launch.exits import OomKills, name_killer, read_oom_kills
 
 V2 = {
     "proc/self/cgroup": "0::/user.slice/job.scope\n",

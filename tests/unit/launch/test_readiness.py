@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from lockstep.launch.readiness import wait_to_read, wait_to_write
+from lockstep.launch.signals import wait_to_read, wait_to_write
 
 BEYOND_SELECT = 1024
 
