@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import weights_in_place
-from lockstep.engine.batches import check_world
+from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.evaluation import SliceCalls, check_same_data, evaluation_mode
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.run_state import RunState
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.shards import derive_seed

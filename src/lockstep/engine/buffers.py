@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import World, broadcast_tensors, calls_for
 from lockstep.devices.transfer import is_asynchronous
+from lockstep.engine.batches import gather_results
 from lockstep.engine.buffer_snapshot import (
     BufferParts,
     BufferSnapshot,
@@ -37,7 +38,6 @@ from lockstep.engine.buffer_snapshot import (
     without_repeats,
 )
 from lockstep.engine.flat_memory import FlatMemory
-from lockstep.engine.raise_on_all import gather_results
 
 _PURPOSE = "sending shard 0's buffers"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import World
-from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.batches import gather_results
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits

@@ -17,11 +17,10 @@ from lockstep.comm import World
 from lockstep.data import OTHER_DATA, ShardedBatch, ShardedLoader, Slice
 from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
-from lockstep.engine.batches import check_world
+from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.metrics import Mean, add_means
 from lockstep.engine.own_generators import OwnGenerators
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.batches import gather_results
 from lockstep.errors import GroupError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.tensor_bits import sum_of_bits

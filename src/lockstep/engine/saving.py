@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoint import Checkpoint
 from lockstep.checkpoint.manifest import decode_state
 from lockstep.comm import World
-from lockstep.engine.checks import warn_of_other_conditions
-from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.arguments import warn_of_other_conditions
+from lockstep.engine.batches import gather_results
 from lockstep.engine.restoring import (
     Stateful,
     describe_schedule,

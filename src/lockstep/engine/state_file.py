@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.checkpoint.step_files import checkpoint_name, find_newest_intact
 from lockstep.comm import World
 from lockstep.data import Cursor
-from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.batches import gather_results
 from lockstep.engine.restoring import Stateful, class_name
 from lockstep.errors import CheckpointError, PeerFailedError
 from lockstep.recording import EventKind, own_recorder

@@ -29,12 +29,17 @@ from lockstep.comm import World, broadcast_tensors, raise_if_broken
 from lockstep.data import ShardedBatch
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
-from lockstep.engine.arguments import TrainerArguments, check_same_arguments
+from lockstep.engine.arguments import (
+    ModelChangeCheck,
+    SettingsChangeCheck,
+    TrainerArguments,
+    check_fingerprints,
+    check_same_arguments,
+)
 from lockstep.engine.balance import Balancer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
 from lockstep.engine.buffer_snapshot import without_repeats
 from lockstep.engine.buffers import ShardZeroBuffers
-from lockstep.engine.checks import ModelChangeCheck, SettingsChangeCheck, check_fingerprints
 from lockstep.engine.comparison import WorkerComparison
 from lockstep.engine.decision import Decision, StepJudge
 from lockstep.engine.device_row import DeviceRow

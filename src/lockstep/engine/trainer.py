@@ -16,11 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import World, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
-from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type
+from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type, warn_of_other_conditions
 from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
-from lockstep.engine.checks import warn_of_other_conditions
 from lockstep.engine.continued import Continued
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate

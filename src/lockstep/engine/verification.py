@@ -13,10 +13,9 @@ from typing import Protocol
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader
 from lockstep.data.contents import slice_number
-from lockstep.engine.batches import name_step
+from lockstep.engine.batches import gather_results, name_step
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.own_generators import OwnGenerators
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState

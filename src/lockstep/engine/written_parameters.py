@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import World, calls_for
-from lockstep.engine.raise_on_all import gather_results
+from lockstep.engine.batches import gather_results
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import version_of
 

@@ -14,9 +14,9 @@ from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.devices.transfer import is_asynchronous
+from lockstep.engine.batches import gather_results
 from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.step_result import StepResult

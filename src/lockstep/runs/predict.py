@@ -23,8 +23,8 @@ from torch.utils.data import Subset
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import SliceCalls, evaluation_mode
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build_data import TRAIN, build_collate, preferred_set, split_sets, unknown_set

@@ -19,8 +19,8 @@ from lockstep.checkpoint.atomic_write import remove_stale_temp_files
 from lockstep.checkpoint.saver import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
+from lockstep.engine.batches import gather_results
 from lockstep.engine.metric_names import mode_of_name
-from lockstep.engine.raise_on_all import gather_results
 from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.trainer import Trainer
