@@ -18,10 +18,8 @@ from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader, Strea
 from lockstep.engine import StepPlace, Trainer, accuracy
 from lockstep.engine.averaging import EMA, SWA
 from lockstep.engine.callbacks import Callback
-from lockstep.engine.freezing import Freeze
-from lockstep.engine.plateau import ReduceLROnPlateau
-from lockstep.engine.schedules import make_schedule, parameter_groups
-from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
+from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
+from lockstep.engine.stopping import EarlyStopping, Freeze, MaxSteps, MaxTime
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,

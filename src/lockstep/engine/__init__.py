@@ -13,8 +13,7 @@ same parameters and buffers; a step that fails leaves everything as it was, on e
 sample exactly once.
 """
 
-from lockstep.engine.evaluation import Metric
-from lockstep.engine.metrics import Mean, accuracy
+from lockstep.engine.evaluation import Mean, Metric, accuracy
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState

@@ -4,8 +4,9 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Protocol, Self, SupportsFloat, final
@@ -19,7 +20,6 @@ from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
-from lockstep.engine.metrics import Mean, add_means
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
@@ -28,6 +28,74 @@ from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import EventKind, own_recorder
 from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import tree_map_only
+
+# %%% from metrics.py:
+# Means over a data set that count every sample once.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A sum and how much it is a sum of."""
+
+    total: float
+    weight: float
+    """Number of samples (or tokens, or whatever the metric counts) in it."""
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN of nothing."""
+        return self.total / self.weight if self.weight else float("nan")
+
+
+def add_means(means: Iterable[Mean]) -> Mean:
+    """Add sums and weights, in the order given."""
+    total = weight = 0.0
+    for mean in means:
+        total += mean.total
+        weight += mean.weight
+    return Mean(total=total, weight=weight)
+
+
+def has_classes(output: object, target: object) -> bool:
+    """Return whether `accuracy` can be asked: whole-number targets, and a dimension of scores for the classes."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return False
+    return target.dtype != torch.bool and _class_dim(output, target) is not None
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    """Count the predictions that are right.
+
+    Args:
+        output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
+        target: Class numbers, [N, ...].
+
+    Returns:
+        How many are right, and of how many.
+
+    Raises:
+        ValueError: The shapes do not go together, or in two ways.
+    """
+    dim = _class_dim(output, target)
+    if dim is None:
+        raise ValueError(
+            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together, "
+            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]. (LS528)"
+        )
+    right = output.argmax(dim) == target
+    return float(right.sum()), target.numel()
+
+
+def _class_dim(output: Tensor, target: Tensor) -> int | None:
+    if output.ndim != target.ndim + 1:
+        return None
+    fitting = {dim for dim in (1, output.ndim - 1) if output.shape[:dim] + output.shape[dim + 1 :] == target.shape}
+    # Both fit when, say, a text is as long as its vocabulary is large: better no answer than a wrong one.
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+# %%% from evaluation.py:
+# (the main part)
 
 MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
 """A sum and its weight, or several by name."""

@@ -1,12 +1,52 @@
 """Callbacks that end the training: when a metric does not get better any more, after a time, after some steps."""
 
 import math
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, final
 
+from torch import nn
+
 from lockstep.engine.callbacks import Callback, is_of_cut_epoch
-from lockstep.engine.metric_names import conclude_mode
+
+# %%% from metric_names.py:
+# What the name of a metric says: whether lower or higher values are better.
+
+_LOWER_IS_BETTER = frozenset({"loss", "error", "perplexity", "mse", "mae", "rmse"})
+_HIGHER_IS_BETTER = frozenset({
+    "accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "score", "bleu", "r2", "map", "iou",
+})  # fmt: skip
+_TURNS_ROUND = frozenset({"neg", "negative", "minus"})
+"""Words with which a name says the opposite: neg_log_loss."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
+"""A word of a_name or AName."""
+
+
+def conclude_mode(metric: str) -> Literal["min", "max"]:
+    """Return whether lower ("min") or higher values of a metric are better, by the words of its name."""
+    mode = mode_of_name(metric)
+    if mode is None:
+        raise ValueError(
+            f"Whether a lower or a higher {metric} is better cannot be concluded from its name. Give mode: "
+            "'min' or 'max'. (LS526)"
+        )
+    return mode
+
+
+def mode_of_name(metric: str) -> Literal["min", "max"] | None:
+    """Return whether lower ("min") or higher values of a metric are better; None if its name does not say it."""
+    words = {word.lower() for word in [*_WORD.findall(metric), *_WORD.findall(metric.lower())]}  # mAP is a word, too
+    if words & _TURNS_ROUND:
+        return None
+    if words & _LOWER_IS_BETTER:
+        return "min"
+    return "max" if words & _HIGHER_IS_BETTER else None
+
+
+# %%% from stopping.py:
+# (the main part)
 
 
 @final
@@ -178,3 +218,60 @@ class MaxTime(Callback):
         """Take it back; a run that goes on after a load that has failed goes on counting."""
         self._before = float(state_dict["elapsed"])
         self._began = None if self._began is None else self._clock()
+
+
+# %%% from freezing.py:
+# A callback that keeps parameters as they are for the first epochs of a run.
+
+
+@final
+class Freeze(Callback):
+    """Freezes parameters until an epoch begins, and trains them from then on.
+
+    The optimizer is made over all parameters as ever: those that are frozen have no gradient, and it leaves them out.
+    Whether a parameter is frozen follows from the place in the data, so there is no state to save.
+
+    Args:
+        names: A pattern of parameter names, or several: `"backbone.*"`. `*` stands for anything.
+        until_epoch: The first epoch, counted from 0, in which they are trained.
+
+    Raises:
+        ValueError: In `on_start`: no parameter that is to be trained has such a name, or every one.
+    """
+
+    def __init__(self, names: str | Sequence[str], *, until_epoch: int) -> None:
+        if isinstance(until_epoch, bool) or not isinstance(until_epoch, int) or until_epoch < 1:
+            raise ValueError(f"until_epoch is {until_epoch!r}, expected a whole number of epochs, 1 or more. (LS526)")
+        self.names = [names] if isinstance(names, str) else list(names)
+        self.until_epoch = until_epoch
+        self._frozen: list[nn.Parameter] | None = None
+
+    def on_start(self, trainer: Any) -> None:
+        """Freeze the parameters, if the run is not there yet."""
+        if self._frozen is None:
+            self._frozen = self._find(trainer.model)
+        self._set(trainer.cursor.epoch)
+
+    def on_epoch(self, trainer: Any, epoch: int) -> None:
+        """Train them from the next epoch on, if it is the one."""
+        del epoch
+        self._set(trainer.cursor.epoch)
+
+    def _set(self, epoch: int) -> None:
+        for parameter in self._frozen or ():
+            parameter.requires_grad_(epoch >= self.until_epoch)
+
+    def _find(self, model: nn.Module) -> list[nn.Parameter]:
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        for pattern in self.names:
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise ValueError(
+                    f"Freeze is to freeze {pattern!r}, but no trained parameter has such a name. Their names "
+                    f"begin with {', '.join(dict.fromkeys(name.partition('.')[0] for name in trained))}. (LS526)"
+                )
+        found = [each for name, each in trained.items() if any(fnmatchcase(name, pattern) for pattern in self.names)]
+        if len(found) == len(trained):
+            raise ValueError(
+                f"Freeze is to freeze {', '.join(self.names)}: every parameter. Nothing would be trained. (LS526)"
+            )
+        return found

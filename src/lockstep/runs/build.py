@@ -19,11 +19,9 @@ from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import can_be_called, check_scheduler
 from lockstep.engine.averaging import EMA, SWA, AveragedWeights
 from lockstep.engine.callbacks import Callback, check_callback
-from lockstep.engine.evaluation import MetricValues
-from lockstep.engine.metrics import accuracy, has_classes
-from lockstep.engine.plateau import ReduceLROnPlateau
+from lockstep.engine.evaluation import MetricValues, accuracy, has_classes
 from lockstep.engine.restoring import Stateful
-from lockstep.engine.schedules import make_schedule, parameter_groups
+from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
 from lockstep.errors import ConfigError

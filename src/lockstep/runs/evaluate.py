@@ -14,9 +14,9 @@ from lockstep.checkpoint import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
 from lockstep.engine.batchnorm_update import has_batchnorm
-from lockstep.engine.metrics import Mean
+from lockstep.engine.evaluation import Mean
 from lockstep.engine.moments import read_values
-from lockstep.engine.plateau import ReduceLROnPlateau
+from lockstep.engine.schedules import ReduceLROnPlateau
 from lockstep.engine.state_file import unpack_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts, first_samples

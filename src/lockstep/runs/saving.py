@@ -20,9 +20,9 @@ from lockstep.checkpoint.saver import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.batches import gather_results
-from lockstep.engine.metric_names import mode_of_name
 from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
+from lockstep.engine.stopping import mode_of_name
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.events import CheckpointSaved, Recorder

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep.engine.metrics import Mean, accuracy, add_means, has_classes
+from lockstep.engine.evaluation import Mean, accuracy, add_means, has_classes
 
 
 def test_accuracy_counts_right_predictions() -> None:

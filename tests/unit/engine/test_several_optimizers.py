@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
-from lockstep.engine.freezing import Freeze
-from lockstep.engine.plateau import ReduceLROnPlateau
+from lockstep.engine.schedules import ReduceLROnPlateau
+from lockstep.engine.stopping import Freeze
 from lockstep.errors import CheckpointError
 
 SHARDS = 4
