@@ -40,7 +40,7 @@ from lockstep.engine.balance import Balancer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
 from lockstep.engine.buffer_snapshot import without_repeats
 from lockstep.engine.buffers import ShardZeroBuffers
-from lockstep.engine.comparison import WorkerComparison
+from lockstep.engine.comparison import WorkerComparison, number_shards
 from lockstep.engine.decision import Decision, StepJudge
 from lockstep.engine.device_row import DeviceRow
 from lockstep.engine.external_steps import StepGuards
@@ -51,7 +51,6 @@ from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState
-from lockstep.engine.shard_numbers import number_shards
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
     NestedBackwardCheck,

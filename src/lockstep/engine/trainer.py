@@ -20,6 +20,7 @@ from lockstep.engine.arguments import TrainerArguments, check_arguments, find_de
 from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
+from lockstep.engine.comparison import verify
 from lockstep.engine.continued import Continued
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
@@ -34,7 +35,6 @@ from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState, Scheduler
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_result import StepResult
-from lockstep.engine.verification import verify
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.compiler import compile_module
 
