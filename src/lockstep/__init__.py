@@ -37,8 +37,8 @@ from lockstep.errors import (
     UsageError,
     WorkerFailedError,
 )
+from lockstep.launch.elastic import Elastic
 from lockstep.launch.launcher import launch
-from lockstep.launch.membership import Elastic
 from lockstep.launch.messages import Run
 from lockstep.parallel import (
     DataParallel,

@@ -28,38 +28,28 @@ WITHOUT_TORCH = {
         "__main__ channel checkpoint cli devices doctor errors events explanations launch plugins processes recipes "
         "recording report runs secrets settings shards version"
     ),
-    "channel": "client lines server table",
-    "checkpoint": "atomic_write interop peek step_files throttle",
+    "channel": "client server table",
+    "checkpoint": "atomic_write interop step_files throttle",
     "checkpoint.interop": "fit folders names",
-    "cli": (
-        "check command configs doctor evaluate explain failures init main predict redirected report resume_option run "
-        "runs saved_options scale script_trial train train_ending"
-    ),
-    "devices": "capacity choose describe driver holders inventory look nvml own_memory placement request visible",
+    "cli": "check doctor evaluate explain failures init main options predict report run runs scale train train_ending",
+    "devices": "choose inventory look nvml request",
     "doctor": (
-        "activity chrome_trace crashes diagnosis examination finding neighbours processes report sampling scripts slow "
-        "slow_causes stacks stall_watch usage"
+        "activity chrome_trace diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"
     ),
-    "doctor.scripts": "data_rules device_rules finding rank_rules rules source",
+    "doctor.scripts": "data_rules device_rules rank_rules source",
     "launch": (
-        "continuation control descriptors drop_in elastic environment exits external fencing forwarding guardian "
-        "launch_recorder launcher lines main_thread membership messages nesting notebook out_of_memory output pickling "
-        "port_guard readiness requests restarts results scaling script_entry scripts sessions signal_forwarding "
-        "signals started_worker starting store supervision tcp_owner unpicklable worker_pool"
+        "continuation control descriptors elastic environment exits external fencing forwarding guardian launch_recorder "
+        "launcher membership messages nesting output pickling port_guard requests restarts results scaling "
+        "script_entry scripts sessions signals started_worker starting store supervision tcp_owner unpicklable "
+        "worker_pool"
     ),
-    "processes": (
-        "freed_memory identity inherited_garbage lifetime loopback quick_exit stop_signals temporary_files "
-        "thread_stack threads_left"
-    ),
-    "recording": "file_format files moments opening own reading recorder stacks timeline",
-    "report": "curves metrics_file page progress succession tables trackers",
-    "report.page": "colours document figures forecast measured run_data step_parts tables texts time_shares words",
-    "report.trackers": "following known mlflow protocol tensorboard wandb",
-    "runs": (
-        "changes config config_mistakes ending importing listing opening own_run parts run_directory run_lock "
-        "saved_runs training_options yaml_text"
-    ),
-    "shards": "assignment balance seeds tree",
+    "processes": "ending forking host stop_signals",
+    "recording": "file_format reading stacks writing",
+    "report": "curves metrics_file page progress trackers",
+    "report.page": "figures measure run_data texts",
+    "report.trackers": "known",
+    "runs": "changes config directory importing listing opening predictions",
+    "shards": "assignment tree",
 }
 """Modules by package: the launcher, the doctor and the commands that need no model begin a second or two earlier."""
 

@@ -26,9 +26,9 @@ from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.errors import UsageError, WorkerFailedError, counted
 from lockstep.events import Recorder, Recorders
+from lockstep.launch.elastic import Elastic
 from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
-from lockstep.launch.membership import Elastic
 from lockstep.launch.messages import Run
 from lockstep.launch.starting import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled

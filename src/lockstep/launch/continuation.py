@@ -16,15 +16,7 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.channel.table import Message
-from lockstep.launch.membership import (
-    Changes,
-    Generation,
-    Stop,
-    Wishes,
-    WorkerLimits,
-    next_generation,
-    planned_changes,
-)
+from lockstep.launch.membership import Changes, Generation, Stop, Wishes, WorkerLimits, next_generation, planned_changes
 
 _FRESH_SECONDS = 3.0
 """How long ago a new worker may have been heard of that is to join now."""

@@ -25,11 +25,11 @@ from lockstep.devices.choose import CPU
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import NOBODY, Control, ControlSocket
 from lockstep.launch.descriptors import check_current_directory, check_descriptors
+from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.environment import is_in_ipython
 from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.fencing import Fencing
 from lockstep.launch.launch_recorder import launch_recorded
-from lockstep.launch.membership import FIXED, Elastic
 from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.requests import ScaleRequests
 from lockstep.launch.restarts import call_with_restarts, check_restarts

@@ -19,7 +19,8 @@ from typing import final
 from lockstep.devices import Device
 from lockstep.errors import DeviceError
 from lockstep.launch.continuation import Continuation
-from lockstep.launch.membership import Elastic, Wishes, may_respawn
+from lockstep.launch.elastic import Elastic
+from lockstep.launch.membership import Wishes, may_respawn
 from lockstep.launch.started_worker import End, StartedWorker
 from lockstep.launch.worker_pool import WorkerPool
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from lockstep.devices import Placement
 from lockstep.errors import WorkerFailedError, counted
-from lockstep.launch.membership import Elastic, may_respawn
+from lockstep.launch.elastic import Elastic
+from lockstep.launch.membership import may_respawn
 
 Result = TypeVar("Result")
 

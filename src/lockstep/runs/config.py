@@ -14,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 
 from lockstep.devices import parse_request
 from lockstep.errors import ConfigError, DeviceError, clause, counted
-from lockstep.launch.membership import USUAL_RESPAWNS
+from lockstep.launch.elastic import USUAL_RESPAWNS
 
 # %%% from training_options.py:
 # The parts of a config that say how a run is trained besides model, data and optimizer. Needs no torch.

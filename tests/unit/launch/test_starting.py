@@ -7,7 +7,7 @@ import pytest
 from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError
-from lockstep.launch.membership import Elastic
+from lockstep.launch.elastic import Elastic
 from lockstep.launch.starting import LostAtStartError, StartAgain, call_until_begun
 
 FAILED = WorkerFailedError("Worker 1 failed first: killed by SIGKILL")
