@@ -1,4 +1,4 @@
-"""Ending a Python process that has imported torch without the half second that its interpreter takes for that."""
+"""Ending a process: without the half second that it takes after torch's import, with its parent, with threads left."""
 
 import atexit
 import contextlib
@@ -20,6 +20,8 @@ from lockstep.settings import read_settings
 _FILES = {io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper}
 _WITHOUT_WORK_AT_THE_END = {"cuda", "numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
 """Packages whose native code has nothing to save when the process ends."""
+_PR_SET_PDEATHSIG = 1
+_LEFT: Final = weakref.WeakSet[threading.Thread]()
 
 
 def exit_quickly() -> None:
@@ -69,12 +71,6 @@ def _leave_out_native_handlers() -> None:
         register(ctypes.cast(flush, ctypes.c_void_p), None)  # is called before it: what native code has printed
 
 
-# %%% from lifetime.py:
-# Asking the kernel to end a process with its parent.
-
-_PR_SET_PDEATHSIG = 1
-
-
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends, `kill -9` included (Linux; elsewhere does nothing).
 
@@ -109,18 +105,6 @@ def terminate_only_for(owner_pid: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-# %%% from threads_left.py:
-# Threads that are left alone: they wait in native code, and the process may end before they come back.
-#
-# [Note: a thread in native code at the end] Before Python 3.14 the interpreter, once it ends, ends a thread by
-# `pthread_exit` when it comes back from native code. Torch's native code is C++ and lets nothing of that kind through:
-# the C++ library aborts the process, with "terminate called without an active exception" and exit code 134. So where
-# such a thread is left at the end, it is made to sleep in place of that, as newer Pythons do. The handler is not set
-# earlier: until then, what calls it is an error that must end the process.
-
-_LEFT: Final = weakref.WeakSet[threading.Thread]()
-
-
 def start_thread_left_alone(
     target: Callable[..., Any], arguments: Iterable[Any] = (), *, name: str
 ) -> threading.Thread:
@@ -134,6 +118,14 @@ def start_thread_left_alone(
 
 
 def _let_threads_sleep() -> None:
+    """Let the threads that are left sleep for ever, once the process ends.
+
+    [Note: a thread in native code at the end] Before Python 3.14 the interpreter, once it ends, ends a thread by
+    `pthread_exit` when it comes back from native code. Torch's native code is C++ and lets nothing like that through:
+    the C++ library aborts the process, with "terminate called without an active exception" and exit code 134. Newer
+    Pythons make the thread sleep in place of that. The handler is not set earlier: until then, what calls it is an
+    error that must end the process.
+    """
     if sys.version_info >= (3, 14) or not any(thread.is_alive() for thread in _LEFT):
         return
     with suppress(AttributeError, OSError):  # another C++ library

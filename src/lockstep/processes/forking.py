@@ -9,13 +9,25 @@ keeps the memory shared that it shares with its parent.
 import gc
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
 from typing import Final, final
+
+
+def call_in_children(function: Callable[[], object]) -> None:
+    """Call it in each child that is forked from now on; a method while its object lives, which this does not hold."""
+    found = weakref.WeakMethod(function) if isinstance(function, MethodType) else lambda: function
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)
 
 
 @final
 class _InheritedGarbage:
-    """What becomes of the garbage collector around a fork."""
-
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the handler of a signal may fork as well
         self._num_forks = 0  # threads may fork at once
@@ -49,4 +61,3 @@ class _InheritedGarbage:
 
 
 INHERITED_GARBAGE: Final = _InheritedGarbage()
-"""That of the children of this process."""

@@ -1,10 +1,4 @@
-"""What another thread runs.
-
-[Note: another thread's frames] `sys._current_frames` gives the frames of threads that run on while they are looked at.
-From one frame to its caller the interpreter may change threads, and the frame may have been left meanwhile: then
-`f_back` returns whatever lies in its place by now, or the process dies. (Seen with Python 3.11, where it was the value
-that a generator had yielded.) `faulthandler` writes the stacks without giving another thread a turn.
-"""
+"""A process on its host: stacks of its threads, what identifies it, loopback, freed memory, temporary files."""
 
 import ctypes
 import faulthandler
@@ -22,20 +16,40 @@ from typing import Final
 
 _THREAD: Final = re.compile(rb"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n((?:  .*\n)*)", re.MULTILINE)
 _LINE: Final = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+NO_LOOPBACK = (
+    "The loopback interface of this network namespace is down, or has no address of IPv4, so processes here cannot "
+    "connect to 127.0.0.1. Run `ip link set lo up`, or `ip address add 127.0.0.1/8 dev lo`, in it, or start the "
+    "container with a network."
+)
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 1 << 30
+_LARGEST_BLOCK_OF_OLD = 1 << 25
+FREED_MEMORY_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
+    {"MALLOC_MMAP_THRESHOLD_": str(_LARGEST_BLOCK_OF_OLD), "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES)}
+)
+"""What has a program keep freed memory that is started with these variables, with any glibc."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackLine:
-    """A line that a thread runs, or from which it was called."""
-
     file: str
     """The file, as its code was compiled."""
     number: int
     function: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} in {self.function}"
+
 
 def stack_of_thread(thread_id: int | None) -> list[StackLine]:
-    """Return what the thread with this `Thread.ident` runs, innermost line first, at most 100 lines; empty for none."""
+    """Return what the thread with this `Thread.ident` runs, innermost line first, at most 100 lines; empty for none.
+
+    [Note: another thread's frames] `sys._current_frames` gives the frames of threads that run on while they are looked
+    at. From one frame to its caller the interpreter may change threads, and the frame may have been left meanwhile:
+    then `f_back` returns whatever lies in its place by now, or the process dies. (Seen with Python 3.11, where it was
+    the value that a generator had yielded.) `faulthandler` writes the stacks without giving another thread a turn.
+    """
     with (
         tempfile.TemporaryFile()
         if not hasattr(os, "memfd_create")
@@ -51,10 +65,6 @@ def stack_of_thread(thread_id: int | None) -> list[StackLine]:
                 for name, number, function in _LINE.findall(found[2])
             ]
     return []
-
-
-# %%% from identity.py:
-# What tells one process from another with the same number: when it started, and in which boot of the host.
 
 
 def boot_id() -> str:
@@ -74,17 +84,6 @@ def start_ticks(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])  # the name, in parentheses, may contain spaces
 
 
-# %%% from loopback.py:
-# Whether this host can reach itself: in a new network namespace its loopback interface is down.
-
-NO_LOOPBACK = (
-    "The loopback interface of this network namespace is down, or has no address of IPv4, so processes here cannot "
-    "connect to 127.0.0.1. Run `ip link set lo up`, or `ip address add 127.0.0.1/8 dev lo`, in it, or start the "
-    "container with a network."
-)
-"""What to say where it cannot."""
-
-
 def has_loopback_address() -> bool:
     """Return whether this host has the address 127.0.0.1; one with IPv6 alone may not (local)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -96,7 +95,7 @@ def has_loopback_address() -> bool:
 
 
 def has_loopback() -> bool:
-    """Return whether there is a route to 127.0.0.1 (local; nothing is sent)."""
+    """Return whether there is a route to 127.0.0.1: a new network namespace has none (local; nothing is sent)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("127.0.0.1", 9))
@@ -105,28 +104,14 @@ def has_loopback() -> bool:
     return True
 
 
-# %%% from freed_memory.py:
-# Letting malloc keep the memory that a worker frees (glibc; see mallopt(3)).
-#
-# By default malloc returns large blocks to the system, and each step gets them again, page by page. That costs a
-# quarter of a microsecond or more for every 4 KiB of activations and gradients.
-#
-# The threshold for the end of the heap alone makes it worse: glibc does not adapt the other one then, and gets each
-# block of 128 KiB or more by itself. Before 2.35 glibc refuses blocks of more than 32 MiB.
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 1 << 30
-_LARGEST_BLOCK_OF_OLD = 1 << 25
-
-FREED_MEMORY_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
-    {"MALLOC_MMAP_THRESHOLD_": str(_LARGEST_BLOCK_OF_OLD), "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES)}
-)
-"""What has a program keep freed memory that is started with these variables, with any glibc."""
-
-
 def keep_freed_memory(mallopt: Callable[[int, int], int] | None = None) -> None:
-    """Let malloc keep blocks of up to 1 GiB when they are freed, or of 32 MiB; without glibc does nothing (local)."""
+    """Let malloc keep blocks of up to 1 GiB when they are freed, or of 32 MiB; without glibc does nothing (local).
+
+    By default malloc returns large blocks to the system, and each step gets them again, page by page. That costs a
+    quarter of a microsecond or more for every 4 KiB of activations and gradients. The threshold for the end of the heap
+    alone makes it worse: glibc does not adapt the other one then, and gets each block of 128 KiB or more by itself.
+    Before 2.35 glibc refuses blocks of more than 32 MiB. See mallopt(3).
+    """
     mallopt = _find_mallopt() if mallopt is None else mallopt
     if mallopt is not None and (
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_OF_OLD)
@@ -141,15 +126,12 @@ def _find_mallopt() -> Callable[[int, int], int] | None:
     return found
 
 
-# %%% from temporary_files.py:
-# Where the processes that a worker starts with `multiprocessing` have their sockets.
-#
-# A data-loading process sends tensors over a socket in a folder of its own, `/tmp/pymp-...`. It deletes that when it
-# ends, but not when it is killed, as with its worker. So the launcher makes one folder for all, and has it deleted at
-# the end.
-
-
 def keep_temporary_files_in(folder: str) -> None:
-    """Let `multiprocessing` use this folder, here and in processes that this one starts; nothing if empty (local)."""
+    """Let `multiprocessing` use this folder, here and in processes that this one starts; nothing if empty (local).
+
+    A data-loading process sends tensors over a socket in a folder of its own, `/tmp/pymp-...`. It deletes that when it
+    ends, but not when it is killed, as with its worker. So the launcher makes one folder for all, and has it deleted at
+    the end.
+    """
     if folder:
         process.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -25,14 +25,11 @@ _SAME_SECONDS = 1.0
 
 @final
 class StopRequest:
-    """Whether this process was requested to stop, and the functions to call when it is."""
-
     def __init__(self) -> None:
         self.is_made = False
         self._listeners: list[Callable[[], None]] = []
 
     def make(self) -> None:
-        """Make the request; a second call has no effect."""
         if not self.is_made:
             self.is_made = True
             for listener in self._listeners:
@@ -47,7 +44,6 @@ class StopRequest:
 
 @contextmanager
 def stop_signals_handled(request: StopRequest) -> Iterator[None]:
-    """Handle stop signals as a request within the block."""
     undo = handle_stop_signals(request)
     try:
         yield

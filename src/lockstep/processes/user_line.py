@@ -1,0 +1,94 @@
+"""Which line is the user's: for messages, and for warnings that point at it. The one list of what is not is here."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from lockstep.processes.host import StackLine, stack_of_thread
+
+_OURS: Final = Path(__file__).parents[1]
+_STDLIB: Final = sysconfig.get_path("stdlib")
+_TORCH: Final = getattr(find_spec("torch"), "origin", None)  # by itself: it may have been built from source
+_FOLDERS: Final = (_OURS, _OURS.with_name("lockstep_command"), _STDLIB, *([Path(_TORCH).parent] if _TORCH else []))
+_CORE: Final = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen ")
+LIBRARIES: Final = (*_CORE, *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib")))
+"""How the file names of code begin that is not the user's: installed libraries, Python's own, and ours."""
+_STARTERS: Final = (f"{_OURS}/launch/", f"{_STDLIB}/multiprocessing/")
+"""Whose workers begin with a line of `python -c`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    file: str
+    """Path of the file; empty if the line is not known."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.file else "a line that is not known"
+
+
+NO_LINE = CodeLine("", 0)
+
+
+def user_line() -> CodeLine:
+    """Return the innermost line of this thread outside installed libraries.
+
+    Where a program is installed itself there is none: then the innermost that is neither torch's, Python's nor ours.
+    """
+    start = sys._getframe(1)  # noqa: SLF001 - Python's name
+    frame = find_user_frame(start) or find_user_frame(start, _CORE)
+    return NO_LINE if frame is None else CodeLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def find_user_line(thread_id: int | None = None) -> str:
+    """Return that line as `"train.py:12"`; empty if there is none (local).
+
+    `thread_id` is a thread that makes the call and waits for it, if that is not this one.
+    """
+    line = user_line() if thread_id is None else find_user_stack_line(stack_of_thread(thread_id))
+    return f"{line.file}:{line.number}" if line is not None and line.file else ""
+
+
+def stacklevel_of_user() -> int:
+    """Return the level, for a warning of our caller's, of the innermost frame outside installed libraries."""
+    start = frame = sys._getframe(1)  # noqa: SLF001 - Python's name
+    end = find_user_frame(start) or find_user_frame(start, _CORE)
+    if end is None:
+        return 1
+    level = 1
+    while frame is not end:
+        # Frames of the import system count for no level.
+        level += not frame.f_code.co_filename.startswith("<frozen importlib")
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return level
+
+
+def find_user_frame(frame: FrameType | None, libraries: tuple[str, ...] = LIBRARIES) -> FrameType | None:
+    """Return this frame, or the first caller of it, that is of no library, nor of the line that begins a worker.
+
+    Only for frames of the thread that calls it: [Note: another thread's frames].
+    """
+    while frame is not None and (frame.f_code.co_filename.startswith(libraries) or _is_start(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def find_user_stack_line(stack: Sequence[StackLine], libraries: tuple[str, ...] = LIBRARIES) -> StackLine | None:
+    """Return the first line of a stack, innermost first, that is of no library, nor of what begins a worker."""
+    is_worker = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.startswith(_STARTERS)
+    return next((line for line in stack[: -1 if is_worker else None] if not line.file.startswith(libraries)), None)
+
+
+def _is_start(frame: FrameType) -> bool:
+    """Return whether a frame is of the lines of `python -c` with which a worker of ours, or a spawned one, begins."""
+    if frame.f_back is not None or frame.f_code.co_filename != "<string>":
+        return False
+    main = getattr(frame.f_globals.get("main"), "__module__", "")
+    return main == "lockstep.launch.worker" or "spawn_main" in frame.f_globals
