@@ -16,6 +16,8 @@ from typing import Final
 
 MAGIC: Final = b"LOCKSREC"
 VERSION: Final = 1
+RECORDING_NAME: Final = "recording"
+"""The folder within a run directory."""
 HEADER_BYTES: Final = 4096
 TEXT_BYTES: Final = 65536
 RING_START: Final = HEADER_BYTES + TEXT_BYTES
@@ -43,7 +45,6 @@ class EventKind(IntEnum):
     """What an event is about; the numbers are written to files and never change their meaning."""
 
     STARTED = 1
-    """The process began to record."""
     ENDED = 2
     """It ended its recording itself."""
     PHASE = 3
@@ -51,7 +52,6 @@ class EventKind(IntEnum):
     SHARD = 4
     """Forward and backward of shard `index`."""
     LOADING = 5
-    """Waiting for the next batch."""
     BUCKET = 6
     """A bucket of gradients from being sent to being complete; index = its number."""
     COLLECTIVE = 7
@@ -84,8 +84,6 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """Who wrote a file."""
-
     version: int
     capacity: int
     """How many events the ring holds."""
@@ -97,9 +95,8 @@ class FileHeader:
     worker: int
     """Number of the worker among those that its launcher started; -1 for the launcher."""
     opened_wall_ns: int
-    """When the recording began, by the host's wall clock."""
     opened_ns: int
-    """The same by its monotonic clock, on which all events are."""
+    """When the recording began, by the host's monotonic clock, on which all events are."""
     host: str
     program: str
     """Name of the program, without folder and arguments."""
@@ -109,7 +106,6 @@ class FileHeader:
     """Its present rank."""
     world_size: int
     generation: int
-    """Number of the present set of workers."""
     ended_ns: int
     """When it ended its recording itself; 0 if it did not."""
     exit_code: int
@@ -117,12 +113,10 @@ class FileHeader:
 
 
 def file_bytes(capacity: int) -> int:
-    """Return the size of a file whose ring holds `capacity` events."""
     return RING_START + capacity * EVENT_BYTES
 
 
 def pack_fixed(header: FileHeader) -> bytes:
-    """Return the bytes of what does not change."""
     return FIXED.pack(
         MAGIC,
         header.version,

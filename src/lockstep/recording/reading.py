@@ -30,6 +30,9 @@ EVENT_TYPE: Final = np.dtype(
         *(("step", "i8"), ("index", "i8"), ("size", "i8")),
     ]
 )
+_FEWEST = 3
+"""From so many common collectives the difference of two clocks is found."""
+_BEGIN_WORD = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,6 @@ class OneEvent:
     kind: int
     """Its `EventKind`; a number that this version does not know is kept."""
     text: str
-    """What belongs to it in words."""
     step: int
     """The step: updates since the run began; 0 before the first."""
     index: int
@@ -56,7 +58,6 @@ class OneEvent:
 class FileEvents:
     path: Path
     header: FileHeader
-    """Who wrote it."""
     table: NDArray[Any]
     """The events in the order of their numbers, as a structured array with the fields of `OneEvent`; texts by place."""
     texts: bytes
@@ -79,7 +80,6 @@ class FileEvents:
         return [each for each in found if not kinds or each.kind in kinds]
 
     def last(self, kind: EventKind) -> OneEvent | None:
-        """Return the last event of a kind; None if there is none."""
         positions = np.flatnonzero(self.table["kind"] == kind)
         return self.event(int(positions[-1])) if len(positions) else None
 
@@ -93,10 +93,7 @@ def read_file(path: Path) -> FileEvents:
 
 
 def read_recording(directory: Path) -> list[FileEvents]:
-    """Read the files of a recording, those of workers by their numbers and then the launcher's.
-
-    A file that is damaged, or of another version, is left out.
-    """
+    """Read a recording: workers by number, then the launcher; without files damaged or of another version."""
     found = []
     for path in sorted(directory.glob("*.rec")):
         try:
@@ -131,23 +128,6 @@ def _parse(first: NDArray[Any], second: NDArray[Any]) -> tuple[NDArray[Any], int
     return table[np.argsort(table["number"])], int((is_torn & ~is_whole).sum())
 
 
-# %%% from timeline.py:
-# One timeline from the files of several workers: the clocks of several hosts are brought together.
-#
-# [Note: clocks of several hosts] Processes of one boot of a host share the monotonic clock. For another host the
-# difference is found from the recording: no rank can leave a collective before every rank has entered it. So with clock
-# `a` and `b = a + d`, each collective that both made says
-#
-#     begin_a <= end_b - d     d <= end_b - begin_a
-#     begin_b - d <= end_a     d >= begin_b - end_a
-#
-# The largest lower and the smallest upper bound of all common collectives leave an interval. Its middle is taken, and
-# half its width is the error. Without common collectives the wall clocks decide, whose error is not known.
-
-_FEWEST = 3
-"""From so many common collectives the difference of two clocks is found."""
-
-
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
     """What is subtracted from the times of a file to have them on the clock of the first one."""
@@ -171,7 +151,18 @@ def bound_offset(here: Mapping[int, tuple[int, int]], there: Mapping[int, tuple[
 
 
 def clock_offsets(files: Sequence[FileEvents]) -> list[ClockOffset]:
-    """Return the offset of each file's clock to the first one's. [Note: clocks of several hosts]."""
+    """Return the offset of each file's clock to the first one's: it brings the clocks of several hosts together.
+
+    [Note: clocks of several hosts] Processes of one boot of a host share the monotonic clock. For another host the
+    difference is found from the recording: no rank can leave a collective before every rank has entered it. So with
+    clock `a` and `b = a + d`, each collective that both made says
+
+        begin_a <= end_b - d     d <= end_b - begin_a
+        begin_b - d <= end_a     d >= begin_b - end_a
+
+    The largest lower and the smallest upper bound of all common collectives leave an interval. Its middle is taken, and
+    half its width is the error. Without common collectives the wall clocks decide, whose error is not known.
+    """
     if not files:
         return []
     first = files[0]
@@ -196,16 +187,10 @@ def _collectives(file: FileEvents) -> dict[int, tuple[int, int]]:
     return {index: (begin, end) for index, begin, end in zip(*columns, strict=True)}
 
 
-# %%% from moments.py:
-# When a worker has last begun or ended something: read often, so without NumPy and without a copy of the file.
-
-_BEGIN_WORD = 1
-
-
 def last_moment(path: Path) -> tuple[FileHeader, int] | None:
     """Return who wrote a file, and when it has last begun or ended an event, in nanoseconds of its clock (local).
 
-    None if it is not a file of a recording, or is being made.
+    None if it is not a file of a recording, or is being made. Read often, so without NumPy and without a copy.
     """
     with path.open("rb") as file:
         try:

@@ -1,4 +1,4 @@
-"""`WorkerRecorder`: writes the events of this process.
+"""Writing a recording: the events of this process, and the files and folders that they are in.
 
 [Note: the cost of an event] About 0.3 us: one `struct.pack_into` on the mapped file, with the clock and the next number
 fetched in the same expression. Writing the eight words one by one, or through NumPy, takes longer. The functions are
@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
+from lockstep.processes.forking import call_in_children
 from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import (
     CHANGING,
@@ -50,90 +51,23 @@ from lockstep.recording.file_format import (
 from lockstep.recording.stacks import write_stacks_on_signal
 from lockstep.settings import read_settings
 
-# %%% from files.py:
-# Making the files of a recording, and the folders for jobs without a run directory.
-
-_MODE: Final = 0o600
-_NUM_KEPT: Final = 20
-"""So many recordings of jobs without a run directory are kept."""
-
-
-def make_file(path: Path, size: int) -> mmap.mmap:
-    """Make a file of `size` bytes, all zero, and map it; `OSError` if it exists, or there is no space.
-
-    Its blocks are allocated now: on a full disk, writing to a page of a file without blocks ends the process (SIGBUS).
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def private_folder() -> Path:
-    """Return the folder with the recordings of jobs without a run directory; made if it is not there.
-
-    `OSError`: it cannot be made, or belongs to another user, who could read or replace what is written there.
-    """
-    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone.")
-    return folder
-
-
-def make_private_recording(name: str) -> Path:
-    """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
-
-    The name ends in `-` and the process that started the job: while that runs, the recording is not removed.
-    """
-    folder = private_folder()
-    recording = folder / name
-    recording.mkdir(mode=0o700, exist_ok=True)
-    others = sorted((each for each in folder.iterdir() if each != recording), key=_made_at, reverse=True)
-    for old in others[_NUM_KEPT:]:
-        starter = old.name.rpartition("-")[2]
-        if not Path(f"/proc/{starter}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return recording
-
-
-def remove_if_over(recording: Path) -> None:
-    """Remove a recording if none of the processes that write to it runs (local)."""
-    try:
-        headers = [parse_header(path.read_bytes()) for path in recording.glob("*.rec")]
-    except (OSError, ValueError):  # another process removes it, or begins to write
-        return
-    if all(each.ended_ns or start_ticks(each.pid) != each.start_ticks for each in headers):
-        shutil.rmtree(recording, ignore_errors=True)
-
-
-def _made_at(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-# %%% from writing.py:
-# (the main part)
-
+NO_EVENT: Final = 0
+LAUNCHER: Final = -1
+"""The number of the launcher in place of a worker's."""
 Begin = Callable[[int, int, int, int], int]
 """`begin(kind, index, size, text)`: an event begins; returns its number, for `end`."""
 Mark = Callable[[int, int, int, int], int]
 """`mark(kind, index, size, text)`: an event without a duration, or which lasts until the next of its kind."""
 End = Callable[[int], object]
 """`end(number)`: the event ends."""
-NO_EVENT: Final = 0
-"""A number that no event has."""
+_MODE: Final = 0o600
+_NUM_KEPT: Final = 20
+"""So many recordings of jobs without a run directory are kept."""
 _NO_TEXT: Final = 0
 _NUM_IN_MEMORY: Final = 4096
 """So many events are kept where there is no file."""
+_NUM_FILES: Final = 8
+"""So many files of one worker are kept, where a run is resumed again and again."""
 
 
 @final
@@ -190,7 +124,6 @@ class WorkerRecorder:
             self.end(number)
 
     def set_place(self, rank: int, world_size: int, generation: int) -> None:
-        """Write which worker this process is from now on (local)."""
         memory = self._memory
         if memory is not None:
             struct.pack_into("@3q", memory, CHANGING_START, rank, world_size, generation)
@@ -279,15 +212,6 @@ NULL_WORKER_RECORDER: Final = WorkerRecorder()
 """A recorder that is never opened."""
 
 
-# %%% from opening.py:
-# Opening a recorder: the header of this process, and a file of its own in the recording.
-
-LAUNCHER: Final = -1
-"""The number of the launcher in place of a worker's."""
-_NUM_FILES: Final = 8
-"""So many files of one worker are kept, where a run is resumed again and again."""
-
-
 def open_recorder(
     recorder: WorkerRecorder,
     directory: Path,
@@ -340,17 +264,16 @@ def _free_path(directory: Path, name: str) -> Path:
     return oldest
 
 
-# %%% from own.py:
-# The recorder of this process.
-#
-# [Note: one recorder per process] Groups are made by torch, which passes them what it knows, and a reducer may be used
-# by a script that never heard of a recording. So there is one recorder per process, which all of them get here, once,
-# when they are made. It keeps events in memory until a launcher, a worker or `init_process_group` opens it.
-
 _OWN: Final = WorkerRecorder()
 
 
 def own_recorder() -> WorkerRecorder:
+    """Return the recorder of this process.
+
+    [Note: one recorder per process] Groups are made by torch, which passes them what it knows, and a reducer may be
+    used by a script that never heard of a recording. So there is one recorder per process, which all of them get here,
+    once, when they are made. It keeps events in memory until a launcher, a worker or `init_process_group` opens it.
+    """
     return _OWN
 
 
@@ -406,6 +329,68 @@ def _job_name() -> str:
     return f"port{variables['MASTER_PORT']}-{os.getppid()}"
 
 
+def make_file(path: Path, size: int) -> mmap.mmap:
+    """Make a file of `size` bytes, all zero, and map it; `OSError` if it exists, or there is no space.
+
+    Its blocks are allocated now: on a full disk, writing to a page of a file without blocks ends the process (SIGBUS).
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def private_folder() -> Path:
+    """Return the folder with the recordings of jobs without a run directory; made if it is not there.
+
+    `OSError`: it cannot be made, or belongs to another user, who could read or replace what is written there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone.")
+    return folder
+
+
+def make_private_recording(name: str) -> Path:
+    """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
+
+    The name ends in `-` and the process that started the job: while that runs, the recording is not removed.
+    """
+    folder = private_folder()
+    recording = folder / name
+    recording.mkdir(mode=0o700, exist_ok=True)
+    others = sorted((each for each in folder.iterdir() if each != recording), key=_made_at, reverse=True)
+    for old in others[_NUM_KEPT:]:
+        starter = old.name.rpartition("-")[2]
+        if not Path(f"/proc/{starter}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return recording
+
+
+def remove_if_over(recording: Path) -> None:
+    """Remove a recording if none of the processes that write to it runs (local)."""
+    try:
+        headers = [parse_header(path.read_bytes()) for path in recording.glob("*.rec")]
+    except (OSError, ValueError):  # another process removes it, or begins to write
+        return
+    if all(each.ended_ns or start_ticks(each.pid) != each.start_ticks for each in headers):
+        shutil.rmtree(recording, ignore_errors=True)
+
+
+def _made_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _begin_under_launcher() -> None:
     """Record from the import of Lockstep on, if a launcher of ours wants it: the script may hang before its group."""
     settings = read_settings()
@@ -415,6 +400,6 @@ def _begin_under_launcher() -> None:
         ensure_own_recorder(int(rank), int(world_size))
 
 
-os.register_at_fork(after_in_child=_OWN.forget)
+call_in_children(_OWN.forget)
 _begin_under_launcher()
 atexit.register(_OWN.close)
