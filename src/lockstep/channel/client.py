@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, final
 
 from lockstep.channel.table import LineReader, Message, encode
+from lockstep.processes.forking import call_in_children
 
 _PIECE_BYTES = 1 << 16
 _CLOSED: Message = {"closed": True}
@@ -37,7 +38,7 @@ class Channel:
         self._kept: list[object] = []
         self._abandoned: weakref.WeakSet[object] = weakref.WeakSet()
         threading.Thread(target=self._read, name="channel", daemon=True).start()
-        os.register_at_fork(after_in_child=self._close_in_child)
+        call_in_children(self._close_in_child)
 
     def request(self, user: object, operation: str, seconds: float | None = None, **fields: Any) -> Any:
         """Send a request to the launcher and return its answer; wait for ever where `seconds` is None.

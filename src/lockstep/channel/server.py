@@ -17,8 +17,6 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class _Connection:
-    """The launcher's socket to one worker."""
-
     worker: int
     socket: socket.socket
     reader: LineReader = field(default_factory=LineReader)
@@ -53,7 +51,6 @@ class ChannelServer:
         return self._report_reader
 
     def take_reports(self) -> list[tuple[int, Message]]:
-        """Return the reports that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._report_reader, _PIECE_BYTES)
         taken = []
@@ -125,8 +122,6 @@ class ChannelServer:
         return True
 
     def _receive_all(self, selector: selectors.BaseSelector) -> None:
-        """Read what there is on every channel."""
-
         def readable() -> list[_Connection]:
             found = [(key.data, events) for key, events in selector.select(0)]
             return [connection for connection, events in found if connection and events & selectors.EVENT_READ]
@@ -182,7 +177,6 @@ class ChannelServer:
         return self._connections.get(connection.worker) is connection
 
     def _drop(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
-        """Forget a worker that has ended."""
         if not self._is_open(connection):
             return
         del self._connections[connection.worker]
@@ -192,7 +186,6 @@ class ChannelServer:
 
 
 def _wake_pipe() -> tuple[int, int]:
-    """Return a pipe by which one thread wakes another one."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

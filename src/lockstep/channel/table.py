@@ -1,7 +1,7 @@
-"""The keys and values of a launch, with the semantics of torch's `Store`: a pure state machine.
+"""The messages of a channel, one JSON object per line, and the table of keys and values that answers them.
 
-A request for a key that is not set is answered when it is set. The worker that waits counts the time; when that is
-over, it withdraws the request.
+The table has the semantics of torch's `Store`, and is a pure state machine. A request for a key that is not set is
+answered when it is set. The worker that waits counts the time; when that is over, it withdraws the request.
 """
 
 import json
@@ -9,64 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-# %%% from lines.py:
-# Messages on a stream of bytes: one JSON object per line.
-
 Message = dict[str, Any]
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as one line."""
-    return json.dumps(message).encode("ascii") + b"\n"
-
-
-def to_text(value: bytes | str) -> str:
-    """Return any bytes as a text of as many characters, which JSON can hold."""
-    return value.decode("latin-1") if isinstance(value, bytes) else value
-
-
-def to_bytes(text: str) -> bytes:
-    """Return the bytes that `to_text` was given; those of a text that has other characters in UTF-8."""
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return text.encode()
-
-
-@final
-class LineReader:
-    """Puts messages together from the pieces in which a stream delivers them."""
-
-    def __init__(self) -> None:
-        self._begun = bytearray()
-
-    def feed(self, piece: bytes) -> Iterator[Message]:
-        """Yield the messages that are complete with this piece; `ValueError` or `TypeError` at a line that is none."""
-        self._begun += piece
-        while (end := self._begun.find(b"\n")) >= 0:
-            line = bytes(self._begun[:end])
-            del self._begun[: end + 1]
-            message = json.loads(line)
-            if not isinstance(message, dict):
-                raise TypeError(f"A message is {line[:80]!r}, expected a JSON object.")
-            yield message
-
-
-# %%% from table.py:
-# (the main part)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     worker: int
-    """Number of the worker."""
     message: Message
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that is not answered yet."""
-
     worker: int
     request: Message
     missing: set[str]
@@ -74,8 +27,6 @@ class _Waiting:
 
 @final
 class Table:
-    """Keys and values, and the requests that wait for a key."""
-
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}
@@ -107,7 +58,6 @@ class Table:
         return replies if written is None else [*replies, *self._release(written)]
 
     def forget(self, worker: int) -> None:
-        """Withdraw all requests of a worker that has ended."""
         for place in [place for place in self._waiting if place[0] == worker]:
             del self._waiting[place]
 
@@ -155,3 +105,37 @@ class Table:
                 else:
                     replies.append(self._found(waiting.worker, waiting.request))
         return replies
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode("ascii") + b"\n"
+
+
+def to_text(value: bytes | str) -> str:
+    """Return any bytes as a text of as many characters, which JSON can hold."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def to_bytes(text: str) -> bytes:
+    """Return the bytes that `to_text` was given; those of a text that has other characters in UTF-8."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
+
+
+@final
+class LineReader:
+    def __init__(self) -> None:
+        self._begun = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[Message]:
+        """Yield the messages that are complete with this piece; `ValueError` or `TypeError` at a line that is none."""
+        self._begun += piece
+        while (end := self._begun.find(b"\n")) >= 0:
+            line = bytes(self._begun[:end])
+            del self._begun[: end + 1]
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise TypeError(f"A message is {line[:80]!r}, expected a JSON object.")
+            yield message
