@@ -4,16 +4,14 @@ An *inventory* lists what the machine has at a moment: GPUs, the processes that 
 is what a user asks for: `auto:3`, `[0, 2]`. A *placement* has one device per worker, in rank order, and the reason for
 the choice.
 
-Pure are the parts that read a request, choose devices and describe them: `request.py`, `choose.py`, `visible.py` and
-`describe.py`, with the values of `inventory.py` and `placement.py`. `look.py` takes the inventory. It uses `nvml.py`,
-`driver.py`, `holders.py` and `capacity.py`.
+Pure are the parts that read a request and choose devices: `request.py` and `choose.py`, with the values of
+`inventory.py`. `look.py` takes the inventory. It uses `nvml.py`.
 
 Invariants: taking an inventory creates no CUDA context. Every GPU that the user names exists, is named once, is not
 hidden from this process and is not used by another process; otherwise `DeviceError` is raised. The CPU replaces GPUs
 only if the request is `auto` and there is no GPU that this process could ever use.
 
-`lockstep run` chooses devices without torch. So modules that import torch (`transfer.py`, `current.py`) are not
-imported here.
+`lockstep run` chooses devices without torch. So `transfer.py`, which imports torch, is not imported here.
 """
 
 from lockstep.devices.choose import Device, Placement, choose_devices

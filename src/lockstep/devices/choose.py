@@ -1,4 +1,4 @@
-"""Turn a request for devices into a placement. Pure: it is given an inventory of the machine.
+"""Turn a request for devices into a placement: which device each worker gets, and why. Pure: the inventory is given.
 
 [Note: busy] A GPU is busy if a process computes on it. It is also busy if more of its memory is in use than its known
 processes and the driver explain: inside a container, processes outside of it cannot be seen. Processes that only draw,
@@ -26,14 +26,18 @@ from lockstep.devices.request import (
 from lockstep.errors import DeviceError, counted
 from lockstep.settings import VISIBLE_VARIABLES
 
-# %%% from placement.py:
-# Which device each worker gets, and why. Pure.
+NUM_CPU_WORKERS = 2
+"""How many workers `auto` starts where there is no GPU."""
+_UNSEEN_BYTES = 2**30
+"""The driver uses up to this much memory itself, or a twentieth of the GPU's; it belongs to no process."""
+_NCCL_JOINS_INSTANCES = (2, 30)
+"""The first version of NCCL that joins MIG instances of one card."""
+_HIDES_ALL = frozenset({"", "-1"})
+"""Values of CUDA_VISIBLE_DEVICES with which people hide every GPU on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The device of one worker."""
-
     name: str
     """Its name for torch in that worker: "cuda:0", because the worker sees no other card, or "cpu"."""
     visible: str
@@ -73,20 +77,6 @@ def _variables(name: str, visible: str) -> Mapping[str, str]:
         return {variable: visible}
     # The order matters only where a card has no UUID and is named by its number, which is the one of nvidia-smi.
     return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-# %%% from choose.py:
-# (the main part)
-
-NUM_CPU_WORKERS = 2
-"""How many workers `auto` starts where there is no GPU."""
-
-_UNSEEN_BYTES = 2**30
-"""The driver uses up to this much memory itself, or a twentieth of the GPU's; it belongs to no process."""
-_NCCL_JOINS_INSTANCES = (2, 30)
-"""The first version of NCCL that joins MIG instances of one card."""
-_HIDES_ALL = frozenset({"", "-1"})
-"""Values of CUDA_VISIBLE_DEVICES with which people hide every GPU on purpose."""
 
 
 def choose_devices(

@@ -1,4 +1,7 @@
-"""What a machine has, as values: its GPUs and the processes on them, its cores, its memory. `look.py` makes them."""
+"""What a machine has, as values: its GPUs and the processes on them, its cores, its memory. `look.py` makes them.
+
+Here are also the parts that read cores, memory and processes from the system, and the words for GPUs and holders.
+"""
 
 import contextlib
 import os
@@ -9,21 +12,27 @@ from pathlib import Path
 
 import psutil
 
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_GIB = 2**30
+_SHOWN_COMMAND = 60
+_HOST_NAMESPACE = 0xEFFFFFFC
+"""The inode of the first namespace of process ids, in every kernel (PROC_PID_INIT_INO)."""
+_GPU_FILES = ("/dev/nvidia", "/dev/dxg")
+_GPU_LIBRARY = "/libcuda.so"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that has memory on a GPU."""
+    """A process that has memory on a GPU. None: it cannot be seen, as of another container, or is not reported."""
 
     pid: int
     """Its process id, as the driver reports it."""
     user: str | None
-    """The user who runs it; None where that cannot be seen, as of a process in another container."""
     command: str | None
-    """Its command line; None where that cannot be seen."""
     since: datetime | None
-    """When it started, in local time; None where that cannot be seen."""
+    """When it started, in local time."""
     memory_bytes: int | None
-    """How much it has; None where the driver does not report it."""
     is_graphics: bool = False
     """Whether it only draws, as a desktop does."""
     is_self: bool = False
@@ -31,24 +40,21 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU that CUDA can give to a process. Where MIG splits a GPU, each of its instances is one."""
+    """A GPU that CUDA can give to a process; with MIG, each instance of one. None: not known, or not reported."""
 
     index: int
     """The number that nvidia-smi shows; for a MIG instance that of its GPU."""
     instance: int | None = None
     """Number of the MIG instance on its GPU; None for a whole GPU."""
     uuid: str | None
-    """"GPU-..." or "MIG-...": the same card in every process and after a reboot. None where it is not known."""
+    """"GPU-..." or "MIG-...": the same card in every process and after a reboot."""
     cuda_name: str
     """Its name for CUDA_VISIBLE_DEVICES, or for the variable of its kind."""
     name: str
-    """Name of the model, such as "NVIDIA GeForce RTX 3090"."""
     memory_total_bytes: int | None
-    """Its memory; None where the driver does not report it."""
     memory_free_bytes: int | None
-    """Its free memory; None where the driver does not report it."""
     utilisation_percent: int | None = None
-    """Share of the last moments in which it computed. None where the driver does not report it, as of MIG instances."""
+    """Share of the last moments in which it computed; None also for MIG instances."""
     holders: tuple[Holder, ...] = ()
     """The processes that have memory on it, as far as they can be seen from here."""
     kind: str = "cuda"
@@ -61,8 +67,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """A machine at one moment."""
-
     taken_at: datetime
     """When, in local time."""
     gpus: tuple[Gpu, ...]
@@ -72,32 +76,20 @@ class Inventory:
     is_faulty: bool = False
     """Whether the problem is a fault that can be repaired, and not simply a machine without GPUs."""
     driver: str | None
-    """Version of the NVIDIA driver."""
     cuda_visible_devices: str | None
     num_cores: int
     """Cores that this process may use."""
     memory_total_bytes: int
     """Main memory that this process may use."""
     memory_available_bytes: int
-    """How much of it is free."""
     is_wsl: bool = False
     """Whether this is Linux under Windows (WSL), where the processes of Windows' desktop cannot be seen."""
     nccl_version: tuple[int, ...] = ()
     """Version of NCCL that torch uses; empty where it is not known."""
 
 
-# %%% from capacity.py:
-# How many cores and how much memory this process may use: the machine's, within CPU affinity and cgroup limits.
-#
-# Control groups limit a container or a cluster's job. The numbers of cores and bytes that the kernel reports for the
-# machine do not include these limits. Version 2 of control groups is read.
-
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
-
-
 def count_cores(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use, 1 or more."""
+    """Return how many cores this process may use, within its affinity and its control groups; 1 or more."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
@@ -122,7 +114,10 @@ def measure_memory(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> tu
 
 
 def _own_groups(membership: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process' control group and of its parents."""
+    """Yield the folders of this process' control group and of its parents, in version 2 of control groups.
+
+    They limit a container or a cluster's job. What the kernel reports for the machine does not include these limits.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -131,13 +126,6 @@ def _own_groups(membership: Path, groups: Path) -> Iterator[Path]:
     if own is not None:
         folder = groups / own
         yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(groups)))
-
-
-# %%% from describe.py:
-# Describing GPUs and their holders, with the same words in tables, reasons and errors. Pure.
-
-_GIB = 2**30
-_SHOWN_COMMAND = 60
 
 
 def short_label(gpu: Gpu) -> str:
@@ -177,23 +165,15 @@ def _shorten(command: str) -> str:
     return command if len(command) <= _SHOWN_COMMAND else command[: _SHOWN_COMMAND - 3] + "..."
 
 
-# %%% from holders.py:
-# Finding the user and the command of a process that uses a GPU, as far as this process may see them.
-#
-# [Note: pids of the driver] The driver reports process ids of the host. In a container, newer drivers translate them
-# into the container's ids, older ones do not. Such an id may then belong to no process in the container, or to one that
-# has nothing to do with GPUs. So in a namespace other than the host's, an id is taken for that of a process only if the
-# process has opened a GPU.
-
-_HOST_NAMESPACE = 0xEFFFFFFC
-"""The inode of the first namespace of process ids, in every kernel (PROC_PID_INIT_INO)."""
-_GPU_FILES = ("/dev/nvidia", "/dev/dxg")
-_GPU_LIBRARY = "/libcuda.so"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIds:
-    """How ids that the driver reports are read. [Note: pids of the driver]."""
+    """How ids that the driver reports are read.
+
+    [Note: pids of the driver] The driver reports process ids of the host. In a container, newer drivers translate them
+    into the container's ids, older ones do not. Such an id may then belong to no process in the container, or to one
+    that has nothing to do with GPUs. So in a namespace other than the host's, an id is taken for that of a process only
+    if the process has opened a GPU.
+    """
 
     own: frozenset[int]
     """The ids of this process, in every namespace that can be seen from here."""

@@ -33,83 +33,9 @@ from lockstep.devices.request import DeviceRequest, Request
 from lockstep.errors import DeviceError, counted
 from lockstep.settings import VISIBLE_VARIABLES, VisibleDevices, read_settings
 
-# %%% from visible.py:
-# What CUDA_VISIBLE_DEVICES means, read as CUDA reads it. Pure.
-#
-# The variable has either UUIDs (or their beginnings) or numbers. CUDA stops at the first entry that it cannot read or
-# that does not exist, and shows no GPU if an entry appears twice. Numbers count in CUDA's own order. That is the
-# fastest card first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so it may differ from the order of nvidia-smi, and only the
-# driver has it (`driver.py`).
-
 _UUID_KINDS = ("GPU-", "MIG-")
 _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
-
-
-def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
-    """Return whether only the driver can tell which GPUs the variable shows.
-
-    That is so for numbers in CUDA's own order, and where the name of a GPU means the first of its MIG instances.
-    `order` is CUDA_DEVICE_ORDER.
-    """
-    if any(gpu.instance is not None for gpu in gpus):
-        return variable.startswith("GPU-") or bool(_read_numbers(variable))
-    return bool(_read_numbers(variable)) and order != "PCI_BUS_ID" and len(gpus) > 1
-
-
-def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    """Return the GPUs that the variable shows, if its numbers are those of nvidia-smi."""
-    if variable.startswith(_UUID_KINDS):
-        return _find_by_uuid(variable, gpus)
-    numbers = _read_numbers(variable)
-    known = {gpu.index for gpu in gpus}
-    shown = set(_until(numbers, known))
-    return frozenset(gpu for gpu in gpus if gpu.index in shown)
-
-
-def find_by_bytes(uuids: Collection[str], gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    """Return the GPUs with these UUIDs, which the driver returned as hexadecimal digits of their bytes."""
-    return frozenset(gpu for gpu in gpus if gpu.uuid is not None and uuid_digits(gpu.uuid) in uuids)
-
-
-def _find_by_uuid(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
-    kind = variable[: len(_UUID_KINDS[0])]
-    shown: list[Gpu] = []
-    for entry in variable.split(","):
-        found = [gpu for gpu in gpus if (gpu.uuid or "").startswith(entry)]
-        if not entry.startswith(kind) or len(found) != 1:
-            break
-        shown.append(found[0])
-    return frozenset(shown if len(set(shown)) == len(shown) else ())
-
-
-def _read_numbers(variable: str) -> list[int]:
-    numbers: list[int] = []
-    for entry in variable.split(","):
-        match = _NUMBER.match(entry.strip())  # CUDA reads "1st" as 1
-        if match is None or int(match[0]) < 0:
-            break
-        if int(match[0]) in numbers:
-            return []
-        numbers.append(int(match[0]))
-    return numbers
-
-
-def _until(numbers: Sequence[int], known: Collection[int]) -> list[int]:
-    end = next((index for index, number in enumerate(numbers) if number not in known), len(numbers))
-    return list(numbers[:end])
-
-
-def uuid_digits(uuid: str) -> str:
-    """Return the hexadecimal digits of a UUID, without "GPU-" or "MIG-"."""
-    kind = next((kind for kind in _UUID_KINDS if uuid.startswith(kind)), "")
-    return uuid.removeprefix(kind).replace("-", "").lower()
-
-
-# %%% from own_memory.py:
-# The GPU memory of this process itself.
-#
-# Where the driver reports other process ids than those that are seen here ([Note: pids of the driver] in `holders.py`),
-# this process' own memory looks like that of another process. `assign_own` is pure.
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def measure_own_memory() -> dict[str, int]:
@@ -126,31 +52,6 @@ def measure_own_memory() -> dict[str, int]:
         for index in indices
         if torch.cuda.max_memory_reserved(index)  # else it may have no memory there at all
     }
-
-
-def assign_own(gpus: tuple[Gpu, ...], own: Mapping[str, int], pid: int) -> tuple[Gpu, ...]:
-    """Return the GPUs with this process among the holders of those that it uses; `own` is from `measure_own_memory`."""
-    return tuple(_with_own(gpu, own, pid) for gpu in gpus)
-
-
-def _with_own(gpu: Gpu, own: Mapping[str, int], pid: int) -> Gpu:
-    size = None if gpu.uuid is None else own.get(uuid_digits(gpu.uuid))
-    if size is None or any(holder.is_self for holder in gpu.holders):
-        return gpu
-    unknown = [holder for holder in gpu.holders if holder.user is None and not holder.is_graphics]
-    if not unknown:  # the driver lists only processes of another namespace, or none
-        own_holder = Holder(pid=pid, user=None, command=None, since=None, memory_bytes=size, is_self=True)
-        return replace(gpu, holders=(*gpu.holders, own_holder))
-    # One of them is this process. The driver counts the CUDA context too, so it reports a little more than torch.
-    nearest = min(unknown, key=lambda holder: abs((holder.memory_bytes or size) - size))
-    found = (replace(holder, is_self=True) if holder is nearest else holder for holder in gpu.holders)
-    return replace(gpu, holders=tuple(found))
-
-
-# %%% from look.py:
-# (the main part)
-
-_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def take_inventory(
@@ -235,7 +136,6 @@ def _read_nccl_version() -> tuple[int, ...]:
 
 
 def _torch_build() -> dict[str, Any]:
-    """Return the variables of the module `torch.version`."""
     if "torch" in sys.modules:
         build: dict[str, Any] = vars(sys.modules["torch"].version)
         return build
@@ -288,3 +188,88 @@ def _number_gpus(kind: str, name: str, num_gpus: int, variable: str | None) -> t
         )
         for index, in_variable in zip(range(num_gpus), names, strict=False)
     )
+
+
+def assign_own(gpus: tuple[Gpu, ...], own: Mapping[str, int], pid: int) -> tuple[Gpu, ...]:
+    """Return the GPUs with this process among the holders of those that it uses; `own` is from `measure_own_memory`.
+
+    Where the driver reports other process ids than those that are seen here ([Note: pids of the driver] in
+    `inventory.py`), this process' own memory looks like that of another process.
+    """
+    return tuple(_with_own(gpu, own, pid) for gpu in gpus)
+
+
+def _with_own(gpu: Gpu, own: Mapping[str, int], pid: int) -> Gpu:
+    size = None if gpu.uuid is None else own.get(uuid_digits(gpu.uuid))
+    if size is None or any(holder.is_self for holder in gpu.holders):
+        return gpu
+    unknown = [holder for holder in gpu.holders if holder.user is None and not holder.is_graphics]
+    if not unknown:  # the driver lists only processes of another namespace, or none
+        own_holder = Holder(pid=pid, user=None, command=None, since=None, memory_bytes=size, is_self=True)
+        return replace(gpu, holders=(*gpu.holders, own_holder))
+    # One of them is this process. The driver counts the CUDA context too, so it reports a little more than torch.
+    nearest = min(unknown, key=lambda holder: abs((holder.memory_bytes or size) - size))
+    found = (replace(holder, is_self=True) if holder is nearest else holder for holder in gpu.holders)
+    return replace(gpu, holders=tuple(found))
+
+
+def needs_driver(variable: str, order: str | None, gpus: Sequence[Gpu]) -> bool:
+    """Return whether only the driver can tell which GPUs CUDA_VISIBLE_DEVICES, `variable`, shows.
+
+    It has either UUIDs (or their beginnings) or numbers. CUDA stops at the first entry that it cannot read or that does
+    not exist, and shows no GPU if an entry appears twice. Numbers count in CUDA's own order. That is the fastest card
+    first unless `order`, CUDA_DEVICE_ORDER, is PCI_BUS_ID, so it may differ from the order of nvidia-smi, and only the
+    driver has it (`ask_driver`). It also knows which MIG instance is the first of a GPU that is named.
+    """
+    if any(gpu.instance is not None for gpu in gpus):
+        return variable.startswith("GPU-") or bool(_read_numbers(variable))
+    return bool(_read_numbers(variable)) and order != "PCI_BUS_ID" and len(gpus) > 1
+
+
+def find_visible(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    """Return the GPUs that the variable shows, if its numbers are those of nvidia-smi."""
+    if variable.startswith(_UUID_KINDS):
+        return _find_by_uuid(variable, gpus)
+    numbers = _read_numbers(variable)
+    known = {gpu.index for gpu in gpus}
+    shown = set(_until(numbers, known))
+    return frozenset(gpu for gpu in gpus if gpu.index in shown)
+
+
+def find_by_bytes(uuids: Collection[str], gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    """Return the GPUs with these UUIDs, which the driver returned as hexadecimal digits of their bytes."""
+    return frozenset(gpu for gpu in gpus if gpu.uuid is not None and uuid_digits(gpu.uuid) in uuids)
+
+
+def _find_by_uuid(variable: str, gpus: Sequence[Gpu]) -> frozenset[Gpu]:
+    kind = variable[: len(_UUID_KINDS[0])]
+    shown: list[Gpu] = []
+    for entry in variable.split(","):
+        found = [gpu for gpu in gpus if (gpu.uuid or "").startswith(entry)]
+        if not entry.startswith(kind) or len(found) != 1:
+            break
+        shown.append(found[0])
+    return frozenset(shown if len(set(shown)) == len(shown) else ())
+
+
+def _read_numbers(variable: str) -> list[int]:
+    numbers: list[int] = []
+    for entry in variable.split(","):
+        match = _NUMBER.match(entry.strip())  # CUDA reads "1st" as 1
+        if match is None or int(match[0]) < 0:
+            break
+        if int(match[0]) in numbers:
+            return []
+        numbers.append(int(match[0]))
+    return numbers
+
+
+def _until(numbers: Sequence[int], known: Collection[int]) -> list[int]:
+    end = next((index for index, number in enumerate(numbers) if number not in known), len(numbers))
+    return list(numbers[:end])
+
+
+def uuid_digits(uuid: str) -> str:
+    """Return the hexadecimal digits of a UUID, without "GPU-" or "MIG-"."""
+    kind = next((kind for kind in _UUID_KINDS if uuid.startswith(kind)), "")
+    return uuid.removeprefix(kind).replace("-", "").lower()

@@ -1,4 +1,4 @@
-"""Look at NVIDIA's GPUs through NVML, which creates no CUDA context.
+"""Look at NVIDIA's GPUs through NVML, and ask the CUDA driver which it shows. Neither creates a CUDA context.
 
 Values that a card does not support, or does not show to this user, are None; the rest is still reported.
 """
@@ -12,6 +12,24 @@ from typing import Any, Protocol
 
 from lockstep.devices.inventory import Gpu, Holder
 
+_TIMEOUT_SECONDS = 20.0
+_SCRIPT = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+status = cuda.cuInit(0)
+if status == 100:  # no device: the variable shows none
+    sys.exit(0)
+count = ctypes.c_int()
+if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    sys.exit(1)
+read = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first knows MIG instances
+for number in range(count.value):
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    if cuda.cuDeviceGet(ctypes.byref(device), number) or read(uuid, device):
+        sys.exit(1)
+    print(uuid.raw.hex())
+"""
+
 
 class LookUpHolder(Protocol):
     """Finds user and command of a process: `look_up_holder`, or a fake."""
@@ -21,10 +39,7 @@ class LookUpHolder(Protocol):
 
 
 class NoGpusError(Exception):
-    """NVML cannot be used. The text gives the reason and fits the end of a sentence.
-
-    `is_fault`: it can be repaired; False for a machine without GPUs.
-    """
+    """NVML cannot be used: the text ends a sentence. `is_fault`: it can be repaired; False without GPUs."""
 
     def __init__(self, message: str, *, is_fault: bool) -> None:
         super().__init__(message)
@@ -144,31 +159,6 @@ def _ask(nvml: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any
         return None
 
 
-# %%% from driver.py:
-# Ask the CUDA driver which GPUs it shows to this process.
-#
-# A separate process asks it, because the first call to the driver fixes the value of CUDA_VISIBLE_DEVICES for the
-# process that calls, and makes CUDA unusable in its later forks. No CUDA context is created.
-
-_TIMEOUT_SECONDS = 20.0
-_SCRIPT = """
-import ctypes, sys
-cuda = ctypes.CDLL("libcuda.so.1")
-status = cuda.cuInit(0)
-if status == 100:  # no device: the variable shows none
-    sys.exit(0)
-count = ctypes.c_int()
-if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
-    sys.exit(1)
-read = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first knows MIG instances
-for number in range(count.value):
-    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
-    if cuda.cuDeviceGet(ctypes.byref(device), number) or read(uuid, device):
-        sys.exit(1)
-    print(uuid.raw.hex())
-"""
-
-
 def is_driver_installed() -> bool:
     """Return whether the library of the CUDA driver can be loaded; it is not called."""
     try:
@@ -179,7 +169,11 @@ def is_driver_installed() -> bool:
 
 
 def ask_driver() -> frozenset[str] | None:
-    """Return the UUIDs of the GPUs that CUDA shows, as hexadecimal digits of their bytes; None if the call fails."""
+    """Return the UUIDs of the GPUs that CUDA shows, as hexadecimal digits of their bytes; None if the call fails.
+
+    A separate process asks, because the first call to the driver fixes the value of CUDA_VISIBLE_DEVICES for the
+    process that calls, and makes CUDA unusable in its later forks.
+    """
     command = [sys.executable, "-I", "-S", "-c", _SCRIPT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)  # noqa: S603

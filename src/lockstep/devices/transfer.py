@@ -1,4 +1,7 @@
-"""Moving a batch to the device of the model."""
+"""Moving a batch to the device of the model, and which accelerator this process has: CUDA, XPU, or that of a plug-in.
+
+Code above this room goes through these functions, or through `torch.accelerator`, where it means "not the CPU".
+"""
 
 import copy
 import socket
@@ -46,29 +49,12 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-# %%% from asynchrony.py:
-# Whether the host runs ahead of a device.
-
-
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether operations on the device are queued, so that reading a value on the host waits for the device.
 
     Code that calls this, instead of comparing device types, can be tested with a fake asynchronous device on a CPU.
     """
     return device.type != "cpu"
-
-
-# %%% from input_copies.py:
-# Copying inputs to an asynchronous device beside what it computes.
-#
-# A copy on the stream that computes begins when all work before it is done, and the work after it waits. On a stream of
-# its own it begins at once, so it is done when the computation comes to it:
-#
-#     compute stream   shard 0 ........................ | wait for 2 | shard 1 ..............
-#     copy stream      1 copy of shard 1 -- 2 event
-#
-# The memory of a copy belongs to the copy stream. `record_stream` keeps it until the computation is done with it;
-# otherwise the next copy would get it, and overwrite what is still read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +67,17 @@ class PendingCopy:
 
 @final
 class InputCopies:
-    """Copies values to one device; on a synchronous one when they are asked for."""
+    """Copies inputs to a device; to an asynchronous one beside what it computes, else when they are asked for.
+
+    A copy on the stream that computes begins when all work before it is done, and the work after it waits. On a stream
+    of its own it begins at once, so it is done when the computation comes to it:
+
+        compute stream   shard 0 ........................ | wait for 2 | shard 1 ..............
+        copy stream      1 copy of shard 1 -- 2 event
+
+    The memory of a copy belongs to the copy stream. `record_stream` keeps it until the computation is done with it;
+    otherwise the next copy would get it, and overwrite what is still read.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -145,14 +141,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# %%% from current.py:
-# The accelerator of this process: CUDA, XPU, or that of a plug-in, such as Ascend's NPU.
-#
-# Code above this room goes through these functions, or through `torch.accelerator`, where it means "not the CPU".
-
-
 def current_accelerator() -> torch.device | None:
-    """Return this process' current accelerator with its index; None where there is none."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
