@@ -1,10 +1,12 @@
-"""Which worker runs which shard, and how a range of indices is split into equal parts."""
+"""Which worker runs which shard, how a range of indices is split into equal parts, and the seeds of what is run."""
 
 import hashlib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from lockstep.errors import counted
+
+_SEED_BITS = 63
 
 
 def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
@@ -42,10 +44,6 @@ def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
     return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))
 
 
-# %%% from balance.py:
-# How many shards each worker should run when workers are not equally fast.
-
-
 def balance_ranges(
     seconds_per_shard: Sequence[float], current: Sequence[range], *, min_gain: float
 ) -> tuple[range, ...]:
@@ -67,17 +65,12 @@ def _slowest(counts: Sequence[int], seconds_per_shard: Sequence[float]) -> float
     return max(count * seconds for count, seconds in zip(counts, seconds_per_shard, strict=True))
 
 
-# %%% from seeds.py:
-# Derived seeds: each use of random numbers gets a seed of its own, so that no generator state has to be stored.
-
-_SEED_BITS = 63
-
-
 def derive_seed(purpose: str, *numbers: int) -> int:
     """Return a seed in [0, 2**63) that depends on every argument and on nothing else.
 
-    Different arguments give unrelated seeds. Digests depend on this function, so its results may never change.
-    `numbers` are the run's seed, then the position: epoch, step, shard or sample.
+    Each use of random numbers gets a seed of its own, so that no generator state has to be stored. Different arguments
+    give unrelated seeds. Digests depend on this function, so its results may never change. `numbers` are the run's
+    seed, then the position: epoch, step, shard or sample.
     """
     text = ":".join([purpose, *map(str, numbers)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
