@@ -35,101 +35,6 @@ from lockstep.torch_private.groups import (
     set_default_backend,
 )
 
-# %%% from checked_set_up.py:
-# Making a checked group: torch's backends, and what compares the calls of the ranks.
-
-
-def check_group(
-    store: Store,
-    rank: int,
-    timeout: timedelta,
-    backends: Mapping[str, str],
-    members: GroupMembers,
-    set_up: GroupSetUp,
-    *,
-    waits: bool = True,
-    compares: bool = True,
-) -> CheckedProcessGroup:
-    """Make a checked group in a store of its own (collective over its ranks).
-
-    Without `waits`, on one host, a call costs less, and the group cannot be used after a mismatch. Without `compares`
-    lost ranks are named all the same.
-    """
-    place = PrefixStore("compare/shm", store)
-    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
-    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
-    with _failure_reported(comparer):
-        connected = _connect(store, rank, timeout, backends, replace(members, find_lost=comparer.find_any_lost), set_up)
-    return CheckedProcessGroup(connected.inner, comparer, backends, members.names, connected.sockets, compares=compares)
-
-
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    """Torch's backends of a group."""
-
-    inner: ProcessGroup
-    sockets: GlooSockets | None
-    """The connections of Gloo, if it is one of them."""
-
-
-def _connect(
-    store: Store,
-    rank: int,
-    timeout: timedelta,
-    backends: Mapping[str, str],
-    members: GroupMembers,
-    set_up: GroupSetUp,
-) -> _Connected:
-    """Make torch's backends (collective); where a rank is lost meanwhile, that is the error."""
-    size = len(members.names)
-    inner = ProcessGroup(store, rank, size)
-    made: dict[str, Any] = {}
-    sockets: GlooSockets | None = None
-    with ExitStack() as until_made:
-        if "gloo" in backends.values():
-            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
-        for device, name in backends.items():
-            if name not in made:
-                place = PrefixStore(f"inner/{name}", store)
-                if name == "gloo":
-                    make = partial(_make_gloo, place, rank, size, timeout)
-                    made[name], sockets = connect_gloo(place, size, make, members.find_lost)
-                else:
-                    made[name] = make_backend(name, place, rank, size, timeout)
-            register_backend(inner, torch.device(device), type_of_backend(name), made[name])
-    set_default_backend(inner, type_of_backend(next(iter(backends.values()))))
-    return _Connected(inner, sockets)
-
-
-@contextmanager
-def _failure_reported(comparer: CallComparer) -> Iterator[None]:
-    """Report to the other ranks, which wait to be connected, why this one will not be."""
-    try:
-        yield
-    except BaseException as error:
-        comparer.report_failure(error)
-        comparer.close()
-        raise
-
-
-def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-# %%% from backends.py:
-# (the main part)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedBackends:
-    """What a group of torch's backends is made of whose calls are compared."""
-
-    names: Mapping[str, str]
-    """The backend of each device."""
-    waits: bool
-    """Whether every call waits for all ranks to make it."""
-    compares: bool = True
-
 
 def register_backends() -> None:
     """Register them with torch.distributed; doing so again changes nothing (local)."""
@@ -164,8 +69,18 @@ def _make_group(request: GroupRequest) -> Any:
     return request.make() if checks is None else request.make("checked", checks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedBackends:
+    """What a group of torch's backends is made of whose calls are compared."""
+
+    names: Mapping[str, str]
+    """The backend of each device."""
+    waits: bool
+    """Whether every call waits for all ranks to make it."""
+    compares: bool = True
+
+
 def _checks_of_default(set_up: GroupSetUp | None, names: Mapping[str, str]) -> CheckedBackends | None:
-    """Return what the default group is made of if it is to be a checked one."""
     if set_up is None or not (set_up.compares_calls or set_up.explains_losses):
         return None
     compares = set_up.compares_calls
@@ -173,7 +88,7 @@ def _checks_of_default(set_up: GroupSetUp | None, names: Mapping[str, str]) -> C
 
 
 def _checks_of_subgroup(default: Any, names: Mapping[str, str]) -> CheckedBackends | None:
-    """Return the same for a group of some ranks of the default group, which does as that one does."""
+    """A group of some ranks of the default group does as that one does."""
     kinds = set(names.values())
     if isinstance(default, CheckedProcessGroup) and kinds <= {"gloo", *default.backend_names.values()}:
         compares = capabilities_of(default).compares_calls
@@ -186,7 +101,6 @@ def _checks_of_subgroup(default: Any, names: Mapping[str, str]) -> CheckedBacken
 
 
 def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:
-    """Change the timeout of a group of ours; return whether it is one."""
     if not isinstance(group, ShmProcessGroup | CheckedProcessGroup):
         return False
     group.set_timeout(timeout)
@@ -252,7 +166,6 @@ def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
 
 
 def _read_members(options: Any) -> GroupMembers:
-    """Return who the ranks of the group are that torch requests (local)."""
     names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
 
     def find_lost() -> PeerLostError | None:
@@ -262,3 +175,78 @@ def _read_members(options: Any) -> GroupMembers:
         return cast("ReportsExits", default).find_lost(names)
 
     return GroupMembers(names=names, find_lost=find_lost)
+
+
+def check_group(
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    backends: Mapping[str, str],
+    members: GroupMembers,
+    set_up: GroupSetUp,
+    *,
+    waits: bool = True,
+    compares: bool = True,
+) -> CheckedProcessGroup:
+    """Make a checked group in a store of its own (collective over its ranks).
+
+    Without `waits`, on one host, a call costs less, and the group cannot be used after a mismatch. Without `compares`
+    lost ranks are named all the same.
+    """
+    place = PrefixStore("compare/shm", store)
+    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
+    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
+    with _failure_reported(comparer):
+        connected = _connect(store, rank, timeout, backends, replace(members, find_lost=comparer.find_any_lost), set_up)
+    return CheckedProcessGroup(connected.inner, comparer, backends, members.names, connected.sockets, compares=compares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    inner: ProcessGroup
+    sockets: GlooSockets | None
+    """The connections of Gloo, if it is one of them."""
+
+
+def _connect(
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    backends: Mapping[str, str],
+    members: GroupMembers,
+    set_up: GroupSetUp,
+) -> _Connected:
+    """Make torch's backends (collective); where a rank is lost meanwhile, that is the error."""
+    size = len(members.names)
+    inner = ProcessGroup(store, rank, size)
+    made: dict[str, Any] = {}
+    sockets: GlooSockets | None = None
+    with ExitStack() as until_made:
+        if "gloo" in backends.values():
+            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
+        for device, name in backends.items():
+            if name not in made:
+                place = PrefixStore(f"inner/{name}", store)
+                if name == "gloo":
+                    make = partial(_make_gloo, place, rank, size, timeout)
+                    made[name], sockets = connect_gloo(place, size, make, members.find_lost)
+                else:
+                    made[name] = make_backend(name, place, rank, size, timeout)
+            register_backend(inner, torch.device(device), type_of_backend(name), made[name])
+    set_default_backend(inner, type_of_backend(next(iter(backends.values()))))
+    return _Connected(inner, sockets)
+
+
+@contextmanager
+def _failure_reported(comparer: CallComparer) -> Iterator[None]:
+    """Report to the other ranks, which wait to be connected, why this one will not be."""
+    try:
+        yield
+    except BaseException as error:
+        comparer.report_failure(error)
+        comparer.close()
+        raise
+
+
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

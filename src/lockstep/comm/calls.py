@@ -67,7 +67,6 @@ def unpack_text(page: Tensor) -> bytes:
 def explain_mismatch(
     calls: Mapping[int, bytes], lines: Mapping[int, str] = MappingProxyType({})
 ) -> CollectiveMismatchError:
-    """Return the error for ranks that make different calls."""
     ranks: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         line = lines.get(rank)

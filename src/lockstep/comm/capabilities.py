@@ -34,8 +34,6 @@ class GroupCapabilities:
 
 
 class OwnsMemory(Protocol):
-    """A group that allocates tensors."""
-
     def allocate_tensor(
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Tensor:
@@ -43,8 +41,6 @@ class OwnsMemory(Protocol):
 
 
 class AddsInOrder(Protocol):
-    """A group that adds in the order of the tree."""
-
     def ordered_all_reduce(  # what is reduced, and what is compared
         self,
         parts: Sequence[Tensor],
@@ -59,15 +55,11 @@ class AddsInOrder(Protocol):
 
 
 class ComparesCalls(Protocol):
-    """A group that compares calls."""
-
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has made the same call, which is not one of this group's own (collective)."""
 
 
 class ReportsExits(Protocol):
-    """A group whose ranks find out that another one has ended."""
-
     def raise_if_broken(self) -> None:
         """Raise the error of a group that cannot be used any more (local)."""
 
@@ -92,7 +84,6 @@ def raise_if_broken(group: ProcessGroup | None) -> None:
 
 
 def capabilities_of(group: ProcessGroup) -> GroupCapabilities:
-    """Return what any group of torch can do (local)."""
     found = getattr(group, "capabilities", None)
     if isinstance(found, GroupCapabilities):
         return found

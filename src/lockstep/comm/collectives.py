@@ -53,7 +53,6 @@ class Collective:
     name: str
     """Its name in torch.distributed, for messages."""
     summary: str
-    """What it does, in a sentence."""
     methods: tuple[str, ...]
     """Names of the group's method. The first is the oldest, which torch's groups and backends have."""
     parameters: tuple[str, ...]
@@ -74,7 +73,6 @@ class Collective:
     """Makes the call in shared memory."""
 
     def read(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveCall:
-        """Return what a call is about."""
         num_tensors = len(self.parameters) - 1
         if keywords or len(arguments) < num_tensors:
             arguments = self._bind(arguments, keywords)
@@ -380,4 +378,3 @@ COLLECTIVES: Final = (
         run=operations.run_barrier,
     ),
 )
-"""Every collective that a process group of torch can make."""

@@ -52,8 +52,6 @@ _BOUNDARY_TIMEOUT = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostWorker:
-    """A worker that has ended."""
-
     rank: int
     """Its rank in the generation before."""
     pid: int
@@ -72,8 +70,6 @@ class ChangedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextGeneration:
-    """What the launcher has decided."""
-
     number: int
     rank: int | None
     """The rank of this worker; None for one that leaves."""
@@ -257,10 +253,7 @@ class Generations:
         return planned.rank is not None
 
     def join_next(self) -> tuple[World, NextGeneration]:
-        """Leave the group of the present generation and make that of the next one (collective for its workers).
-
-        GroupError: as a rule, another worker was lost meanwhile.
-        """
+        """Leave the present group, make the next generation's (collective); GroupError if one is lost meanwhile."""
         joined = self._take_next()
         self.number = joined.number
         assert joined.rank is not None
@@ -305,7 +298,6 @@ def _read(message: Message) -> NextGeneration:
 
 
 def _explain(lost: tuple[LostWorker, ...]) -> GroupError:
-    """Return the error of calls in a group of whose workers some have ended."""
     if not lost:
         return GroupError("The launcher has replaced the workers of this group. (LS602)")
     named = "; ".join(f"Rank {each.rank} (process {each.pid}) is lost: it was {each.reason}" for each in lost)
@@ -322,7 +314,6 @@ def _know_nothing() -> dict[str, Any]:
 
 
 def _count_nothing() -> int:
-    """Return 0: there are no such calls."""
     return 0
 
 
@@ -339,7 +330,6 @@ _PRESENT: Final = _Present()
 
 
 def follow_generations(generations: Generations) -> None:
-    """Let this process follow the generations of a run (local)."""
     _PRESENT.generations, _PRESENT.pid = generations, os.getpid()
 
 

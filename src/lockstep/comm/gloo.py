@@ -1,9 +1,4 @@
-"""Connecting Gloo within what is left of the set-up's time.
-
-Gloo has one timeout, for connecting and for every later message, so it cannot be given what is left: messages would
-time out early ever after. It may take the whole limit once more. Where much of the limit is used already, ranks are
-therefore connected twice, first with what is left: the second connection is between ranks that have just answered.
-"""
+"""Groups of Gloo: connecting them in time, closing their connections, and comparing calls with one between hosts."""
 
 import math
 import os
@@ -23,32 +18,13 @@ from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.calls import explain_mismatch, pack_text, unpack_text
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
-from lockstep.comm.lost_ranks import exchange_processes
+from lockstep.comm.lost_ranks import EXIT_SECONDS, exchange_processes, may_come_from_loss
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.stored_values import Deadline
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import GroupError, PeerLostError, describe_exception
 from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import gloo_announcements
-
-# %%% from gloo_sockets.py:
-# The connections of one Gloo group, found so that they can be shut down.
-#
-# A call of Gloo ends when a connection that it needs ends. If a rank is killed, only the ranks that are connected to it
-# in this call notice. The others wait until one of these closes its connections, which Gloo does not do as long as
-# anything refers to a call that has failed; `abort` of torch's group does not do it either. So we shut the sockets
-# down, which ends the calls of all threads here and on the other ranks.
-#
-# [Note: whose socket] Gloo does not tell which sockets are its own. But every rank has put the address where it listens
-# into the group's store, and every connection has one of these addresses at one end. The address is the group's alone.
-# Sockets are looked for when they are to be shut down, so connections that were made later are found too. A descriptor
-# is duplicated before it is looked at: another thread may close it and open another file under its number.
-#
-# [Note: a connection that Gloo does not close] Gloo's thread closes a connection when it reads its end. If the next
-# message is for a receive that was given up (its call has failed, for another connection has ended), the thread leaves
-# the message where it is, and looks again and again: it never comes to the end. But a wait that times out closes all
-# connections of the group. So where one is still open after a moment, we wait a millisecond for a message that nobody
-# sends.
 
 _DESCRIPTORS: Final = "/proc/self/fd"
 _CLOSE_SECONDS: Final = 20.0
@@ -59,13 +35,41 @@ _MOMENT_SECONDS: Final = 0.02
 _SHORTEST: Final = timedelta(milliseconds=1)
 _UNUSED_TAG: Final = 0x4C6F636B
 """For a message that nobody sends."""
+_NEGLIGIBLE_SECONDS: Final = 1.0
+_NEGLIGIBLE_SHARE: Final = 0.05
+"""How much of the limit the steps before may use without the ranks being connected twice."""
+_LEAST_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.1
+"""How often a rank that is being connected looks whether another one was lost."""
+_END_SECONDS: Final = 2.0
+"""How long connecting may go on after a rank was lost, and how long after its end a loss is looked for: the kernel
+closes the connections of a process before it reports its end, and a rank that is connected already may have left."""
+_END_LOOK_SECONDS: Final = 0.02
 _IPV4: Final = struct.Struct("=H2s4s")
 _IPV6: Final = struct.Struct("=H2s4s16s")
 
 
 @final
 class GlooSockets:
-    """The connections of one group, found by what its ranks have `announced` in the store. [Note: whose socket]."""
+    """The connections of one group, found by what its ranks have `announced` in the store; they can be shut down.
+
+    A call of Gloo ends when a connection that it needs ends. If a rank is killed, only the ranks that are connected to
+    it in this call notice. The others wait until one of these closes its connections, which Gloo does not do as long as
+    anything refers to a call that has failed; `abort` of torch's group does not do it either. So we shut the sockets
+    down, which ends the calls of all threads here and on the other ranks.
+
+    [Note: whose socket] Gloo does not tell which sockets are its own. But every rank has put the address where it
+    listens into the group's store, and every connection has one of these addresses at one end. The address is the
+    group's alone. Sockets are looked for when they are to be shut down, so connections that were made later are found
+    too. A descriptor is duplicated before it is looked at: another thread may close it and open another file under its
+    number.
+
+    [Note: a connection that Gloo does not close] Gloo's thread closes a connection when it reads its end. If the next
+    message is for a receive that was given up (its call has failed, for another connection has ended), the thread
+    leaves the message where it is, and looks again and again: it never comes to the end. But a wait that times out
+    closes all connections of the group. So where one is still open after a moment, we wait a millisecond for a message
+    that nobody sends.
+    """
 
     def __init__(self, backend: Any, announced: Sequence[bytes]) -> None:
         self._backend = backend
@@ -148,23 +152,14 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"{_DESCRIPTORS}/{name}")  # noqa: PTH115 - as above
 
 
-# %%% from gloo.py:
-# (the main part)
-
-_NEGLIGIBLE_SECONDS: Final = 1.0
-_NEGLIGIBLE_SHARE: Final = 0.05
-"""How much of the limit the steps before may use without the ranks being connected twice."""
-_LEAST_SECONDS: Final = 1.0
-_LOOK_SECONDS: Final = 0.1
-"""How often a rank that is being connected looks whether another one was lost."""
-_END_SECONDS: Final = 2.0
-"""How long connecting may go on after a rank was lost, and how long after its end a loss is looked for: the kernel
-closes the connections of a process before it reports its end, and a rank that is connected already may have left."""
-
-
 @contextmanager
 def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> Iterator[None]:
-    """Connect the ranks by Gloo before `deadline`, if much of the time is used, until the block ends (collective)."""
+    """Connect the ranks by Gloo before `deadline`, if much of the time is used, until the block ends (collective).
+
+    Gloo has one timeout, for connecting and for every later message, so it cannot be given what is left: messages would
+    time out early ever after. It may take the whole limit once more. Where much of the limit is used already, ranks are
+    therefore connected twice, first with what is left: the second connection is between ranks that have just answered.
+    """
     negligible = max(_NEGLIGIBLE_SECONDS, _NEGLIGIBLE_SHARE * deadline.limit.total_seconds())
     is_late = deadline.used_seconds > negligible
     world_size = len(members.names)
@@ -257,16 +252,6 @@ def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadl
         return str(True).encode() in read_all(store, keys)
 
 
-# %%% from gloo_comparer.py:
-# Comparing the calls of ranks that are on several hosts: a Gloo group of its own exchanges the descriptions.
-
-_CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe")
-"""What errors of Gloo contain that come from the end of a connection."""
-_EXIT_SECONDS: Final = 2.0
-"""How long after that the end of a process may be seen, or what the launcher announces."""
-_END_LOOK_SECONDS: Final = 0.02
-
-
 @final
 class GlooComparer:
     """The calls of ranks on several hosts, all of which wait for each other in every call; `store` is theirs alone."""
@@ -285,7 +270,6 @@ class GlooComparer:
         )
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call (collective)."""
         self.raise_if_broken()
         try:
             calls = self._exchange(call)
@@ -318,13 +302,10 @@ class GlooComparer:
         return self._explain_ended(self._ends.find_ended(peers))
 
     def explain_error(self, error: RuntimeError) -> GroupError | None:
-        """Return the error for the rank whose loss is the cause of an error of the backend, if one was lost (local).
-
-        The kernel closes the connections of a process before it reports its end: so this waits a moment.
-        """
-        if not any(word in str(error).lower() for word in _CONNECTION_WORDS):
+        """Wait a moment first: the kernel closes the connections of a process before it reports its end (local)."""
+        if not may_come_from_loss(error):
             return None if self._broken is None else self._broken.with_traceback(None)
-        deadline = time.monotonic() + _EXIT_SECONDS
+        deadline = time.monotonic() + EXIT_SECONDS
         while self._broken is None and time.monotonic() < deadline:
             lost = self._find_stored() or self._explain_ended(self._ends.find_ended(seconds=_END_LOOK_SECONDS))
             if lost is not None:
@@ -347,7 +328,6 @@ class GlooComparer:
         )
 
     def end_calls(self, error: GroupError) -> None:
-        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
         if self._broken is None:
             self._broken = error
         self._sockets.shut_down()
@@ -365,7 +345,6 @@ class GlooComparer:
         return self._find_stored() or self._explain_ended(self._ends.find_ended())
 
     def find_any_failed(self) -> PeerLostError | None:
-        """Return the error for a rank that has stored why it failed, or None (local)."""
         return self._find_stored()
 
     def mark_broken(self, error: PeerLostError) -> None:
@@ -373,7 +352,6 @@ class GlooComparer:
         self._broken = error
 
     def raise_if_broken(self) -> None:
-        """Raise the error of a rank that is known to be lost (local)."""
         if self._broken is not None:
             raise self._broken.with_traceback(None)
 

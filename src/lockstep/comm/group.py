@@ -30,136 +30,20 @@ from lockstep.comm.hosts import known_hosts
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch, WatchedGroup
 from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, CallsUnderWay, InterruptibleWaits, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.user_line import find_user_line
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend
 
-# %%% from explained_work.py:
-# A call of one of torch's backends, whose errors name the rank that was lost.
-
+Result = TypeVar("Result")
 _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
 """How often a wait checks whether the call will end."""
 
 
-@final
-@keep_compiler_out_of_methods
-class ExplainedWork(Work):
-    """A call that runs in a backend of torch.
-
-    Gloo reports a lost rank as "Connection reset by peer". `explain` returns the error for a lost rank if that is
-    the cause. `check`, called from time to time during a wait, raises if the call will not end. `wait_for_message`
-    makes the waits of a message that must be ended from outside.
-    """
-
-    def __init__(
-        self,
-        inner: Work,
-        explain: Callable[[RuntimeError], GroupError | None],
-        check: Callable[[], None] | None = None,
-        after_wait: Callable[[], None] | None = None,
-        wait_for_message: Callable[[Work], bool] | None = None,
-        *,
-        is_on_cpu: bool = True,
-    ) -> None:
-        super().__init__()
-        self._is_on_cpu = is_on_cpu
-        self._wait_for_message = wait_for_message
-        self._after_wait = after_wait
-        self._inner: Any = inner
-        self._explain = explain
-        self._check = check
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        try:
-            return self._wait(timeout)
-        finally:
-            if self._after_wait is not None:
-                self._after_wait()
-
-    def _wait(self, timeout: timedelta) -> bool:
-        while self._check is not None and not timeout:
-            began = time.monotonic()
-            try:
-                done: bool = self._inner.wait(_CHECK_TIMEOUT)
-            except RuntimeError as error:
-                is_timeout = time.monotonic() - began > _CHECK_TIMEOUT.total_seconds() / 2
-                if not is_timeout:
-                    raise (self._explain(error) or error) from error
-                if self._inner.is_completed():
-                    break  # since the limit of this wait: below it returns, or raises its own error
-                self._check()
-            else:
-                return done
-        try:
-            # Without a timeout where there is none: messages of Gloo take zero for a limit.
-            if self._wait_for_message is not None and not timeout:
-                done = self._wait_for_message(self._inner)
-            else:
-                done = self._inner.wait(timeout) if timeout else self._inner.wait()
-        except GroupError:
-            raise
-        except RuntimeError as error:
-            explained = self._explain(error)
-            if explained is None:
-                raise
-            raise explained from error
-        return done
-
-    def is_completed(self) -> bool:
-        """Return whether it is done, with or without an error."""
-        done: bool = self._inner.is_completed()
-        return done
-
-    def is_success(self) -> bool:
-        succeeded: bool = self._inner.is_success()
-        return succeeded
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def result(self) -> Any:
-        """Return the tensors that it filled."""
-        return self._inner.result()
-
-    def synchronize(self) -> None:
-        """Wait until it is done; on a GPU the current stream waits."""
-        self._inner.synchronize()
-
-    def block_current_stream(self) -> None:
-        self._inner.block_current_stream()
-
-    def source_rank(self) -> int:
-        """Return the rank that sent the received message."""
-        rank: int = self._inner._source_rank()  # noqa: SLF001 - torch's own name for it
-        return rank
-
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
-    def get_future(self) -> Any:
-        """Return a future of the tensors; on the CPU its errors are those of `wait`."""
-        future = self._inner.get_future()
-        return future.then(self._deliver) if self._is_on_cpu else future
-
-    def _deliver(self, future: Any) -> Any:
-        try:
-            return future.value()
-        except RuntimeError as error:
-            explained = self._explain(error)
-            if explained is None:
-                raise
-            raise explained from error
-
-
-# %%% from comparer.py:
-# What compares the calls of the ranks of a group: over shared memory, or over a Gloo group between hosts.
-
-
 class CallComparer(Protocol):
-    """How the ranks of a group compare their calls."""
+    """How the ranks of a group compare their calls: over shared memory, or over a Gloo group between hosts."""
 
     waits: bool
     """Whether a call waits for all ranks to make it; then the group stays usable after a mismatch."""
@@ -210,12 +94,6 @@ class CallComparer(Protocol):
         """Free what it holds (local)."""
 
 
-# %%% from group.py:
-# (the main part)
-
-Result = TypeVar("Result")
-
-
 @final
 @keep_compiler_out_of_methods
 @add_collectives
@@ -250,7 +128,6 @@ class CheckedProcessGroup(ProcessGroup):
         self.backend_names = dict(backends)
         """Backend of each device."""
         self.waits = comparer.waits
-        """Whether every call waits for all ranks to make it."""
         for device, name in backends.items():
             place = torch.device(device)
             backend = backend_of(inner, place)
@@ -282,7 +159,6 @@ class CheckedProcessGroup(ProcessGroup):
         )
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
         self._compare_then(self._comparer.compare_calls, call, lambda: None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -290,15 +166,12 @@ class CheckedProcessGroup(ProcessGroup):
         self._require_inner().monitored_barrier(timeout, wait_all_ranks)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        """Send, unchecked."""
         return self._forward("send", (tensors, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        """Receive, unchecked."""
         return self._forward("recv", (tensors, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """Receive from any rank, unchecked."""
         return self._forward("recv_anysource", (tensors, tag))
 
     def allocate_tensor(
@@ -322,7 +195,6 @@ class CheckedProcessGroup(ProcessGroup):
         return "checked"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a call may take (local)."""
         self._require_inner().set_timeout(timeout)
         self._comparer.set_timeout(timeout)
 
@@ -330,24 +202,19 @@ class CheckedProcessGroup(ProcessGroup):
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits because of `error` (local)."""
         self._comparer.report_failure(error)
 
     def raise_if_broken(self) -> None:
-        """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
         self._require_inner()
         self._comparer.raise_if_broken()
 
     def send_exit_notice(self) -> None:
-        """Report to the other ranks that this one makes no more calls (local)."""
         self._comparer.send_exit_notice()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
         return self._comparer.find_lost(peers) if self._close.alive else None
 
     def end_calls(self, error: GroupError) -> None:
-        """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
         if self._broken is None:
             self._broken = error
         self._comparer.end_calls(error)
@@ -445,3 +312,111 @@ def _close(pid: int, comparer: CallComparer, inner: ProcessGroup, device_watch: 
         device_watch.close()
         comparer.close()
         inner.shutdown()
+
+
+@final
+@keep_compiler_out_of_methods
+class ExplainedWork(Work):
+    """A call that runs in a backend of torch.
+
+    Gloo reports a lost rank as "Connection reset by peer". `explain` returns the error for a lost rank if that is
+    the cause. `check`, called from time to time during a wait, raises if the call will not end. `wait_for_message`
+    makes the waits of a message that must be ended from outside.
+    """
+
+    def __init__(
+        self,
+        inner: Work,
+        explain: Callable[[RuntimeError], GroupError | None],
+        check: Callable[[], None] | None = None,
+        after_wait: Callable[[], None] | None = None,
+        wait_for_message: Callable[[Work], bool] | None = None,
+        *,
+        is_on_cpu: bool = True,
+    ) -> None:
+        super().__init__()
+        self._is_on_cpu = is_on_cpu
+        self._wait_for_message = wait_for_message
+        self._after_wait = after_wait
+        self._inner: Any = inner
+        self._explain = explain
+        self._check = check
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        try:
+            return self._wait(timeout)
+        finally:
+            if self._after_wait is not None:
+                self._after_wait()
+
+    def _wait(self, timeout: timedelta) -> bool:
+        while self._check is not None and not timeout:
+            began = time.monotonic()
+            try:
+                done: bool = self._inner.wait(_CHECK_TIMEOUT)
+            except RuntimeError as error:
+                is_timeout = time.monotonic() - began > _CHECK_TIMEOUT.total_seconds() / 2
+                if not is_timeout:
+                    raise (self._explain(error) or error) from error
+                if self._inner.is_completed():
+                    break  # since the limit of this wait: below it returns, or raises its own error
+                self._check()
+            else:
+                return done
+        try:
+            # Without a timeout where there is none: messages of Gloo take zero for a limit.
+            if self._wait_for_message is not None and not timeout:
+                done = self._wait_for_message(self._inner)
+            else:
+                done = self._inner.wait(timeout) if timeout else self._inner.wait()
+        except GroupError:
+            raise
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+        return done
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, with or without an error."""
+        done: bool = self._inner.is_completed()
+        return done
+
+    def is_success(self) -> bool:
+        succeeded: bool = self._inner.is_success()
+        return succeeded
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """Wait until it is done; on a GPU the current stream waits."""
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def source_rank(self) -> int:
+        rank: int = self._inner._source_rank()  # noqa: SLF001 - torch's own name for it
+        return rank
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors; on the CPU its errors are those of `wait`."""
+        future = self._inner.get_future()
+        return future.then(self._deliver) if self._is_on_cpu else future
+
+    def _deliver(self, future: Any) -> Any:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error

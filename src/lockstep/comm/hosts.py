@@ -26,59 +26,16 @@ from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.stored_values import Deadline, changed_value, read_texts
 from lockstep.errors import GroupError, PeerLostError
 
-# %%% from host_identity.py:
-# Which processes may share memory: those of one user under one kernel that see the same processes and sockets.
-
-_NAMESPACES = ("pid", "net", "user")
-_MOST_CHARACTERS = 1000
-_LONG_BYTES = 1 << 44
-"""As long as the file of a group, which takes memory only where it is written."""
-
-
-def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they can share memory.
-
-    It is made of the boot of the kernel, the namespaces and the user; host names and LOCAL_WORLD_SIZE mean something
-    else. A process that cannot share memory with anyone returns a text that starts with `"alone"` and has the reason.
-    """
-    reason = _why_not()
-    if reason:
-        return f"alone, {reason}"
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
-    return f"boot {boot} {spaces} uid {os.geteuid()}"
-
-
-def is_host_identity(text: str) -> bool:
-    """Return whether `host_identity` may have returned this text, on some host."""
-    return text.startswith(("boot ", "alone, ")) and text.isprintable() and len(text) <= _MOST_CHARACTERS
-
-
-def _why_not() -> str:
-    if sys.platform != "linux":
-        return f"shared memory without names needs Linux, not {sys.platform}"
-    try:
-        descriptor = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with os.fdopen(descriptor, "wb") as probe:
-            probe.truncate(_LONG_BYTES)
-        os.close(os.pidfd_open(os.getpid()))
-        Path("/proc/self/ns/pid").readlink()
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            return "ulimit -f limits the length of its files"
-        return f"this kernel or container lacks a call: {error}"
-    return ""
-
-
-# %%% from hosts.py:
-# (the main part)
-
 _LOGGER = logging.getLogger("lockstep")
 _FIRST_PAUSE_SECONDS = 0.0005
 _LAST_PAUSE_SECONDS = 0.05
 """How often a rank that waits for others checks whether they have connected or are lost: often at first."""
 _WARNING_SECONDS = 10.0
 """After how long a rank that waits logs for which others."""
+_NAMESPACES = ("pid", "net", "user")
+_MOST_CHARACTERS = 1000
+_LONG_BYTES = 1 << 44
+"""As long as the file of a group, which takes memory only where it is written."""
 
 
 FindLost = Callable[[], PeerLostError | None]
@@ -91,8 +48,6 @@ def find_none_lost() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMembers:
-    """Who the ranks of a group are."""
-
     names: Sequence[int]
     """Their numbers in messages: their ranks in the default group."""
     find_lost: FindLost = find_none_lost
@@ -166,6 +121,42 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
     return GroupHosts(identities=tuple(identity for identity, _ in found), host_names=tuple(name for _, name in found))
 
 
+def host_identity() -> str:
+    """Return a text that is equal for two processes exactly if they can share memory.
+
+    They can if they are of one user under one kernel, and see the same processes and sockets; host names and
+    LOCAL_WORLD_SIZE mean something else. A process that cannot share memory with anyone returns a text that starts with
+    `"alone"` and has the reason.
+    """
+    reason = _why_not()
+    if reason:
+        return f"alone, {reason}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
+    return f"boot {boot} {spaces} uid {os.geteuid()}"
+
+
+def is_host_identity(text: str) -> bool:
+    """Return whether `host_identity` may have returned this text, on some host."""
+    return text.startswith(("boot ", "alone, ")) and text.isprintable() and len(text) <= _MOST_CHARACTERS
+
+
+def _why_not() -> str:
+    if sys.platform != "linux":
+        return f"shared memory without names needs Linux, not {sys.platform}"
+    try:
+        descriptor = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with os.fdopen(descriptor, "wb") as probe:
+            probe.truncate(_LONG_BYTES)
+        os.close(os.pidfd_open(os.getpid()))
+        Path("/proc/self/ns/pid").readlink()
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            return "ulimit -f limits the length of its files"
+        return f"this kernel or container lacks a call: {error}"
+    return ""
+
+
 @contextmanager
 def store_loss_explained() -> Iterator[None]:
     """Raise GroupError where the store is lost while a group is being made."""
@@ -208,7 +199,6 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that are set."""
     if launch_store(store) is not None:
         return store.multi_get(list(keys))  # in one message
     return [store.get(key) for key in keys]  # not every store has multi_get
@@ -224,7 +214,6 @@ def _wait(store: Store, keys: Sequence[str]) -> bool:
 
 
 def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
-    """Return the message that some ranks did not connect to make a group."""
     return (
         f"{_name_ranks(missing).capitalize()} of {size} did not connect to make the "
         f"group within {limit.total_seconds():g} s. Every rank of the group must make it; "
@@ -246,7 +235,6 @@ class GroupSetUp:
     hosts: GroupHosts | None
     """Where its ranks are; None for a worker that is alone."""
     deadline: Deadline
-    """When the group must be made."""
     compares_calls: bool = False
     """Whether the group is to compare calls, where its backend does not."""
     waits: bool = True
@@ -278,10 +266,8 @@ def current_set_up() -> GroupSetUp | None:
 
 
 def remember_hosts(group: ProcessGroup, hosts: GroupHosts) -> None:
-    """Keep the hosts of a group as long as the group exists (local)."""
     _HOSTS[group] = hosts
 
 
 def known_hosts(group: ProcessGroup) -> GroupHosts | None:
-    """Return the hosts of a group's ranks; None if they are not known (local)."""
     return _HOSTS.get(group)

@@ -33,8 +33,6 @@ _POLL_SECONDS: Final = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """What came of the all-reduces over some ranks."""
-
     ranks: tuple[int, ...]
     seconds: float
     """How long the all-reduce of the longest message took on the slowest rank; 0 if there was a problem."""
@@ -44,8 +42,6 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankReport:
-    """What came of them on one rank."""
-
     seconds: float
     problem: str
     is_stuck: bool

@@ -1,4 +1,4 @@
-"""Finding lost ranks while a device waits for them.
+"""Finding lost ranks, also while a device waits, and reporting why this one exits, for the errors of the others.
 
 A call of NCCL returns when its kernel is queued, and `wait` only queues a wait. So the host does not notice a lost
 rank: it blocks later, where it reads a value, until the backend's own timeout ends the process. Each group with such a
@@ -34,23 +34,30 @@ import torch.distributed as dist
 from torch.distributed import Store, Work
 
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
+from lockstep.comm.open_calls import has_ended
 from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
 from lockstep.processes.ending import exit_quickly
+from lockstep.processes.host import boot_id, start_ticks
 from lockstep.torch_private.groups import list_groups
 
 _LOGGER = logging.getLogger("lockstep")
+_LOSS_WORDS: Final = ("connection", "peer", "socket", "pipe", "clos", "abort", "time")
+"""What errors of torch's backends contain that may come from the loss of a rank."""
+EXIT_SECONDS: Final = 2.0
+"""How long after such an error the end of a process may be seen, or what the launcher announces."""
 ABORT_SECONDS: Final = 60.0
 """How long a backend may take to end the calls that a device is in."""
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 0.5
 """How long a call may take that has everything it needs from a rank that has ended."""
+_END_SECONDS = 5.0
+"""How long the end of a process may take after an exception before it is said what holds it up."""
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedGroup:
-    """What the thread does with a group."""
-
     find_lost: Callable[[], PeerLostError | None]
     """Returns the error for a rank that makes no more calls, if there is one."""
     find_failed: Callable[[], PeerLostError | None]
@@ -105,7 +112,7 @@ class DeviceWatch:
             return False
         if self._closed.wait(_GRACE_SECONDS):
             return True
-        is_done = _is_completed(last[0])
+        is_done = has_ended(last[0])
         if is_done and self._group.find_failed() is None:
             return False  # the rank left the group, and no call needs it
         self._group.mark_broken(lost)
@@ -118,7 +125,7 @@ class DeviceWatch:
         work, call, started = last
         if not 0 < self._stall_seconds < time.monotonic() - started:
             return
-        if _is_completed(work):
+        if has_ended(work):
             self._last = None
             return
         self._last = work, call, math.inf  # once
@@ -138,19 +145,9 @@ def _watch(watch: "weakref.ref[DeviceWatch]", closed: threading.Event) -> None:
         del target
 
 
-def _is_completed(work: Work) -> bool:
-    try:
-        return bool(work.is_completed())
-    except RuntimeError:  # it has failed, and whoever waits for it gets the error
-        return True
-
-
-# %%% from exit_notice.py:
-# Reporting to the other ranks that this one exits, and why, so that their errors name the reason.
-
-_END_SECONDS = 5.0
-"""How long the end of a process may take after an exception before it is said what holds it up."""
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+def may_come_from_loss(error: BaseException) -> bool:
+    """Return whether the error of one of torch's backends may come from the loss of a rank, by its words."""
+    return any(word in str(error).lower() for word in _LOSS_WORDS)
 
 
 def send_exit_notices() -> None:
@@ -184,8 +181,6 @@ def report_uncaught_exceptions() -> None:
 
 @final
 class _ReportThenShow:
-    """An except hook that reports the exception to the other ranks and then calls the previous hook."""
-
     def __init__(self, previous: ExceptHook) -> None:
         self._previous = previous
 
@@ -209,25 +204,22 @@ def _tell_if_running() -> None:
         sys.stderr.flush()
 
 
-# %%% from process_ends.py:
-# Noticing that processes of other ranks have ended, where ranks share no memory.
-#
-# Each rank stores which process it is. Those on the same host, in the same namespace of processes, are watched by
-# descriptors, which cannot come to mean another process. Those of other hosts are not watched.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
     place: str
     """The boot of the kernel and the namespace that its number belongs to; empty if that is not known."""
     pid: int
-    started: str
-    """When it was started, in the kernel's units: distinguishes it from a later process of that number."""
+    started: int
+    """When it was started, in the kernel's ticks: distinguishes it from a later process of that number."""
 
 
 @final
 class ProcessEnds:
-    """The processes of the other ranks of a group, as far as they can be watched."""
+    """The processes of the other ranks of a group, as far as they can be watched, where ranks share no memory.
+
+    Those on the same host, in the same namespace of processes, are watched by descriptors, which cannot come to mean
+    another process. Those of other hosts are not watched.
+    """
 
     def __init__(self, processes: Sequence[RankProcess], rank: int) -> None:
         self.pids = [process.pid for process in processes]
@@ -236,7 +228,7 @@ class ProcessEnds:
             if peer != rank and process.place and process.place == processes[rank].place:
                 with suppress(OSError):  # this kernel has no such descriptors, or the process has ended and was reaped
                     self._descriptors[peer] = os.pidfd_open(process.pid)
-                    if _start_of(process.pid) != process.started:  # the number has come to mean another process
+                    if start_ticks(process.pid) != process.started:  # the number has come to mean another process
                         os.close(self._descriptors.pop(peer))
         weakref.finalize(self, _close, os.getpid(), self._descriptors)
 
@@ -258,18 +250,11 @@ def exchange_processes(store: Store, rank: int, size: int) -> ProcessEnds:
 
 
 def own_process() -> RankProcess:
-    place = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        place = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return RankProcess(place=place, pid=os.getpid(), started=_start_of(os.getpid()))
-
-
-def _start_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    boot, place = boot_id(), ""
+    if boot:
+        with suppress(OSError):
+            place = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return RankProcess(place=place, pid=os.getpid(), started=start_ticks(os.getpid()))
 
 
 def _close(pid: int, descriptors: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks exchange: messages and gathers, and the checks and the flat form of tensors before them."""
+"""What ranks exchange: messages, gathers and broadcasts, and what is checked and compared before them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -12,15 +12,17 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.calls import describe_call, explain_mismatch, pack_text, unpack_text
 from lockstep.comm.capabilities import ComparesCalls, OwnsMemory, capabilities_of
-from lockstep.comm.user_line import find_user_line
 from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError
+from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import device_types
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name of torch 2.13, or of those before it."""
 _TAG = 0x10C5
 """Distinguishes our messages from those that a user has under way with tag 0, on backends with tags."""
+_ALIGNMENT_BYTES = 16
+_MESSAGE_BYTES = 64 << 20
 
 _SUMMABLE = frozenset({
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -56,7 +58,6 @@ def joined_world(group: ProcessGroup | None) -> World:
 
 
 def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:
-    """Return `tensor` if it can be summed over a group."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor. (LS207)")
     if tensor.layout is not torch.strided:
@@ -139,13 +140,6 @@ def wait_all(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-# %%% from broadcast.py:
-# Many tensors from one rank to all, in few messages.
-
-_ALIGNMENT_BYTES = 16
-_MESSAGE_BYTES = 64 << 20
-
-
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensors` with those of rank `source` of the group (collective).
 
@@ -210,10 +204,6 @@ def _start_chunk(tensors: list[Tensor], group: ProcessGroup, source: int, *, wai
     return finish
 
 
-# %%% from buffers.py:
-# Memory for tensors that a group reduces often.
-
-
 def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
     """Return a flat tensor of zeros that the group reduces with as few copies as it can (local)."""
     if device.type == "cpu" and capabilities_of(group).owns_memory:
@@ -222,15 +212,7 @@ def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device,
     return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
-# %%% from same_call.py:
-# Comparing what ranks pass to a collective that is made of messages, before the first message.
-#
-# Messages carry bytes: four float32 that are sent to a rank that expects four int32 would be added as int32. Groups
-# that compare calls by themselves do so; on all others each rank sends its description to each other one.
-
-
 def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
-    """Describe a call with one tensor, by what must agree between ranks."""
     parts = [detail] if detail else []
     if tensor.device.type != "cpu":
         parts.append(f"on {tensor.device.type}")
@@ -238,7 +220,12 @@ def describe_use(operation: str, tensor: Tensor, detail: str = "") -> bytes:
 
 
 def require_same_call(call: bytes, device: torch.device, world: World) -> None:
-    """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
+    """Return when every rank has made the same call, or raise on all alike if they differ (collective).
+
+    Before the first message: messages carry bytes, and four float32 that are sent to a rank that expects four int32
+    would be added as int32. Groups that compare calls by themselves do so; on all others each rank sends its
+    description to each other one.
+    """
     if world.group is None or world.world_size == 1:
         return
     if capabilities_of(world.group).compares_calls:

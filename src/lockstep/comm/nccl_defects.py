@@ -12,8 +12,6 @@ Version = tuple[int, int, int]
 
 
 class Condition(Enum):
-    """Where a defect shows."""
-
     ANYWHERE = "anywhere"
     ONE_RANK = "in a group of one rank"
     SEVERAL_HOSTS = "between hosts"

@@ -1,4 +1,4 @@
-"""The groups of this process, whose calls can be ended from another thread when their workers are replaced.
+"""The groups of this process and their calls: ended from another thread when workers are replaced, and recorded.
 
 A worker may wait in a group in which the lost worker is not, or for a rank that has noticed the loss and waits itself.
 So when the launcher announces a loss, the thread that reads the channel ends the calls of all groups:
@@ -13,7 +13,6 @@ So when the launcher announces a loss, the thread that reads the channel ends th
 """
 
 import itertools
-import os
 import queue
 import threading
 import time
@@ -29,17 +28,14 @@ from torch.distributed import Work
 
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
-from lockstep.processes.forking import INHERITED_GARBAGE
+from lockstep.processes.forking import INHERITED_GARBAGE, call_in_children
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import GROUP_SHIFT
 
-
-def describe_destroyed(group: object) -> str:
-    """Return what torch's error for a call in a group that was destroyed is to show for the group (local)."""
-    return (
-        f"<{type(group).__name__} that was destroyed, as all groups are when the workers of a run change; make groups "
-        "of your own in a function that you give to trainer.on_new_world(...), which is called again then>"
-    )
+_END_SECONDS: Final = 5.0
+"""How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
+_POLL_SECONDS: Final = 0.001
+_Outcome = queue.SimpleQueue[bool | BaseException]
 
 
 class HasCalls(Protocol):
@@ -51,10 +47,7 @@ class HasCalls(Protocol):
 
 @final
 class OpenGroups:
-    """Groups that are held weakly.
-
-    A forked child is no member of its parent's groups, so it begins without any.
-    """
+    """Groups, held weakly; a forked child is no member of its parent's groups, so it begins without any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +55,7 @@ class OpenGroups:
         self._error: GroupError | None = None
         self.are_replaced = False
         """Whether a launcher may end their calls, because this worker can continue with others."""
-        os.register_at_fork(after_in_child=self._forget)
+        call_in_children(self._forget)
         INHERITED_GARBAGE.leave_alone()  # such as groups
 
     def add(self, group: HasCalls) -> None:
@@ -97,17 +90,17 @@ class OpenGroups:
 OPEN_GROUPS: Final = OpenGroups()
 
 
-# %%% from calls_under_way.py:
-# The collectives of a backend of torch that have not ended: until then they may write into their tensors.
-
-_END_SECONDS: Final = 5.0
-"""How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
-_POLL_SECONDS: Final = 0.001
+def describe_destroyed(group: object) -> str:
+    """Return what torch's error for a call in a group that was destroyed is to show for the group (local)."""
+    return (
+        f"<{type(group).__name__} that was destroyed, as all groups are when the workers of a run change; make groups "
+        "of your own in a function that you give to trainer.on_new_world(...), which is called again then>"
+    )
 
 
 @final
 class CallsUnderWay:
-    """The collectives of one group."""
+    """A group's collectives in a backend of torch that have not ended: until then they may write into their tensors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +127,7 @@ class CallsUnderWay:
             works = list(self._works)
             self._works.clear()
         while works and time.monotonic() < deadline:
-            if _has_ended(works[-1]):
+            if has_ended(works[-1]):
                 works.pop()
             else:
                 time.sleep(_POLL_SECONDS)
@@ -142,7 +135,7 @@ class CallsUnderWay:
             start_thread_left_alone(_hold, [works, group], name="lockstep-ending")
 
     def _forget_completed(self) -> None:
-        while self._works and _has_ended(self._works[0]):
+        while self._works and has_ended(self._works[0]):
             self._works.popleft()
 
 
@@ -152,27 +145,23 @@ def _hold(works: list[Any], _group: object) -> None:
             works.pop().wait()
 
 
-def _has_ended(work: Any) -> bool:
+def has_ended(work: Any) -> bool:
     try:
         return bool(work.is_completed())
-    except RuntimeError:  # it has failed
+    except RuntimeError:  # it has failed, and whoever waits for it gets the error
         return True
-
-
-# %%% from interruptible_waits.py:
-# Waits of Gloo's messages that can be ended.
-#
-# Gloo never ends the wait for a message of which a part has arrived when the connection ends (`Pair::signalException`
-# reports the error to pending operations, and leaves out the one that is being read or written); and a wait with a
-# timeout closes the group when it passes. So where a launcher may replace the workers, another thread waits. It is left
-# alone if the call is ended, and ends at the group's timeout. Its connection is closed by then, so nothing is written.
-
-_Outcome = queue.SimpleQueue[bool | BaseException]
 
 
 @final
 class InterruptibleWaits:
-    """The waits of one group, each made by a thread that has no other at that time."""
+    """The waits of one group for messages of Gloo, each made by a thread that has no other at that time.
+
+    Gloo never ends the wait for a message of which a part has arrived when the connection ends (`Pair::signalException`
+    reports the error to pending operations, and leaves out the one that is being read or written); and a wait with a
+    timeout closes the group when it passes. So where a launcher may replace the workers, another thread waits. It is
+    left alone if the call is ended, and ends at the group's timeout. Its connection is closed by then, so nothing is
+    written.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,16 +221,13 @@ class InterruptibleWaits:
             del found, outcome
 
 
-# %%% from call_events.py:
-# The calls of a group in the recording.
-#
-# All ranks of a group make the same calls in the same order. So the number of a call, counted by each rank, is the same
-# on all of them, and a reader sees which rank has not made a call in which others wait.
-
-
 @final
 class CallEvents:
-    """Records the calls of one group, whose ranks have these `names` in the default group."""
+    """Records the calls of one group, whose ranks have these `names` in the default group.
+
+    All ranks of a group make the same calls in the same order. So the number of a call, counted by each rank, is the
+    same on all of them, and a reader sees which rank has not made a call in which others wait.
+    """
 
     def __init__(self, names: Sequence[int]) -> None:
         self._recorder = own_recorder()
@@ -251,7 +237,6 @@ class CallEvents:
         """Returns the number of the next call; called in the order of the calls."""
 
     def begin(self, number: int, call: bytes, tensors: Sequence[Tensor]) -> int:
-        """Record that a call begins, and return the number of the event."""
         recorder = self._recorder
         if not recorder.is_open:
             return 0
@@ -259,5 +244,4 @@ class CallEvents:
         return recorder.begin(EventKind.COLLECTIVE, number, size, recorder.text(call))
 
     def end(self, event: int) -> None:
-        """Record that a call is complete, or has failed."""
         self._recorder.end(event)

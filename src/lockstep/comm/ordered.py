@@ -47,335 +47,16 @@ from lockstep.comm.segments import Bounds, HeldPartials, check_held_partials, ch
 from lockstep.comm.world import World
 from lockstep.shards.tree import Node, add_in_tree_order
 
-# %%% from ordered_reduction.py:
-# What an ordered all-reduce works on: flat tensors, and who holds which partials.
-
+_ALIGNMENT_BYTES = 64
+_CHUNK_BYTES = 16 << 20
+"""Most that a rank receives in the exchange of one chunk."""
+_MAX_IN_FLIGHT = 2
 PartialLayout = Sequence[Sequence[Node]]
 """The nodes that each rank holds, in rank order."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatReduction:
-    """One reduction of flat tensors."""
-
-    partials: dict[Node, Tensor]
-    """What this rank holds: 1-D, contiguous, real, one length."""
-    out: Tensor
-    """Where the result goes: likewise; may be one of the partials."""
-    layout: list[list[Node]]
-    """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
-    num_shards: int
-    world: World
-
-
-def is_one_addition(reduction: FlatReduction) -> bool:
-    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
-    return is_one_addition_each(reduction.layout, reduction.out.dtype)
-
-
-def is_one_addition_each(layout: PartialLayout, dtype: torch.dtype) -> bool:
-    """Return the same, of a layout and a dtype."""
-    return [len(nodes) for nodes in layout] == [1, 1] and dtype in {torch.float32, torch.float64}
-
-
-def flatten_reduction(
-    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: PartialLayout, world: World
-) -> FlatReduction:
-    """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
-    return FlatReduction(
-        partials={node: flatten(partial, world.world_size) for node, partial in partials.items()},
-        out=flatten(out, world.world_size),
-        layout=[sorted(nodes) for nodes in layout],
-        num_shards=num_shards,
-        world=world,
-    )
-
-
-# %%% from ordered_transports.py:
-# How partials reach the owners of segments, and the sums all ranks: by messages on CPUs, by collectives elsewhere.
-#
-# On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather. For
-# other devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after another unless
-# they are in one batch, which torch makes only for groups of its own class; and one collective replaces many messages.
-
-_ALIGNMENT_BYTES = 64
-
 Received = dict[Node, Tensor]
 """Partials of this rank's segment, in memory that the addition may overwrite."""
 MakeRoom = Callable[[int], Tensor]
 """Returns so many bytes, on the device of the reduction, that no other exchange uses."""
-
-
-class OrderedTransport(Protocol):
-    """Moves what an ordered reduction exchanges."""
-
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        """Start sending the owners of segments this rank's partials of them (collective); return where others' land."""
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        """Start sending this rank's segment of the result to all, and receiving the others' (collective)."""
-
-
-@final
-class MessageTransport:
-    """Messages between every pair of ranks."""
-
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        """Send each partial's segments to their owners; see `OrderedTransport`."""
-        world = reduction.world
-        start, stop = segments[world.rank]
-        num_bytes = (stop - start) * reduction.out.element_size()
-        stride = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
-        room = make_room(max(len(foreign) * stride, 1))
-        received = {
-            node: room[index * stride : index * stride + num_bytes].view(reduction.out.dtype)
-            for index, node in enumerate(foreign)
-        }
-        works = post_messages(
-            sends=[
-                (peer, reduction.partials[node][slice(*segments[peer])])
-                for peer in _peers(world)
-                for node in reduction.layout[world.rank]
-            ],
-            receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
-            world=world,
-        )
-        return received, works
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        """Send this rank's segment to each other rank; see `OrderedTransport`."""
-        world, out = reduction.world, reduction.out
-        own = out[slice(*segments[world.rank])]
-        return post_messages(
-            sends=[(peer, own) for peer in _peers(world)],
-            receives=[(peer, out[slice(*segments[peer])]) for peer in _peers(world)],
-            world=world,
-        )
-
-
-@final
-class CollectiveTransport:
-    """An all-to-all for the first partial of every rank, one for the second, ..., and an all-gather of the sums."""
-
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        """Send each partial's segments to their owners; see `OrderedTransport`."""
-        world, out = reduction.world, reduction.out
-        chunk = slice(segments[0][0], segments[-1][1])
-        lengths = _byte_lengths(segments, out)
-        own = reduction.layout[world.rank]
-        num_partials = sum(len(nodes) for nodes in reduction.layout)
-        room = make_room(max(num_partials * lengths[world.rank], 1))
-        received: Received = {}
-        works: list[dist.Work] = []
-        for slot in range(max(len(nodes) for nodes in reduction.layout)):
-            # This rank receives its own partial too: a contiguous input has no gap for it.
-            senders = [peer for peer, nodes in enumerate(reduction.layout) if slot < len(nodes)]
-            first = len(received) * lengths[world.rank]
-            for number, peer in enumerate(senders):
-                start = first + number * lengths[world.rank]
-                place = room[start : start + lengths[world.rank]]
-                received[reduction.layout[peer][slot]] = place.view(out.dtype)
-            target = room[first : first + len(senders) * lengths[world.rank]]
-            source = _as_bytes(reduction.partials[own[slot]][chunk]) if slot < len(own) else target[:0]
-            works += _all_to_all(
-                target,
-                source,
-                [lengths[world.rank] if peer in senders else 0 for peer in range(world.world_size)],
-                lengths if slot < len(own) else [0] * world.world_size,
-                world,
-            )
-        return received, works
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        """Gather the segments in place; see `OrderedTransport`."""
-        world, out = reduction.world, reduction.out
-        lengths = _byte_lengths(segments, out)
-        whole = _as_bytes(out[segments[0][0] : segments[-1][1]])
-        own = _as_bytes(out[slice(*segments[world.rank])])
-        if len(set(lengths)) == 1:
-            return gather_single(whole, own, world)
-        return _all_to_all(whole, own.repeat(world.world_size), lengths, [own.numel()] * world.world_size, world)
-
-
-def transport_for(device: torch.device) -> OrderedTransport:
-    return MessageTransport() if device.type == "cpu" else CollectiveTransport()
-
-
-def _all_to_all(
-    target: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int], world: World
-) -> list[dist.Work]:
-    work = dist.all_to_all_single(target, source, list(received), list(sent), group=world.group, async_op=True)
-    return [] if work is None else [work]
-
-
-def _byte_lengths(segments: Sequence[Bounds], out: Tensor) -> list[int]:
-    return [(stop - start) * out.element_size() for start, stop in segments]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a flat contiguous tensor as bytes, so that every dtype travels."""
-    return tensor.view(torch.uint8)
-
-
-def _peers(world: World) -> list[int]:
-    """Return the other ranks, the next one first: so no two ranks begin with the same."""
-    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
-
-
-# %%% from ordered_messages.py:
-# Ordered all-reduces, several under way: exchange of partials, addition by the owner, gathering of sums.
-#
-# `lockstep.comm.ordered` explains what is exchanged, and why so.
-
-_CHUNK_BYTES = 16 << 20
-"""Most that a rank receives in the exchange of one chunk."""
-_MAX_IN_FLIGHT = 2
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChunkInFlight:
-    """A chunk whose exchange is on its way."""
-
-    reduction: FlatReduction
-    segments: list[Bounds]
-    """The segment of every rank."""
-    received: Received
-    """Other ranks' partials of this rank's segment, when the works are done."""
-    works: list[dist.Work]
-    transport: OrderedTransport
-
-
-@final
-class OrderedMessages:
-    """Ordered all-reduces, one after the other: the next is exchanged while one is added and gathered.
-
-    Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
-    own, beside what the caller computes.
-    """
-
-    def __init__(self, world: World, num_shards: int) -> None:
-        self._world = world
-        self._num_shards = num_shards
-        self._in_flight: deque[_ChunkInFlight] = deque()
-        self._gathers: list[dist.Work] = []
-        self._started: list[tuple[FlatReduction, Tensor]] = []
-        self._landing_places: list[Tensor] = []
-        self._num_chunks = 0
-        self._side: torch.Stream | None = None
-
-    @torch.no_grad()
-    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> None:
-        """Start a reduction (collective); the partials, of which one may be `out`, are left alone until `finish`."""
-        with self._beside(out.device):
-            reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
-            self._started.append((reduction, out))
-            if is_one_addition(reduction):
-                self._gathers.append(_all_reduce(reduction))
-                return
-            transport = transport_for(out.device)
-            num_partials = sum(len(nodes) for nodes in reduction.layout)
-            segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
-            for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
-                if len(self._in_flight) == _MAX_IN_FLIGHT:
-                    self._gathers += _add_and_gather(self._in_flight.popleft())
-                received, works = transport.exchange(reduction, segments, partial(self._make_room, out.device))
-                self._in_flight.append(
-                    _ChunkInFlight(
-                        reduction=reduction, segments=segments, received=received, works=works, transport=transport
-                    )
-                )
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Return when all that was started is in its place; on a GPU the current stream waits for that."""
-        if not self._started:
-            return
-        device = self._started[0][1].device
-        with self._beside(device):
-            while self._in_flight:
-                self._gathers += _add_and_gather(self._in_flight.popleft())
-            wait_all(self._gathers)
-            for reduction, out in self._started:
-                write_back(reduction.out, out)
-        self._gathers = []
-        if self._side is not None:
-            torch.accelerator.current_stream(device).wait_stream(self._side)
-        # Only now: memory that is freed while a stream reads it would be given to the next tensor.
-        self._started = []
-
-    def _make_room(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return memory that no chunk in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
-        number, self._num_chunks = self._num_chunks % _MAX_IN_FLIGHT, self._num_chunks + 1
-        if len(self._landing_places) <= number:
-            self._landing_places.append(torch.empty(0, dtype=torch.uint8, device=device))
-        place = self._landing_places[number]
-        if place.numel() < num_bytes or place.device != device:
-            place = self._landing_places[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return place[:num_bytes]
-
-    @contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
-        """Run on a stream of our own, after what the current one has to do by now."""
-        if device.type == "cpu":
-            yield
-            return
-        current = torch.accelerator.current_stream(device)
-        if self._side is None or self._side.device != current.device:
-            self._side = torch.Stream(device)
-        self._side.wait_stream(current)
-        with self._side:
-            yield
-
-
-def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
-    """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
-
-    Only now may the result be written: it may be a partial that was being sent.
-    """
-    wait_all(finished.works)
-    reduction = finished.reduction
-    world, out = reduction.world, reduction.out
-    own = slice(*finished.segments[world.rank])
-    partials = {node: (landing, True) for node, landing in finished.received.items()}
-    in_out = [node for node, held in reduction.partials.items() if held.data_ptr() == out.data_ptr()]
-    for node, held in reduction.partials.items():
-        # If several partials are one tensor, each sum needs it as it was.
-        partials[node] = held[own], in_out == [node]
-    total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
-    if total.data_ptr() != out[own].data_ptr():
-        out[own].copy_(total)
-    return finished.transport.gather(reduction, finished.segments)
-
-
-def _all_reduce(reduction: FlatReduction) -> dist.Work:
-    """Start the group's own all-reduce of one partial on each of two ranks. [Note: one addition]."""
-    (own,) = reduction.partials.values()
-    if own.data_ptr() != reduction.out.data_ptr():
-        reduction.out.copy_(own)
-    work: dist.Work | None = dist.all_reduce(reduction.out, group=reduction.world.group, async_op=True)
-    assert work is not None
-    return work
-
-
-def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
-    """Add two sums, each with whether its memory may be written; that of the caller's partials may not."""
-    for target, is_writable in (left, right):
-        if is_writable:
-            return torch.add(left[0], right[0], out=target), True
-    return left[0] + right[0], True
-
-
-# %%% from ordered.py:
-# (the main part)
 
 
 @torch.no_grad()
@@ -512,7 +193,6 @@ class _Inputs:
     """What the caller gave, checked as far as one rank can."""
 
     partials: Mapping[Node, Tensor]
-    """Sums of subtrees."""
     num_shards: int
     out: Tensor
     is_one_tensor: bool
@@ -590,6 +270,45 @@ def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: 
         )
 
 
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatReduction:
+    partials: dict[Node, Tensor]
+    """What this rank holds: 1-D, contiguous, real, one length."""
+    out: Tensor
+    """Where the result goes: likewise; may be one of the partials."""
+    layout: list[list[Node]]
+    """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
+    num_shards: int
+    world: World
+
+
+def is_one_addition(reduction: FlatReduction) -> bool:
+    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
+    return is_one_addition_each(reduction.layout, reduction.out.dtype)
+
+
+def is_one_addition_each(layout: PartialLayout, dtype: torch.dtype) -> bool:
+    return [len(nodes) for nodes in layout] == [1, 1] and dtype in {torch.float32, torch.float64}
+
+
+def flatten_reduction(
+    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: PartialLayout, world: World
+) -> FlatReduction:
+    """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
+    return FlatReduction(
+        partials={node: flatten(partial, world.world_size) for node, partial in partials.items()},
+        out=flatten(out, world.world_size),
+        layout=[sorted(nodes) for nodes in layout],
+        num_shards=num_shards,
+        world=world,
+    )
+
+
 def _start_in_group(reduction: FlatReduction, call: bytes, *, waits: bool) -> dist.Work:
     group = cast("AddsInOrder", reduction.world.group)
     own = reduction.layout[reduction.world.rank]
@@ -599,5 +318,256 @@ def _start_in_group(reduction: FlatReduction, call: bytes, *, waits: bool) -> di
     )
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+class OrderedTransport(Protocol):
+    """Moves what an ordered reduction exchanges: by messages on CPUs, by collectives elsewhere.
+
+    On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather. For
+    other devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after another unless
+    they are in one batch, which torch makes only for groups of its own class; and one collective replaces many
+    messages.
+    """
+
+    def exchange(
+        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
+    ) -> tuple[Received, list[dist.Work]]:
+        """Start sending the owners of segments this rank's partials of them (collective); return where others' land."""
+
+    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
+        """Start sending this rank's segment of the result to all, and receiving the others' (collective)."""
+
+
+@final
+class MessageTransport:
+    def exchange(
+        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
+    ) -> tuple[Received, list[dist.Work]]:
+        world = reduction.world
+        start, stop = segments[world.rank]
+        num_bytes = (stop - start) * reduction.out.element_size()
+        stride = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
+        room = make_room(max(len(foreign) * stride, 1))
+        received = {
+            node: room[index * stride : index * stride + num_bytes].view(reduction.out.dtype)
+            for index, node in enumerate(foreign)
+        }
+        works = post_messages(
+            sends=[
+                (peer, reduction.partials[node][slice(*segments[peer])])
+                for peer in _peers(world)
+                for node in reduction.layout[world.rank]
+            ],
+            receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
+            world=world,
+        )
+        return received, works
+
+    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
+        world, out = reduction.world, reduction.out
+        own = out[slice(*segments[world.rank])]
+        return post_messages(
+            sends=[(peer, own) for peer in _peers(world)],
+            receives=[(peer, out[slice(*segments[peer])]) for peer in _peers(world)],
+            world=world,
+        )
+
+
+@final
+class CollectiveTransport:
+    """An all-to-all for the first partial of every rank, one for the second, ..., and an all-gather of the sums."""
+
+    def exchange(
+        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
+    ) -> tuple[Received, list[dist.Work]]:
+        world, out = reduction.world, reduction.out
+        chunk = slice(segments[0][0], segments[-1][1])
+        lengths = _byte_lengths(segments, out)
+        own = reduction.layout[world.rank]
+        num_partials = sum(len(nodes) for nodes in reduction.layout)
+        room = make_room(max(num_partials * lengths[world.rank], 1))
+        received: Received = {}
+        works: list[dist.Work] = []
+        for slot in range(max(len(nodes) for nodes in reduction.layout)):
+            # This rank receives its own partial too: a contiguous input has no gap for it.
+            senders = [peer for peer, nodes in enumerate(reduction.layout) if slot < len(nodes)]
+            first = len(received) * lengths[world.rank]
+            for number, peer in enumerate(senders):
+                start = first + number * lengths[world.rank]
+                place = room[start : start + lengths[world.rank]]
+                received[reduction.layout[peer][slot]] = place.view(out.dtype)
+            target = room[first : first + len(senders) * lengths[world.rank]]
+            source = _as_bytes(reduction.partials[own[slot]][chunk]) if slot < len(own) else target[:0]
+            works += _all_to_all(
+                target,
+                source,
+                [lengths[world.rank] if peer in senders else 0 for peer in range(world.world_size)],
+                lengths if slot < len(own) else [0] * world.world_size,
+                world,
+            )
+        return received, works
+
+    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
+        world, out = reduction.world, reduction.out
+        lengths = _byte_lengths(segments, out)
+        whole = _as_bytes(out[segments[0][0] : segments[-1][1]])
+        own = _as_bytes(out[slice(*segments[world.rank])])
+        if len(set(lengths)) == 1:
+            return gather_single(whole, own, world)
+        return _all_to_all(whole, own.repeat(world.world_size), lengths, [own.numel()] * world.world_size, world)
+
+
+def transport_for(device: torch.device) -> OrderedTransport:
+    return MessageTransport() if device.type == "cpu" else CollectiveTransport()
+
+
+def _all_to_all(
+    target: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int], world: World
+) -> list[dist.Work]:
+    work = dist.all_to_all_single(target, source, list(received), list(sent), group=world.group, async_op=True)
+    return [] if work is None else [work]
+
+
+def _byte_lengths(segments: Sequence[Bounds], out: Tensor) -> list[int]:
+    return [(stop - start) * out.element_size() for start, stop in segments]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a flat contiguous tensor as bytes, so that every dtype travels."""
+    return tensor.view(torch.uint8)
+
+
+def _peers(world: World) -> list[int]:
+    """Return the other ranks, the next one first: so no two ranks begin with the same."""
+    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChunkInFlight:
+    reduction: FlatReduction
+    segments: list[Bounds]
+    """The segment of every rank."""
+    received: Received
+    """Other ranks' partials of this rank's segment, when the works are done."""
+    works: list[dist.Work]
+    transport: OrderedTransport
+
+
+@final
+class OrderedMessages:
+    """Ordered all-reduces, one after the other: the next is exchanged while one is added and gathered.
+
+    Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
+    own, beside what the caller computes.
+    """
+
+    def __init__(self, world: World, num_shards: int) -> None:
+        self._world = world
+        self._num_shards = num_shards
+        self._in_flight: deque[_ChunkInFlight] = deque()
+        self._gathers: list[dist.Work] = []
+        self._started: list[tuple[FlatReduction, Tensor]] = []
+        self._landing_places: list[Tensor] = []
+        self._num_chunks = 0
+        self._side: torch.Stream | None = None
+
+    @torch.no_grad()
+    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> None:
+        """Start a reduction (collective); the partials, of which one may be `out`, are left alone until `finish`."""
+        with self._beside(out.device):
+            reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
+            self._started.append((reduction, out))
+            if is_one_addition(reduction):
+                self._gathers.append(_all_reduce(reduction))
+                return
+            transport = transport_for(out.device)
+            num_partials = sum(len(nodes) for nodes in reduction.layout)
+            segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
+            for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
+                if len(self._in_flight) == _MAX_IN_FLIGHT:
+                    self._gathers += _add_and_gather(self._in_flight.popleft())
+                received, works = transport.exchange(reduction, segments, partial(self._make_room, out.device))
+                self._in_flight.append(
+                    _ChunkInFlight(
+                        reduction=reduction, segments=segments, received=received, works=works, transport=transport
+                    )
+                )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Return when all that was started is in its place; on a GPU the current stream waits for that."""
+        if not self._started:
+            return
+        device = self._started[0][1].device
+        with self._beside(device):
+            while self._in_flight:
+                self._gathers += _add_and_gather(self._in_flight.popleft())
+            wait_all(self._gathers)
+            for reduction, out in self._started:
+                write_back(reduction.out, out)
+        self._gathers = []
+        if self._side is not None:
+            torch.accelerator.current_stream(device).wait_stream(self._side)
+        # Only now: memory that is freed while a stream reads it would be given to the next tensor.
+        self._started = []
+
+    def _make_room(self, device: torch.device, num_bytes: int) -> Tensor:
+        """Return memory that no chunk in flight uses; it is kept, for fresh memory costs a page fault per 4 KiB."""
+        number, self._num_chunks = self._num_chunks % _MAX_IN_FLIGHT, self._num_chunks + 1
+        if len(self._landing_places) <= number:
+            self._landing_places.append(torch.empty(0, dtype=torch.uint8, device=device))
+        place = self._landing_places[number]
+        if place.numel() < num_bytes or place.device != device:
+            place = self._landing_places[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return place[:num_bytes]
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Run on a stream of our own, after what the current one has to do by now."""
+        if device.type == "cpu":
+            yield
+            return
+        current = torch.accelerator.current_stream(device)
+        if self._side is None or self._side.device != current.device:
+            self._side = torch.Stream(device)
+        self._side.wait_stream(current)
+        with self._side:
+            yield
+
+
+def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
+    """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
+
+    Only now may the result be written: it may be a partial that was being sent.
+    """
+    wait_all(finished.works)
+    reduction = finished.reduction
+    world, out = reduction.world, reduction.out
+    own = slice(*finished.segments[world.rank])
+    partials = {node: (landing, True) for node, landing in finished.received.items()}
+    in_out = [node for node, held in reduction.partials.items() if held.data_ptr() == out.data_ptr()]
+    for node, held in reduction.partials.items():
+        # If several partials are one tensor, each sum needs it as it was.
+        partials[node] = held[own], in_out == [node]
+    total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
+    if total.data_ptr() != out[own].data_ptr():
+        out[own].copy_(total)
+    return finished.transport.gather(reduction, finished.segments)
+
+
+def _all_reduce(reduction: FlatReduction) -> dist.Work:
+    """Start the group's own all-reduce of one partial on each of two ranks. [Note: one addition]."""
+    (own,) = reduction.partials.values()
+    if own.data_ptr() != reduction.out.data_ptr():
+        reduction.out.copy_(own)
+    work: dist.Work | None = dist.all_reduce(reduction.out, group=reduction.world.group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
+    """Add two sums, each with whether its memory may be written; that of the caller's partials may not."""
+    for target, is_writable in (left, right):
+        if is_writable:
+            return torch.add(left[0], right[0], out=target), True
+    return left[0] + right[0], True

@@ -105,7 +105,6 @@ def resolved(tensor: Tensor) -> torch.futures.Future[Tensor]:
 class _TransferInFlight:
     transfer: Transfer
     landing: Tensor
-    """Where the received elements are put."""
     works: list[dist.Work]
 
 

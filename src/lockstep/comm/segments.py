@@ -42,7 +42,6 @@ class HeldPartials:
     nodes: tuple[Node, ...]
     """Subtrees whose sums it holds."""
     num_shards: int
-    """Number of shards of the run, as this rank has it."""
     shape: tuple[int, ...]
     dtype: str
 

@@ -1,4 +1,4 @@
-"""Reading what the store of a rendezvous holds: whoever can reach the store may have written it."""
+"""What the steps of a set-up share: a deadline, and values in the store, which a stranger may have written."""
 
 import json
 import time
@@ -32,7 +32,6 @@ def read_number(key: str, raw: bytes | str) -> int:
 
 
 def read_texts(key: str, raw: bytes | str, count: int) -> list[str]:
-    """Return a list of so many texts."""
     found: list[str] = _read(key, raw, lambda text: _to_texts(json.loads(text), count))
     return found
 
@@ -45,7 +44,6 @@ def _read(key: str, raw: bytes | str, parse: Callable[[str], Any]) -> Any:
 
 
 def changed_value(key: str, raw: bytes | str) -> GroupError:
-    """Return the error that the store holds under a key what no worker has written there."""
     shown = bytes(raw[:_SHOWN]) if isinstance(raw, bytes) else raw[:_SHOWN]
     return GroupError(
         f"The store of the rendezvous holds {shown!r} under the key {key!r}, which no worker of Lockstep writes. "
@@ -81,13 +79,9 @@ def _to_texts(found: Any, count: int) -> list[str]:
     return found
 
 
-# %%% from deadline.py:
-# When something must be done: made once from a timeout and passed down, so that the steps of it share one limit.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A moment on the monotonic clock, and the limit that it was made from."""
+    """A moment on the monotonic clock: made once from a limit and passed down, so that the steps share the limit."""
 
     end: float
     """The moment, in seconds."""
@@ -96,7 +90,6 @@ class Deadline:
 
     @staticmethod
     def after(limit: timedelta) -> "Deadline":
-        """Return the moment when `limit` has passed from now on."""
         return Deadline(end=time.monotonic() + limit.total_seconds(), limit=limit)
 
     def with_at_least(self, seconds: float) -> "Deadline":
@@ -108,7 +101,6 @@ class Deadline:
         return max(self.end - time.monotonic(), at_least)
 
     def left(self, at_least: float = 0.0) -> timedelta:
-        """Return the same as a timedelta."""
         return timedelta(seconds=self.seconds_left(at_least))
 
     @property
@@ -117,5 +109,4 @@ class Deadline:
 
     @property
     def used_seconds(self) -> float:
-        """How much of the limit has passed."""
         return self.limit.total_seconds() - (self.end - time.monotonic())

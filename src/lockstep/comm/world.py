@@ -15,10 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A worker's place among the workers."""
-
     rank: int
-    """Number of this worker in the group."""
     world_size: int
     group: ProcessGroup | None
     """Their group; None for a worker that is alone."""

@@ -1,4 +1,4 @@
-"""The store of a launch as torch's `Store`: a port that nobody can find, because there is none."""
+"""The store of a launch as torch's `Store`, over the inherited channel to `lockstep run`: a way that has no port."""
 
 import os
 import socket
@@ -51,7 +51,6 @@ class ChannelStore(Store):
         return to_bytes(self._request("compare_set", key=key, expected=expected, desired=desired))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set."""
         return bool(self._request("check", keys=list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -62,14 +61,12 @@ class ChannelStore(Store):
         self._request("append", key=key, value=to_text(value))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was set."""
         return bool(self._request("delete", key=key))
 
     def num_keys(self) -> int:
         return int(self._request("count"))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, once they are set."""
         return [to_bytes(value) for value in self._request("multi_get", self._limit, keys=list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -116,10 +113,6 @@ def launch_store(store: Store | None) -> ChannelStore | None:
     while isinstance(found, PrefixStore):
         found = found.underlying_store
     return found if isinstance(found, ChannelStore) else None
-
-
-# %%% from inherited_channel.py:
-# The channel to `lockstep run` that a worker inherits: a way to the other workers that has no port.
 
 
 class _Inherited:

@@ -25,6 +25,7 @@ for a short time until the others have read the reason.
 import contextlib
 import itertools
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,8 +36,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.stored_values import read_number, read_record, to_stored
-from lockstep.comm.user_line import warn_at_user_line
 from lockstep.errors import GroupError
+from lockstep.processes.user_line import stacklevel_of_user
 
 RESPONSE_SECONDS = 5.0
 """How long a running worker may take to answer, and how long workers that found a mistake wait for the others."""
@@ -59,9 +60,7 @@ class Announcement:
 
     rank: int
     world_size: int
-    """Number of workers, by its settings."""
     backend: str
-    """The backend that was requested."""
     process: str
     """Where to find it, for people: `"process 12 on host a"`."""
     token: str
@@ -149,8 +148,6 @@ def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: f
 
 @final
 class _Handshake:
-    """The handshake of one generation, as one worker takes part in it."""
-
     def __init__(
         self,
         store: Store,
@@ -181,7 +178,6 @@ class _Handshake:
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
     def decision(self) -> _HandshakeResult | None:
-        """Return the decision, or None as long as there is none."""
         if not self._store.check(["decision"]):
             return None
         return read_record("decision", self._store.get("decision"), _HandshakeResult)
@@ -201,7 +197,6 @@ class _Handshake:
         return self._claim("first") if is_complete and not self._is_member() else None
 
     def join(self, timeout: timedelta, problem: str) -> _HandshakeResult:
-        """Take this worker's place and wait for the decision."""
         first = self._claim("first")
         mistake = _find_mistake(first, self._me)
         if mistake is not None:
@@ -229,9 +224,10 @@ class _Handshake:
         present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
-            warn_at_user_line(
+            warnings.warn(
                 f"{_name_ranks(missing)} of {self._me.world_size} did not connect in {self._warning_seconds:.3g} s; "
-                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more. (LS109)"
+                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more. (LS109)",
+                stacklevel=stacklevel_of_user(),
             )
         return self._wait(["wake"], seconds - self._warning_seconds)
 
@@ -310,7 +306,6 @@ def _latest_decided(store: Store) -> int:
 
 
 def _find_mistake(first: Announcement, me: Announcement) -> str | None:
-    """Compare the settings of two workers of one world."""
     if first.world_size != me.world_size:
         return (
             f"The workers have different world sizes: rank {first.rank} ({first.process}) has "

@@ -1,4 +1,4 @@
-"""Which worker this process is, from what its launcher put into the environment. Pure.
+"""Which worker this process is, from what its launcher put into the environment, or from arguments. Pure.
 
 launcher                rank                   workers                local rank                    where to meet
 --------                ----                   -------                ----------                    -------------
@@ -23,72 +23,6 @@ from dataclasses import dataclass, fields, replace
 from lockstep.errors import GroupError, counted
 from lockstep.settings import WorldVariables
 
-# %%% from node_list.py:
-# Slurm's lists of hosts, `"gpu[01-03,7],login"`, and of tasks per host, `"4(x2),1"`. Pure.
-#
-# See `scontrol show hostnames` and the environment variables of srun(1).
-
-_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-def expand_node_list(text: str) -> list[str]:
-    """Return the names in a list of hosts, in its order; ValueError if it is not such a list."""
-    return [name for entry in _split(text) for name in _expand(entry)]
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Return how many tasks each host has, in the order of the list of hosts; ValueError if it is not such a list."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _REPEATED.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a list of tasks per node such as '4(x2),1'.")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def _split(text: str) -> Iterator[str]:
-    """Yield the entries: what stands between the commas outside brackets."""
-    depth, entry = 0, ""
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if depth not in {0, 1}:
-            raise _not_a_list(text)
-        if letter == "," and depth == 0:
-            yield entry
-            entry = ""
-        else:
-            entry += letter
-    if depth != 0 or not entry:
-        raise _not_a_list(text)
-    yield entry
-
-
-def _expand(entry: str) -> Iterator[str]:
-    pieces = re.split(r"\[([^\]]*)\]", entry)  # fixed text and the insides of brackets, in turn
-    choices = [_numbers(piece, entry) if position % 2 else [piece] for position, piece in enumerate(pieces)]
-    return map("".join, itertools.product(*choices))
-
-
-def _numbers(inside: str, entry: str) -> list[str]:
-    numbers: list[str] = []
-    for part in inside.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise _not_a_list(entry)
-        width = len(match[1])
-        numbers += [f"{number:0{width}}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
-    return numbers
-
-
-def _not_a_list(text: str) -> ValueError:
-    return ValueError(f"{text!r} is not a list of nodes such as 'gpu[01-03,7],login'.")
-
-
-# %%% from identity.py:
-# (the main part)
-
 Variables = Mapping[str, str]
 """Those variables of the environment that launchers set; empty ones are left out."""
 
@@ -97,7 +31,10 @@ _NUM_PORTS = 9000
 """Range of the port when none is given: below those that the kernel and Kubernetes hand out, and
 without 29400 and 29500, torch's own."""
 _LOOPBACK = "127.0.0.1"
+_HIGHEST_PORT = 65535
 _REMEDY = "Start the script with lockstep run or torchrun, or call ls.launch, which sets up the group by itself."
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +42,13 @@ class _LauncherReport:
     """What the variables of a launcher other than torchrun contain; values as text."""
 
     launcher: str
-    """Its name, for people."""
     names: Mapping[str, str]
     """Which variable each of RANK and WORLD_SIZE is taken from."""
     world: WorldVariables
-    """In the terms of torch.distributed."""
 
 
 def find_world(variables: Variables) -> WorldVariables:
-    """Return rank, world size and address of this process from its launchers, as torch.distributed's variables.
-
-    If they contradict each other, this raises GroupError, which `launched_world` handles.
-    """
+    """Return rank, world size and address by the launchers, as torch's variables; GroupError if they contradict."""
     direct = read_torch_variables(variables)
     if "TORCHELASTIC_RUN_ID" in variables:
         return direct
@@ -175,6 +107,51 @@ def _merge(direct: WorldVariables, report: _LauncherReport) -> WorldVariables:
     )
 
 
+def find_rank_and_size(
+    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
+) -> tuple[int, int]:
+    """Return rank and world size; for `env://`, what is -1 is taken from the environment. Pure."""
+    if has_store or not (init_method or "env://").startswith("env://"):
+        if world_size < 0 or rank < 0:
+            raise GroupError(
+                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
+                "give both. (LS101)"
+            )
+    else:
+        _check_environment(variables, rank, world_size)
+        rank = rank if rank >= 0 else int(variables.rank or "")
+        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
+    if not 0 <= rank < world_size:
+        raise GroupError(
+            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
+            "Check that the number of workers counts processes, not hosts. (LS102)"
+        )
+    return rank, world_size
+
+
+def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
+    given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
+    values = {field.name: getattr(variables, field.name) for field in fields(variables)}
+    needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
+    missing = [name.upper() for name in needed if not values[name]]
+    for name in needed:
+        if values[name] and name != "master_addr" and not values[name].isdecimal():
+            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
+            source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
+            raise GroupError(
+                f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}. (LS102)"
+            )
+    if missing:
+        raise GroupError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
+            f"worker has no rank in a world. {variables.remedy} (LS101)"
+        )
+    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
+        raise GroupError(
+            f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}. (LS102)"
+        )
+
+
 # -- Open MPI, and others that speak PMI -------------------------------------------------------------------------------
 
 
@@ -228,6 +205,11 @@ def _from_mpi(
             remedy=remedy,
         ),
     )
+
+
+def _derive_port(job: str) -> str:
+    """Return a port that is the same for all workers of a job, and almost always another one for another job."""
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
@@ -311,7 +293,6 @@ def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
 
 
 def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> None:
-    """Check that torch's variables agree with the launcher."""
     differences = list(_differences(report, direct))
     if not differences:
         return
@@ -366,57 +347,58 @@ def _explain_unstarted(variables: Variables) -> str:
     return ""
 
 
-def _derive_port(job: str) -> str:
-    """Return a port that is the same for all workers of a job, and almost always another one for another job."""
-    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
+# -- Slurm's lists: see `scontrol show hostnames` and the environment variables of srun(1) -----------------------------
 
 
-# %%% from rank_and_size.py:
-# A worker's rank and the world size, from the arguments of `init_process_group` or else the environment.
-
-_HIGHEST_PORT = 65535
-
-
-def find_rank_and_size(
-    variables: WorldVariables, init_method: str | None, rank: int, world_size: int, *, has_store: bool
-) -> tuple[int, int]:
-    """Return rank and world size; for `env://`, what is -1 is taken from the environment. Pure."""
-    if has_store or not (init_method or "env://").startswith("env://"):
-        if world_size < 0 or rank < 0:
-            raise GroupError(
-                f"rank is {rank} and world_size is {world_size}, but {init_method or 'a store'} provides neither: "
-                "give both. (LS101)"
-            )
-    else:
-        _check_environment(variables, rank, world_size)
-        rank = rank if rank >= 0 else int(variables.rank or "")
-        world_size = world_size if world_size >= 0 else int(variables.world_size or "")
-    if not 0 <= rank < world_size:
-        raise GroupError(
-            f"Rank {rank} is outside a world of {counted(world_size, 'worker')}: ranks are 0 to {world_size - 1}. "
-            "Check that the number of workers counts processes, not hosts. (LS102)"
-        )
-    return rank, world_size
+def expand_node_list(text: str) -> list[str]:
+    """Return the names of hosts in `"gpu[01-03,7],login"`, in its order; ValueError if it is not such a list."""
+    return [name for entry in _split(text) for name in _expand(entry)]
 
 
-def _check_environment(variables: WorldVariables, rank: int, world_size: int) -> None:
-    given: Mapping[str, bool] = {"rank": rank >= 0, "world_size": world_size >= 0}
-    values = {field.name: getattr(variables, field.name) for field in fields(variables)}
-    needed = [name for name in ("rank", "world_size", "master_addr", "master_port") if not given.get(name)]
-    missing = [name.upper() for name in needed if not values[name]]
-    for name in needed:
-        if values[name] and name != "master_addr" and not values[name].isdecimal():
-            expected = "a number from 0 to WORLD_SIZE - 1" if name == "rank" else "a whole number"
-            source = "" if variables.launcher == "the environment" else f", set by {variables.launcher}"
-            raise GroupError(
-                f"{name.upper()} is {values[name]!r} in the environment{source}, expected {expected}. (LS102)"
-            )
-    if missing:
-        raise GroupError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in the environment, so this "
-            f"worker has no rank in a world. {variables.remedy} (LS101)"
-        )
-    if not 0 < int(values["master_port"]) <= _HIGHEST_PORT:
-        raise GroupError(
-            f"MASTER_PORT is {values['master_port']} in the environment, expected 1 to {_HIGHEST_PORT}. (LS102)"
-        )
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Return how many tasks each host has, in their order, from `"4(x2),1"`; ValueError if it is not such a list."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of tasks per node such as '4(x2),1'.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the entries: what stands between the commas outside brackets."""
+    depth, entry = 0, ""
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if depth not in {0, 1}:
+            raise _not_a_list(text)
+        if letter == "," and depth == 0:
+            yield entry
+            entry = ""
+        else:
+            entry += letter
+    if depth != 0 or not entry:
+        raise _not_a_list(text)
+    yield entry
+
+
+def _expand(entry: str) -> Iterator[str]:
+    pieces = re.split(r"\[([^\]]*)\]", entry)  # fixed text and the insides of brackets, in turn
+    choices = [_numbers(piece, entry) if position % 2 else [piece] for position, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(inside: str, entry: str) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _not_a_list(entry)
+        width = len(match[1])
+        numbers += [f"{number:0{width}}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
+
+
+def _not_a_list(text: str) -> ValueError:
+    return ValueError(f"{text!r} is not a list of nodes such as 'gpu[01-03,7],login'.")

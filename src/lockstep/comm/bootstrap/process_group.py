@@ -1,7 +1,7 @@
 """Setting up and tearing down the process group, with torch's arguments and errors that name the remedy.
 
 read settings -> open the store -> startup handshake -> find hosts   -> Gloo's interface -> torch makes the group
-(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)      (group_making.py)
+(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)      (here)
 """
 
 import atexit
@@ -48,247 +48,15 @@ from lockstep.recording import EventKind, own_recorder
 from lockstep.settings import WorldVariables, read_settings
 from lockstep.torch_private.groups import default_timeout
 
-# %%% from backends.py:
-# Which backends a group has: chosen for the worker's device and the hosts of all, and what speaks against them.
-
+_LOGGER = logging.getLogger("lockstep")
 _FOR_CPU = frozenset({"gloo", "shm", "mpi", "fake"})
 """Backends with which a worker needs no accelerator."""
 _INTERNAL = frozenset({"checked", "fake", "undefined"})
 """Backends that users should not pass by name."""
-
-
-def choose_backend(device_id: torch.device | int | None = None) -> str:
-    """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
-
-    LOCKSTEP_CPU_BACKEND=gloo replaces shared memory by Gloo. Without `device_id`, the accelerator of this host counts.
-    """
-    if isinstance(device_id, torch.device):
-        kind = device_id.type
-    else:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = "cpu" if found is None else found.type
-    name = dist.Backend.default_device_backend_map.get(kind, "gloo")
-    has_own = name != "gloo" and dist.is_backend_available(name)
-    for_cpu = read_settings().cpu_backend()
-    return f"cpu:{for_cpu},{kind}:{name}" if kind != "cpu" and has_own else for_cpu
-
-
-def backend_on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: bool) -> str:
-    """Return the backends for ranks on these hosts: Gloo replaces shared memory beside an accelerator's backend."""
-    if hosts.is_one_host or "," not in backend or "shm" not in backend_names(backend):
-        return backend
-    if rank == 0 and not is_chosen:
-        warnings.warn(
-            "The group uses Gloo instead of shm, because "
-            f"{hosts.why_not_shared(range(len(hosts.identities)))}. (LS116)",
-            stacklevel=3,
-        )
-    return backend.lower().replace(":shm", ":gloo")
-
-
-def warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
-    """Warn, on rank 0, if this version of NCCL is known to return wrong results in such a group."""
-    if rank == 0 and "nccl" in backend_names(backend) and dist.is_nccl_available():
-        text = explain_defects(
-            torch.cuda.nccl.version()[:3], world_size=len(hosts.identities), is_one_host=hosts.is_one_host
-        )
-        if text:
-            warnings.warn(text, stacklevel=3)
-
-
-def own_device(backend: str, variables: WorldVariables) -> torch.device | None:
-    """Return the accelerator that its backend is to use in this process, if it follows from the local rank (local)."""
-    device = own_accelerator(variables.local_rank)
-    name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
-    return device if name != "gloo" and name in backend_names(backend) else None
-
-
-def explain_missing_backend(backend: str) -> str:
-    """Return which backend this torch lacks, or which device it cannot serve; empty if all are usable."""
-    for part in backend.lower().split(","):
-        name = part.rpartition(":")[2]
-        if not dist.is_backend_available(name):
-            public = set(dist.Backend.backend_list) - _INTERNAL
-            known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
-            return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}. (LS108)"
-        if part.endswith(":shm") and part != "cpu:shm":
-            return (
-                f"The backend shm is for CPU tensors, but {part!r} uses it for others. "
-                "Give 'cpu:shm,cuda:nccl'. (LS108)"
-            )
-    return ""
-
-
-def explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
-    """Return which interface or GPU is set for this worker but cannot be used; empty if there is no problem.
-
-    Makes the GPU of its local rank the current device, unless the worker has chosen one.
-    """
-    if uses_gloo_anywhere(backend) and (problem := explain_wrong_interface()):
-        return problem
-    is_for_cpu = set(backend_names(backend)) <= _FOR_CPU
-    if device_id is not None or is_for_cpu or not (variables.local_rank or "").isdecimal():
-        return ""
-    return take_gpu(int(variables.local_rank or 0))
-
-
-def uses_gloo_anywhere(backend: str) -> bool:
-    """Return whether Gloo is among the backends; shm uses it if the workers are on several hosts."""
-    return "gloo" in backend.lower() or "shm" in backend.lower()
-
-
-def backend_names(backend: str) -> list[str]:
-    """Return the names of a group's backends: `["shm", "nccl"]` for `"cpu:shm,cuda:nccl"`."""
-    return [part.rpartition(":")[2] for part in backend.lower().split(",")]
-
-
-# %%% from group_making.py:
-# Making the default group, once all workers are known to be there: its hosts, Gloo's interface, torch's group.
-
-_LOGGER = logging.getLogger("lockstep")
-_LEAST_SECONDS = 1.0
-"""The shortest timeout of each step of the set-up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendChoice:
-    """With what a group is made."""
-
-    backend: str
-    is_ours: bool
-    """Whether we have chosen them, and not the caller."""
-    check: bool | None
-    """Whether calls are compared; None to do so where it is cheap."""
-
-
-def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> None:
-    """Make the default group of workers that replace others (collective); GroupError if one is lost meanwhile.
-
-    Their launcher has numbered them, for this group alone, and on one host: there is no startup handshake.
-    No other group may have the prefix of `store`.
-    """
-    deadline = Deadline.after(default_timeout(backend))
-    opened = OpenedStore(store=store, rank=rank, world_size=world_size)
-    location = StoreLocation(url="", scheme="", host="", port=0, is_hosted=False, store=store)
-    backend, set_up = find_set_up(
-        BackendChoice(backend=backend, is_ours=False, check=read_settings().check()), opened, location, deadline
-    )
-    with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
-        make_torchs_group(backend, store=store, rank=rank, world_size=world_size)
-    record_this_worker(rank, world_size, store)
-
-
-def find_set_up(
-    choice: BackendChoice, opened: OpenedStore, location: StoreLocation, deadline: Deadline
-) -> tuple[str, GroupSetUp]:
-    """Find out where the workers are, and set Gloo's interface (collective).
-
-    On several hosts, the returned backends may differ from the chosen ones.
-    """
-    store, rank, backend = opened.store, opened.rank, choice.backend
-    hosts = find_hosts(
-        store, rank, GroupMembers(names=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
-    )
-    backend = backend_on_hosts(backend, hosts, rank, is_chosen=choice.is_ours)
-    warn_of_nccl(backend, hosts, rank)
-    if uses_gloo_anywhere(backend):
-        choose_interface(store, rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
-    return backend, GroupSetUp(
-        hosts=hosts,
-        deadline=deadline.with_at_least(_LEAST_SECONDS),
-        compares_calls=_decide_check(choice.check, backend, rank, hosts),
-        waits=choice.check is not None,
-        subgroups_compare=choice.check is not False,
-        explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
-    )
-
-
-@contextlib.contextmanager
-def making_group(
-    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
-) -> Iterator[None]:
-    """Record and explain what happens while torch makes the group inside this context (collective).
-
-    `set_up` and `store` are None for a group without a store; `uses_gloo`: torch itself makes a Gloo backend.
-    """
-    with (
-        waiting_for_others("connecting the process group"),
-        _network_explained(rank),
-        _in_time(set_up, store, rank, world_size, uses_gloo=uses_gloo),
-    ):
-        yield
-
-
-def waiting_for_others(what: str) -> AbstractContextManager[None]:
-    """Record in what this worker waits for others, under a launcher of ours; without one nothing is recorded yet."""
-    return own_recorder().during(EventKind.WAITING, -1, text=what)
-
-
-def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
-    """Return whether the group compares calls itself; if that is not decided and costs too much, rank 0 logs it."""
-    names = set(backend_names(backend)) - {"shm"}
-    if check is not None or not names or len(hosts.identities) == 1:
-        return bool(check and names)
-    is_cheap = hosts.is_one_host and names == {"gloo"}
-    if not is_cheap and rank == 0:
-        _LOGGER.warning(
-            "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
-            "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
-            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line. (LS118)",
-            " and ".join(sorted(names)),
-            "" if hosts.is_one_host else " on several hosts",
-        )
-    return is_cheap
-
-
-def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
-    return world_size > 1 and not hosts.why_not_shared(range(world_size))
-
-
-@contextlib.contextmanager
-def _in_time(
-    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
-) -> Iterator[None]:
-    """Pass hosts and deadline to the group that torch makes inside this context (collective)."""
-    if set_up is None or store is None:
-        yield
-        return
-    with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
-            members = GroupMembers(names=range(world_size))
-            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
-        yield
-    if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
-        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
-
-
-@contextlib.contextmanager
-def _network_explained(rank: int) -> Iterator[None]:
-    """Explain an error of torch when it cannot connect the workers after the handshake."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        raise GroupError(
-            "All workers had connected, but then the store of the rendezvous was lost. Look at the log of rank 0. "
-            f"torch said: {str(error).splitlines()[0]} (LS112)"
-        ) from error
-    except RuntimeError as error:
-        if "gloo" not in str(error).lower():
-            raise
-        given = read_settings().gloo_interface()
-        raise GroupError(
-            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers. Either one was "
-            "lost since: look at the logs of the others. Or something, a firewall say, is between their addresses: "
-            f"host {socket.gethostname()!r} has {describe_interfaces()}"
-            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]} (LS113)"
-        ) from error
-
-
-# %%% from process_group.py:
-# (the main part)
-
 _STORELESS = frozenset({"mpi", "fake"})
 """Backends that need no store: there can be no handshake."""
+_LEAST_SECONDS = 1.0
+"""The shortest timeout of each step of the set-up."""
 _REPORT_TIMEOUT = datetime.timedelta(seconds=20)
 """How long a worker that cannot take part tries to report that to the others: connecting to a store may take 5 s
 or more if no name server answers."""
@@ -430,6 +198,23 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
 
 
+def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> None:
+    """Make the default group of workers that replace others (collective); GroupError if one is lost meanwhile.
+
+    Their launcher has numbered them, for this group alone, and on one host: there is no startup handshake.
+    No other group may have the prefix of `store`.
+    """
+    deadline = Deadline.after(default_timeout(backend))
+    opened = OpenedStore(store=store, rank=rank, world_size=world_size)
+    location = StoreLocation(url="", scheme="", host="", port=0, is_hosted=False, store=store)
+    backend, set_up = find_set_up(
+        BackendChoice(backend=backend, is_ours=False, check=read_settings().check()), opened, location, deadline
+    )
+    with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
+        make_torchs_group(backend, store=store, rank=rank, world_size=world_size)
+    record_this_worker(rank, world_size, store)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnRequest:
     rank: int
@@ -492,3 +277,201 @@ def _raising_first(problem: str) -> Iterator[None]:
         if problem:
             raise GroupError(problem) from error
         raise
+
+
+# -- Making the default group, once all workers are known to be there --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    backend: str
+    is_ours: bool
+    """Whether we have chosen them, and not the caller."""
+    check: bool | None
+    """Whether calls are compared; None to do so where it is cheap."""
+
+
+def find_set_up(
+    choice: BackendChoice, opened: OpenedStore, location: StoreLocation, deadline: Deadline
+) -> tuple[str, GroupSetUp]:
+    """Find the hosts, and set Gloo's interface (collective); on several hosts the returned backends may be others."""
+    store, rank, backend = opened.store, opened.rank, choice.backend
+    hosts = find_hosts(
+        store, rank, GroupMembers(names=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
+    )
+    backend = backend_on_hosts(backend, hosts, rank, is_chosen=choice.is_ours)
+    warn_of_nccl(backend, hosts, rank)
+    if uses_gloo_anywhere(backend):
+        choose_interface(store, rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
+    return backend, GroupSetUp(
+        hosts=hosts,
+        deadline=deadline.with_at_least(_LEAST_SECONDS),
+        compares_calls=_decide_check(choice.check, backend, rank, hosts),
+        waits=choice.check is not None,
+        subgroups_compare=choice.check is not False,
+        explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
+    )
+
+
+@contextlib.contextmanager
+def making_group(
+    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
+) -> Iterator[None]:
+    """Record and explain what happens while torch makes the group inside this context (collective).
+
+    `set_up` and `store` are None for a group without a store; `uses_gloo`: torch itself makes a Gloo backend.
+    """
+    with (
+        waiting_for_others("connecting the process group"),
+        _network_explained(rank),
+        _in_time(set_up, store, rank, world_size, uses_gloo=uses_gloo),
+    ):
+        yield
+
+
+def waiting_for_others(what: str) -> AbstractContextManager[None]:
+    """Record in what this worker waits for others, under a launcher of ours; without one nothing is recorded yet."""
+    return own_recorder().during(EventKind.WAITING, -1, text=what)
+
+
+def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts) -> bool:
+    """Return whether the group compares calls itself; if that is not decided and costs too much, rank 0 logs it."""
+    names = set(backend_names(backend)) - {"shm"}
+    if check is not None or not names or len(hosts.identities) == 1:
+        return bool(check and names)
+    is_cheap = hosts.is_one_host and names == {"gloo"}
+    if not is_cheap and rank == 0:
+        _LOGGER.warning(
+            "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
+            "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
+            "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line. (LS118)",
+            " and ".join(sorted(names)),
+            "" if hosts.is_one_host else " on several hosts",
+        )
+    return is_cheap
+
+
+def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
+    return world_size > 1 and not hosts.why_not_shared(range(world_size))
+
+
+@contextlib.contextmanager
+def _in_time(
+    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
+) -> Iterator[None]:
+    """Pass hosts and deadline to the group that torch makes inside this context (collective)."""
+    if set_up is None or store is None:
+        yield
+        return
+    with setting_up(set_up), contextlib.ExitStack() as until_made:
+        if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
+            members = GroupMembers(names=range(world_size))
+            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
+        yield
+    if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
+        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
+
+
+@contextlib.contextmanager
+def _network_explained(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise GroupError(
+            "All workers had connected, but then the store of the rendezvous was lost. Look at the log of rank 0. "
+            f"torch said: {str(error).splitlines()[0]} (LS112)"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        given = read_settings().gloo_interface()
+        raise GroupError(
+            f"Rank {rank} reached the rendezvous, but Gloo could not connect it to the other workers. Either one was "
+            "lost since: look at the logs of the others. Or something, a firewall say, is between their addresses: "
+            f"host {socket.gethostname()!r} has {describe_interfaces()}"
+            f"{f'; GLOO_SOCKET_IFNAME is {given!r}' if given else ''}. Gloo said: {str(error).splitlines()[0]} (LS113)"
+        ) from error
+
+
+# -- Which backends it has: for the worker's device and the hosts of all -----------------------------------------------
+
+
+def choose_backend(device_id: torch.device | int | None = None) -> str:
+    """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
+
+    LOCKSTEP_CPU_BACKEND=gloo replaces shared memory by Gloo. Without `device_id`, the accelerator of this host counts.
+    """
+    if isinstance(device_id, torch.device):
+        kind = device_id.type
+    else:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = "cpu" if found is None else found.type
+    name = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    has_own = name != "gloo" and dist.is_backend_available(name)
+    for_cpu = read_settings().cpu_backend()
+    return f"cpu:{for_cpu},{kind}:{name}" if kind != "cpu" and has_own else for_cpu
+
+
+def backend_on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: bool) -> str:
+    """Return the backends for ranks on these hosts: Gloo replaces shared memory beside an accelerator's backend."""
+    if hosts.is_one_host or "," not in backend or "shm" not in backend_names(backend):
+        return backend
+    if rank == 0 and not is_chosen:
+        warnings.warn(
+            "The group uses Gloo instead of shm, because "
+            f"{hosts.why_not_shared(range(len(hosts.identities)))}. (LS116)",
+            stacklevel=3,
+        )
+    return backend.lower().replace(":shm", ":gloo")
+
+
+def warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
+    if rank == 0 and "nccl" in backend_names(backend) and dist.is_nccl_available():
+        text = explain_defects(
+            torch.cuda.nccl.version()[:3], world_size=len(hosts.identities), is_one_host=hosts.is_one_host
+        )
+        if text:
+            warnings.warn(text, stacklevel=3)
+
+
+def own_device(backend: str, variables: WorldVariables) -> torch.device | None:
+    """Return the accelerator that its backend is to use in this process, if it follows from the local rank (local)."""
+    device = own_accelerator(variables.local_rank)
+    name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
+    return device if name != "gloo" and name in backend_names(backend) else None
+
+
+def explain_missing_backend(backend: str) -> str:
+    """Return which backend this torch lacks, or which device it cannot serve; empty if all are usable."""
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            public = set(dist.Backend.backend_list) - _INTERNAL
+            known = ", ".join(sorted(known for known in public if dist.is_backend_available(known)))
+            return f"This build of torch ({torch.__version__}) has no backend {name!r}; it has: {known}. (LS108)"
+        if part.endswith(":shm") and part != "cpu:shm":
+            return (
+                f"The backend shm is for CPU tensors, but {part!r} uses it for others. "
+                "Give 'cpu:shm,cuda:nccl'. (LS108)"
+            )
+    return ""
+
+
+def explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
+    """Make the local rank's GPU current, unless one was chosen; return which GPU or interface is unusable, or empty."""
+    if uses_gloo_anywhere(backend) and (problem := explain_wrong_interface()):
+        return problem
+    is_for_cpu = set(backend_names(backend)) <= _FOR_CPU
+    if device_id is not None or is_for_cpu or not (variables.local_rank or "").isdecimal():
+        return ""
+    return take_gpu(int(variables.local_rank or 0))
+
+
+def uses_gloo_anywhere(backend: str) -> bool:
+    """Return whether Gloo is among the backends; shm uses it if the workers are on several hosts."""
+    return "gloo" in backend.lower() or "shm" in backend.lower()
+
+
+def backend_names(backend: str) -> list[str]:
+    """Return the names of a group's backends: `["shm", "nccl"]` for `"cpu:shm,cuda:nccl"`."""
+    return [part.rpartition(":")[2] for part in backend.lower().split(",")]

@@ -30,84 +30,9 @@ from lockstep.processes.host import NO_LOOPBACK, has_loopback
 from lockstep.settings import WorldVariables
 from lockstep.torch_private.groups import greeting
 
-# %%% from listener.py:
-# Where rank 0 listens when it serves the rendezvous: no wider than the others need it.
-#
-# torch's store listens on every interface of the host. Its messages carry no proof of who sends them, so whoever can
-# reach the port can write to the store.
-
 _BACKLOG = 2048
 """As torch's own."""
-
-
-def listen_for_store(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on one address (local; on the rank that serves the store).
-
-    The address is the one that all ranks connect to, if that is certain: a loopback name, or an address in numbers. A
-    name may stand for another address on each host. None means to listen as torch does: the host is a name, the address
-    is not this host's, as that of a Kubernetes service, or the port is taken, also by a store that torch uses again.
-    """
-    name = "127.0.0.1" if host == "localhost" else host
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return None
-    if address.is_unspecified:
-        return None
-    listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)  # noqa: PLR2004 - IPv4
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((str(address), port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-# %%% from store_probe.py:
-# Whether the program that listens at an address is a store of torch: asked before torch connects to it.
-
 _CONNECT_SECONDS = 5.0
-
-
-@final
-class Probe(enum.Enum):
-    """What an address has answered."""
-
-    STORE = "a store answers"
-    SILENT = "a program listens there, and is no store, or does not answer in time"
-    CLOSED = "nobody listens, or the connection was closed: a store may be about to open or to end"
-
-
-def probe_store(host: str, port: int, seconds: float) -> Probe:
-    """Ask the program at an address whether it is a store (local)."""
-    asked, expected = greeting(secrets.randbits(32))
-    end = time.monotonic() + seconds
-    try:
-        connection = socket.create_connection((host, port), min(_CONNECT_SECONDS, max(seconds, 0.01)))
-    except OSError:
-        return Probe.CLOSED
-    answer = b""
-    with connection:
-        try:
-            connection.sendall(asked)
-            while len(answer) < len(expected):
-                connection.settimeout(max(end - time.monotonic(), 0.01))
-                piece = connection.recv(len(expected) - len(answer))
-                if not piece:
-                    return Probe.CLOSED
-                answer += piece
-        except TimeoutError:
-            return Probe.SILENT
-        except OSError:
-            return Probe.CLOSED
-    return Probe.STORE if answer == expected else Probe.SILENT
-
-
-# %%% from store.py:
-# (the main part)
-
 ANSWER_SECONDS = 60.0
 """How long a store may take to answer on a connection that it has accepted; torch, which looks up the name of each
 address that it connects to, may take some of that."""
@@ -124,8 +49,6 @@ the process."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLocation:
-    """Where the store of a world is."""
-
     url: str
     """`init_method`, as torch takes it."""
     scheme: str
@@ -158,7 +81,6 @@ class OpenedStore:
     """The store of a rendezvous, and the rank and world size that the rendezvous returned."""
 
     store: Store
-    """Shared by all workers of the world."""
     rank: int
     world_size: int
 
@@ -304,6 +226,33 @@ def _have_torch_open(location: StoreLocation, rank: int, seconds: float, answer_
             return store
 
 
+def listen_for_store(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on one address (local; on the rank that serves the store).
+
+    torch's store listens on every interface of the host. Its messages carry no proof of who sends them, so whoever can
+    reach the port can write to the store. Here the address is the one that all ranks connect to, if that is certain: a
+    loopback name, or an address in numbers. A name may stand for another address on each host. None means to listen as
+    torch does: the host is a name, the address is not this host's, as that of a Kubernetes service, or the port is
+    taken, also by a store that torch uses again.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return None
+    if address.is_unspecified:
+        return None
+    listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)  # noqa: PLR2004 - IPv4
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(address), port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
 def _await_store(location: StoreLocation, rank: int, end: float, answer_seconds: float) -> OSError | None:
     """Wait until a store answers; return the last error if none does until `end`."""
     start = time.monotonic()
@@ -321,6 +270,38 @@ def _await_store(location: StoreLocation, rank: int, end: float, answer_seconds:
         if time.monotonic() >= end:
             return ConnectionResetError("the connection was closed")
         time.sleep(_LAST_PAUSE_SECONDS)
+
+
+@final
+class Probe(enum.Enum):
+    STORE = "a store answers"
+    SILENT = "a program listens there, and is no store, or does not answer in time"
+    CLOSED = "nobody listens, or the connection was closed: a store may be about to open or to end"
+
+
+def probe_store(host: str, port: int, seconds: float) -> Probe:
+    """Ask the program at an address whether it is a store of torch, before torch connects to it (local)."""
+    asked, expected = greeting(secrets.randbits(32))
+    end = time.monotonic() + seconds
+    try:
+        connection = socket.create_connection((host, port), min(_CONNECT_SECONDS, max(seconds, 0.01)))
+    except OSError:
+        return Probe.CLOSED
+    answer = b""
+    with connection:
+        try:
+            connection.sendall(asked)
+            while len(answer) < len(expected):
+                connection.settimeout(max(end - time.monotonic(), 0.01))
+                piece = connection.recv(len(expected) - len(answer))
+                if not piece:
+                    return Probe.CLOSED
+                answer += piece
+        except TimeoutError:
+            return Probe.SILENT
+        except OSError:
+            return Probe.CLOSED
+    return Probe.STORE if answer == expected else Probe.SILENT
 
 
 def _await_listener(location: StoreLocation, end: float) -> OSError | None:
@@ -376,7 +357,6 @@ class _WaitWarning:
 
 
 def _try_connect(location: StoreLocation) -> OSError | None:
-    """Connect to the store's address once; return the error, or None."""
     try:
         socket.create_connection((location.host, location.port), _CONNECT_SECONDS).close()
     except OSError as error:

@@ -16,7 +16,6 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def read_one(tensors: Any) -> list[Tensor]:
-    """Return the one tensor that a collective takes, in a list."""
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != 1:
         raise ValueError(f"Expected one tensor, got {len(found)}. (LS209)")
@@ -91,7 +90,6 @@ def describe_message(tensor: Tensor) -> bytes:
 
 
 def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
-    """Check that all have one dtype and number of elements."""
     for other in others:
         if other.dtype != tensor.dtype or other.numel() != tensor.numel():
             raise ValueError(
@@ -101,7 +99,6 @@ def check_alike(name: str, tensor: Tensor, others: Sequence[Tensor]) -> None:
 
 
 def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> torch.Size:
-    """Return the shape of a tensor to allocate."""
     sizes = (size,) if isinstance(size, int) else size
     if not isinstance(sizes, Sequence) or any(type(length) is not int for length in sizes):
         raise TypeError(f"size is {size!r}, expected a number of elements, or a shape of such numbers. (LS209)")

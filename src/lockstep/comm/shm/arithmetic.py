@@ -44,8 +44,6 @@ _OVER_BOOLEANS: Final[Mapping[Any, Combine]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A reduce operation over tensors of one dtype."""
-
     name: str
     """The operation's name in lower case, as in messages."""
     combine: Combine
@@ -85,7 +83,6 @@ def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpTy
 
 
 def operation_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """Return the name of a reduce operation in lower case, as in messages."""
     return _kind_name(split_operation(op)[0])
 
 

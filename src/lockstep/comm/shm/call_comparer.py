@@ -24,7 +24,6 @@ class SharedMemoryComparer:
         self._run_lock = threading.Lock()
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call (collective)."""
         self.raise_if_broken()
         with self._run_lock:
             try:
@@ -41,63 +40,47 @@ class SharedMemoryComparer:
                 raise
 
     def publish_call(self, call: bytes) -> None:
-        """Compare a call with those that the other ranks have made by now, without waiting for them.
-
-        If they differ, the ranks that have made theirs raise in `check`.
-        """
         self.raise_if_broken()
         with self._run_lock:
             self._published.publish(call)
 
     def check(self) -> None:
-        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
         self.raise_if_broken()
         with self._run_lock:
             self._published.check()
 
     def raise_if_broken(self) -> None:
-        """Raise the error of a group of which a rank is known to be lost (local)."""
         if self._peers.broken is not None:
             raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a comparison may take (local)."""
         self._peers.timeout_seconds = timeout.total_seconds()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits because of `error` (local)."""
         self._peers.publish_failure(error)
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no more calls, or None (local)."""
         return self._peers.find_lost(peers)
 
     def explain_error(self, error: RuntimeError) -> GroupError | None:
-        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
         return self._peers.explain_error(error)
 
     def end_calls(self, error: GroupError) -> None:
-        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
         self._peers.end_calls(error)
 
     def find_any_lost(self) -> PeerLostError | None:
-        """Return the error for a rank that was lost, failed or left, or None (local)."""
         return self._peers.find_any_lost()
 
     def find_any_failed(self) -> PeerLostError | None:
-        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
         return self._peers.find_any_failed()
 
     def mark_broken(self, error: PeerLostError) -> None:
-        """Let later comparisons raise `error`, and publish it (local)."""
         self._peers.mark_broken(error)
 
     def send_exit_notice(self) -> None:
-        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
         self._peers.publish_exit()
 
     def close(self) -> None:
-        """Leave the group, and free the memory (local)."""
         self._peers.publish_state(PeerState.LEFT)
         self._peers.close()
         self._memory.close()

@@ -14,8 +14,8 @@ from lockstep.comm.shm.arguments import check_writable
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.work_queue import WorkQueue
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError, GroupError
+from lockstep.processes.user_line import find_user_line
 
 
 @final
@@ -74,7 +74,6 @@ class CallRunner:
         self.start(call, lambda: self._exchange.compare_calls(call), [], is_async=False).wait()
 
     def check_usable(self) -> None:
-        """Raise the error of a group that is broken or closed."""
         if self._peers.broken is not None:
             raise self._peers.broken.with_traceback(None)
         if not self._close.alive:

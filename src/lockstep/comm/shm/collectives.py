@@ -22,7 +22,6 @@ _SHORT_BYTES: Final = 2 << 20
 
 
 def all_reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
-    """Replace `tensor` by its reduction over all ranks."""
     reduction = pipeline.one_per_rank(exchange, tensor, how)
     if tensor.nbytes * exchange.size <= _SHORT_BYTES:
         pipeline.run_short(exchange, reduction, call)
@@ -87,7 +86,6 @@ def reduce_scatter(
 
 
 def broadcast(exchange: PhaseExchange, tensor: Tensor, root: int, call: bytes) -> None:
-    """Replace `tensor` by the root's."""
     data = as_bytes(tensor)
     for number, piece in enumerate(data.split(exchange.send_buffer_bytes) if data.numel() else [data]):
         if exchange.rank == root:

@@ -14,8 +14,6 @@ from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 @final
 @keep_compiler_out_of_methods
 class CompletedWork(Work):
-    """A call that was done before it was returned."""
-
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
@@ -33,7 +31,6 @@ class CompletedWork(Work):
         """Return None."""
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that the call filled."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -43,7 +40,6 @@ class CompletedWork(Work):
         """Return at once."""
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """Return a future that holds the tensors already."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future

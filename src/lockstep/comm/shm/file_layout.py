@@ -33,11 +33,9 @@ class FileLayout:
         return range(0, self.semaphore(NUM_KINDS, 0, 0), SEMAPHORE_BYTES)
 
     def state(self, rank: int) -> int:
-        """Return the page with the state of a rank and what it waits for."""
         return self._after_semaphores + rank * PAGE
 
     def call(self, rank: int, parity: int) -> int:
-        """Return a page with the description of a call of a rank."""
         return self.state(self.size) + (2 * rank + parity) * PAGE
 
     def send_buffer(self, rank: int, parity: int) -> int:

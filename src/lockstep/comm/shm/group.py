@@ -64,8 +64,6 @@ _CLOSING_SECONDS: Final = 1.0
 @keep_compiler_out_of_methods
 @add_collectives
 class ShmProcessGroup(PythonProcessGroup):
-    """A group of processes of one host, over shared memory."""
-
     def __init__(  # what a group is made of
         self,
         store: Store,
@@ -161,7 +159,6 @@ class ShmProcessGroup(PythonProcessGroup):
         return self._runner.start(call, action, [out], is_async=is_async)
 
     def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
         self._runner.compare(call)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
@@ -248,7 +245,6 @@ class ShmProcessGroup(PythonProcessGroup):
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits because of `error` (local)."""
         self._peers.publish_failure(error)
 
     def send_exit_notice(self) -> None:
@@ -277,7 +273,6 @@ class ShmProcessGroup(PythonProcessGroup):
         self._runner.check_usable()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no more calls, or None (local)."""
         return self._peers.find_lost(peers) if self._close.alive else None
 
     # -- Within --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch import Tensor
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.errors import GroupError
+from lockstep.processes.forking import call_in_children
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
@@ -100,7 +101,7 @@ class Allocations:
 _ALLOCATIONS: Final = Allocations()
 """One per process, as a process forks as a whole; tensors outlive their groups."""
 if sys.platform == "linux":
-    os.register_at_fork(after_in_child=_ALLOCATIONS.make_private)
+    call_in_children(_ALLOCATIONS.make_private)
 
 
 @final
@@ -115,7 +116,6 @@ class Memory:
         self._pid = os.getpid()
         self._control = _map(descriptor, layout.control_bytes)
         self.address = ctypes.addressof(self._control)
-        """Where the control area begins."""
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._heap_lock = threading.RLock()  # while a thread holds it, a tensor may be collected in that thread
         self._heap_used = 0
@@ -124,7 +124,6 @@ class Memory:
         self._peer_mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
 
     def send_buffer(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
-        """Return a send buffer as a flat tensor."""
         key = (rank, parity, dtype)
         view = self._views.get(key)
         if view is None:
@@ -145,10 +144,7 @@ class Memory:
 
     @torch.inference_mode(False)
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of zeros in this rank's heap, where its peers can map it.
-
-        The pages are freed when the tensor and all views of it are collected.
-        """
+        """Return flat zeros in this rank's heap, where peers can map them; a view keeps the pages alive too."""
         if self._file is None:
             raise GroupError("This group's memory was freed; make a new group to continue. (LS204)")
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
@@ -172,7 +168,6 @@ class Memory:
 
     @torch.inference_mode(False)
     def peer_tensor(self, rank: int, location: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the tensor at `location` of another rank's heap."""
         start = location // PAGE * PAGE
         length = -(-(location + num_elements * dtype.itemsize - start) // PAGE) * PAGE
         key = (self.layout.heap(rank) + start, length)

@@ -26,14 +26,12 @@ def check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: A
 
 
 def check_gather_everywhere(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one input, and one output like it for each rank."""
     _require_one(call.inputs)
     _require_one_per_rank(exchange, call, "output", call.outputs)
     check_alike(call.name, call.inputs[0], call.outputs)
 
 
 def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one input, and on the root alone one output like it for each rank."""
     _require_one(call.inputs)
     if exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "output", call.outputs)
@@ -43,13 +41,11 @@ def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check, on the root alone, that the output has room for the input of every rank."""
     if exchange.rank == call.root:
         _require_multiple(exchange, call, call.outputs[0], call.inputs[0])
 
 
 def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one output, and on the root alone one input like it for each rank."""
     _require_one(call.outputs)
     if exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "input", call.inputs)
@@ -61,26 +57,22 @@ def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one output, and one input like it for each rank."""
     _require_one(call.outputs)
     _require_one_per_rank(exchange, call, "input", call.inputs)
     check_alike(call.name, call.outputs[0], call.inputs)
 
 
 def check_outputs_of_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check that each output has room for its input of every rank."""
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         _require_multiple(exchange, call, output, tensor)
 
 
 def check_inputs_for_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check that each input has an equal piece for its output on every rank."""
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         _require_multiple(exchange, call, tensor, output)
 
 
 def check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one row of outputs for each rank, with one output like it for each input."""
     rows = call.arguments[0]
     _require_one_per_rank(exchange, call, "rows of output", rows)
     for row in rows:
@@ -94,7 +86,6 @@ def check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None
 
 
 def check_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Check for one output and one input for each rank."""
     _require_one_per_rank(exchange, call, "output", call.outputs)
     _require_one_per_rank(exchange, call, "input", call.inputs)
 
@@ -110,7 +101,6 @@ def check_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> No
 
 
 def run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Replace each tensor by its reduction over all ranks."""
     for tensor, how in zip(call.outputs, call.reductions, strict=True):
         flat = premultiply(tensor, how)
         collectives.all_reduce(exchange, flat, how, call.description)
@@ -118,7 +108,6 @@ def run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Replace the tensor by the root's."""
     (tensor,) = call.outputs
     flat = flatten(tensor)
     collectives.broadcast(exchange, flat, call.root, call.description)
@@ -126,7 +115,6 @@ def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Replace the tensor on the root by the reduction over all ranks."""
     (tensor,), (how,) = call.outputs, call.reductions
     flat = premultiply(tensor, how)
     collectives.reduce(exchange, flat, how, call.root, call.description)
@@ -135,18 +123,15 @@ def run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Collect the input of each rank wherever there are outputs: on every rank, or on the root."""
     _gather(exchange, call.outputs, call.inputs[0], call.description)
 
 
 def run_gather_rows(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Collect each input of each rank in that rank's row of outputs."""
     for number, tensor in enumerate(call.inputs):
         _gather(exchange, [row[number] for row in call.arguments[0]], tensor, call.description)
 
 
 def run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Collect the input of all ranks, one after another, in the output on the root; other ranks' outputs stay."""
     if exchange.rank == call.root:
         run_all_gather_single(exchange, call)
     else:
@@ -154,7 +139,6 @@ def run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Collect each input of all ranks, one after another, in its output."""
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         flat = flatten(output)
         pieces = flat.split(max(tensor.numel(), 1)) if flat.numel() else [flat] * exchange.size
@@ -163,7 +147,6 @@ def run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None
 
 
 def run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Reduce the r-th input of every rank into the output of rank r."""
     (output,), (how,) = call.outputs, call.reductions
     flat = flatten(output)
     pieces = [premultiply(piece, how) for piece in call.inputs]
@@ -172,7 +155,6 @@ def run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Reduce each input, cut into one equal piece for each rank, so that rank r has piece r in its output."""
     for output, tensor, how in zip(call.outputs, call.inputs, call.reductions, strict=True):
         flat, whole = flatten(output), premultiply(tensor, how)
         pieces = whole.split(max(flat.numel(), 1)) if whole.numel() else [whole] * exchange.size
@@ -181,7 +163,6 @@ def run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> 
 
 
 def run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Give every rank its input of the root's list."""
     (output,) = call.outputs
     flat = flatten(output)
     sources = [flatten(piece) for piece in call.inputs] if exchange.rank == call.root else None
@@ -190,7 +171,6 @@ def run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Send the q-th input to rank q, and take the r-th output from rank r."""
     flats = [flatten(output) for output in call.outputs]
     collectives.all_to_all(exchange, flats, [flatten(piece) for piece in call.inputs], call.description)
     for output, flat in zip(call.outputs, flats, strict=True):
@@ -198,7 +178,6 @@ def run_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Do the same with rows of one tensor."""
     (output,), (tensor,) = call.outputs, call.inputs
     _, _, output_splits, input_splits = call.arguments[:4]
     sent = _split_lengths(exchange, "input", tensor, input_splits)

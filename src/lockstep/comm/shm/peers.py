@@ -12,30 +12,26 @@ from collections.abc import Callable, Sequence
 from traceback import format_exception
 from typing import Final, final
 
+from lockstep.comm.lost_ranks import EXIT_SECONDS, may_come_from_loss
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PHASE
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.rank_states import PeerState, RankStates
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.sleepers import Sleepers
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
+from lockstep.processes.user_line import find_user_line
 from lockstep.recording import EventKind, own_recorder
 
 _POLL_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.3
 _NUM_SPINS: Final = 150
 _LONG_SPIN_SECONDS: Final = 0.0005
-_CONNECTION_WORDS: Final = ("connection", "peer", "socket", "pipe", "clos", "abort", "time")
-"""What errors of torch's backends contain that may come from the loss of a rank."""
-_EXIT_SECONDS: Final = 2.0
 _EXIT_POLL_SECONDS: Final = 0.01
 
 
 @final
 class Peers:
-    """The state of the other ranks, read and signalled from this rank."""
-
     def __init__(
         self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, names: Sequence[int]
     ) -> None:
@@ -152,7 +148,6 @@ class Peers:
         return error
 
     def publish_state(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
-        """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
         self._states.publish(state, reason, lost)
 
     def publish_failure(self, error: BaseException) -> None:
@@ -195,9 +190,9 @@ class Peers:
         """
         if self._broken is not None:
             return self._broken.with_traceback(None)
-        if not any(word in str(error).lower() for word in _CONNECTION_WORDS):
+        if not may_come_from_loss(error):
             return None
-        end = time.monotonic() + _EXIT_SECONDS
+        end = time.monotonic() + EXIT_SECONDS
         while (lost := self.find_any_lost()) is None and time.monotonic() < end:
             time.sleep(_EXIT_POLL_SECONDS)
         return lost

@@ -21,8 +21,8 @@ from torch import Tensor
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError
+from lockstep.processes.user_line import find_user_line
 
 NOWHERE = -1
 """The location of a tensor that is not in the group's memory."""
@@ -30,8 +30,6 @@ NOWHERE = -1
 
 @final
 class PhaseExchange:
-    """The phases of one group, on one rank."""
-
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self.rank = peers.rank
         self.size = peers.size

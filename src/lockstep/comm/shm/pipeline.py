@@ -61,7 +61,6 @@ def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> Par
 def several_per_rank(
     parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
 ) -> PartialReduction:
-    """Describe the sum of subtrees of shards, several on each rank."""
     placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
     return PartialReduction(
         parts=[part.data for part in parts],

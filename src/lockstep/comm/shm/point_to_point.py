@@ -28,7 +28,6 @@ class PointToPoint:
         self._any_message = peers.semaphore(MESSAGE, peers.rank, peers.rank)
 
     def send(self, data: Tensor, target: int, tag: int, kind: bytes, tensors: Sequence[Tensor]) -> Work:
-        """Send flat bytes to a rank."""
         with self._lock:
             if target not in self._senders:
                 self._senders[target] = (WorkQueue("lockstep-send"), Sender(self._memory, self._peers, target))

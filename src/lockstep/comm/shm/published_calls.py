@@ -27,8 +27,8 @@ from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, PHASE
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.user_line import find_user_line
 from lockstep.errors import CollectiveMismatchError
+from lockstep.processes.user_line import find_user_line
 
 _NUM_SLOTS: Final = 256
 _FURTHEST: Final = _NUM_SLOTS - 1
@@ -50,8 +50,6 @@ _LOST_SECONDS: Final = 0.5
 
 @final
 class PublishedCalls:
-    """The calls of one group, as one rank publishes and compares them."""
-
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self._peers = peers
         self._addresses = [memory.address + memory.layout.send_buffer(rank, 0) for rank in range(peers.size)]

@@ -38,8 +38,6 @@ class PeerState(IntEnum):
 
 @final
 class RankStates:
-    """The state of each rank of a group, as it says it and as the kernel does."""
-
     def __init__(self, memory: Memory, rank: int, handles: GroupHandles, names: Sequence[int]) -> None:
         self._memory = memory
         self._rank = rank
@@ -72,7 +70,6 @@ class RankStates:
         _write_text(self._memory.address + self._memory.layout.state(self._rank) + _WAITING, call)
 
     def describe_waiting(self, peer: int) -> str:
-        """Return what a rank waits in, in words."""
         waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
         name = self._names[peer]
         return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
@@ -92,7 +89,6 @@ class RankStates:
         return None
 
     def has_ended(self, peer: int) -> bool:
-        """Return whether the process of a rank has ended."""
         if peer not in self._pidfds:  # this rank
             return False
         poll = select.poll()
@@ -116,7 +112,6 @@ class RankStates:
         return [*self._pidfds]
 
     def close(self) -> None:
-        """Close the descriptors of the processes."""
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}

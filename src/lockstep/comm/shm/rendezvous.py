@@ -64,20 +64,15 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHandles:
-    """The descriptors of the file and of the processes of a connected group."""
-
     descriptor: int
     """The group's file."""
     pidfds: dict[int, int]
     """A descriptor of the process of every other rank, readable once it has ended."""
     pids: dict[int, int]
-    """Its process id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reason:
-    """Why a rank has failed."""
-
     rank: int
     """The rank that it has lost; -1 for another reason."""
     message: str
@@ -85,8 +80,6 @@ class _Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotShared:
-    """Why the ranks cannot share memory."""
-
     reason: str
     """A clause, the same on every rank."""
 
@@ -154,7 +147,6 @@ def _publishing_reason(store: Store, key: str) -> Iterator[None]:
 
 @contextmanager
 def _explaining_lost_root(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
-    """Turn a failed connection to rank 0 into an error that explains it."""
     try:
         yield
     except TimeoutError as error:

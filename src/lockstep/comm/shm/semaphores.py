@@ -49,7 +49,6 @@ def create(address: int) -> None:
 
 
 def post(address: int) -> None:
-    """Add one to the semaphore and wake a waiting thread."""
     _sem_post(address)
 
 

@@ -65,11 +65,9 @@ class TorchBackends:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The accelerators for which the group was made."""
         return [torch.device(kind) for kind in self._accelerators]
 
     def call(self, device: torch.device, name: str, arguments: Sequence[Any]) -> Work:
-        """Do the collective `name` on the backend for `device`."""
         work: Work = getattr(self.on(device), name)(*arguments)
         return work
 
@@ -106,7 +104,6 @@ class TorchBackends:
             backend.set_timeout(timeout)
 
     def on(self, device: torch.device) -> Any:
-        """Return the backend for a device."""
         if device.type not in self._made:
             self._made[device.type] = self._make(device.type)
         return self._made[device.type]

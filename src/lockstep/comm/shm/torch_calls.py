@@ -17,13 +17,11 @@ from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.torch_backends import TorchBackends
-from lockstep.comm.user_line import find_user_line
+from lockstep.processes.user_line import find_user_line
 
 
 @final
 class TorchCalls:
-    """Makes the calls of a group on tensors that are sparse, or of an accelerator."""
-
     def __init__(
         self,
         backends: TorchBackends,

@@ -115,26 +115,21 @@ class QueuedWork(Work):
             _LOGGER.error("An asynchronous call failed, and no code waited for it: %s (LS213)", self._error)
 
     def is_completed(self) -> bool:
-        """Return whether it is done, with or without an error."""
         return self._is_done
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is done or running."""
         return self._is_done or self._is_running
 
     def is_success(self) -> bool:
-        """Return whether it is done without an error."""
         self._is_error_seen = self._is_error_seen or self._is_done
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return why it failed, or None."""
         self._is_error_seen = self._is_error_seen or self._is_done
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that it filled."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -144,17 +139,13 @@ class QueuedWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that sent the received message."""
         return self._source
 
     def _source_rank(self) -> int:
         return self._source
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """Return a future of the tensors.
-
-        An error of the call is an error of the future, for C++ as well; there it is a RuntimeError with our text.
-        """
+        """Return a future of the tensors; an error of the call is its error, in C++ a RuntimeError with our text."""
         self._is_error_seen = True  # the future delivers the error
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
