@@ -2,8 +2,7 @@
 
 A *bucket* is a flat buffer that holds many gradients and is sent as one message; a *plan* is which gradient lies
 where in which bucket. A *reducer* has three parts, none of which depends on the others: what watches a backward
-(`backward_watch`), what schedules buckets (`bucket_schedule`), and how one bucket is reduced (`bucket_reduction`,
-`tree_reduction`).
+(`backward_watch`), what schedules buckets (`schedule`), and how one bucket is reduced (`reduction`).
 
 Invariants:
 

@@ -16,8 +16,6 @@ from lockstep.reduce.status import GroupStatus
 
 
 class BackwardPolicy(Protocol):
-    """Decides for the owner of a reducer."""
-
     @property
     def keeps_local(self) -> bool:
         """Whether gradients of a backward that is not reduced are kept for the next one that is."""
@@ -39,11 +37,9 @@ class KeepLocalGradients:
         self._mean = mean
 
     def follow_change(self, status: GroupStatus, plan: CurrentPlan) -> None:  # noqa: ARG002
-        """Plan anew (collective)."""
         plan.follow(self._mean.scale)
 
     def take_local(self, slot: AnySlot) -> None:
-        """Put the gradient in its place, and remember that it was not reduced."""
         slot.adopt()
         slot.is_unsynced = True
 

@@ -56,11 +56,9 @@ class BackwardReducer:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, in the order in which they are sent."""
         return self.plan.bucket_set.buckets
 
     def listen_last(self) -> None:
-        """See each gradient after all other hooks that the parameters have by now (local; between two backwards)."""
         self._hooks.listen(self.buckets, self.schedule.kept_bucket)
 
     def renew(self) -> None:
@@ -69,17 +67,13 @@ class BackwardReducer:
         self._use_buckets()
 
     def fail(self) -> None:
-        """Take part in a reduction to which this rank has nothing to add (collective).
-
-        Without what `begin` prepares for gradients: there may be no memory for it.
-        """
+        """Without what `begin` prepares for gradients: there may be no memory for it (collective)."""
         if self.watch.phase is not Phase.SYNCHRONIZING:
             self._use_order()
             self.schedule.begin()
         self.complete_failed()
 
     def close(self) -> None:
-        """Reduce no more (local)."""
         self._hooks.remove()
         self.plan.close()
 
@@ -109,7 +103,6 @@ class BackwardReducer:
         self.watch.waits_for_end |= self.plan.has_changed
 
     def complete(self) -> None:
-        """Reduce what has arrived (collective)."""
         own = RankStatus(
             has_changed=self.plan.has_changed,
             batch_size=self.watch.num_accumulated_samples,
@@ -137,7 +130,6 @@ class BackwardReducer:
         self.failed_on_all = False
 
     def complete_failed(self) -> None:
-        """Make the calls of `complete`, so that the other ranks do not wait for this one (collective)."""
         self.schedule.reduction.expect_nothing()
         if self.plan.allocate_missing():
             self._use_buckets()

@@ -44,40 +44,6 @@ from lockstep.torch_private.autograd import (
 )
 from lockstep.torch_private.compiler import is_compiled_autograd_on, keep_compiler_out
 
-# %%% from unsupported_backwards.py:
-# Backwards that run no hooks of a reducer: without a refusal each rank would train alone, without any error.
-#
-# torch's compiled autograd runs a graph of its own in place of the engine's: hooks on parameters and the engine's
-# callbacks do not run. A backward of `torch.distributed.autograd` keeps gradients in its context, not in `.grad`.
-
-
-def refuse_compiled_autograd() -> None:
-    """Raise if compiled autograd is on (local).
-
-    The compiler is not imported for that: as long as it is not imported, it cannot be on.
-    """
-    if is_compiled_autograd_on():
-        raise ReductionError(
-            "Compiled autograd is on, and under it gradients are not averaged over the ranks: it runs no hooks on "
-            "parameters. Turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the model "
-            "works without it. (LS310)"
-        )
-
-
-def refuse_distributed_autograd() -> None:
-    """Raise in a context of `torch.distributed.autograd`; called after a forward, alike on every rank (local)."""
-    if is_in_distributed_autograd():
-        raise ReductionError(
-            "This forward ran within torch.distributed.autograd.context(), whose backward keeps gradients in the "
-            "context and not in .grad: they would not be averaged over the ranks. Keep the wrapped module out of the "
-            "context and call loss.backward(), or wrap it with torch.nn.parallel.DistributedDataParallel, which "
-            "averages gradients in such a context. (LS310)"
-        )
-
-
-# %%% from backward_watch.py:
-# (the main part)
-
 _NEVER_A_TASK: Final = -2
 
 
@@ -93,7 +59,6 @@ class Phase(Enum):
     """
 
     IDLE = auto()
-    """In no backward."""
     ACCUMULATING = auto()
     """In a backward that only adds up local gradients."""
     SYNCHRONIZING = auto()
@@ -108,8 +73,6 @@ _TRANSITIONS: Final = {
 
 
 class BackwardListener(Protocol):
-    """Does what is to be done at the moments of a backward."""
-
     def begin(self, phase: Phase) -> None:
         """Prepare for a backward that begins."""
 
@@ -237,7 +200,6 @@ class BackwardWatch:
             listener.forget()
 
     def begin_without_backward(self, listener: BackwardListener) -> None:
-        """Begin with a reduction for which no backward runs here."""
         self.finish_interrupted(listener)
         self._change_phase(Phase.SYNCHRONIZING)
         listener.begin(Phase.SYNCHRONIZING)
@@ -383,3 +345,28 @@ def _no_switch() -> None:
 
 def _no_callback() -> None:
     """Return no callback: no backward has begun."""
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise if compiled autograd is on (local): each rank would train alone, without any error.
+
+    It runs a graph of its own in place of the engine's: hooks on parameters and the engine's callbacks do not run. The
+    compiler is not imported for this check: as long as it is not imported, compiled autograd cannot be on.
+    """
+    if is_compiled_autograd_on():
+        raise ReductionError(
+            "Compiled autograd is on, and under it gradients are not averaged over the ranks: it runs no hooks on "
+            "parameters. Turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the model "
+            "works without it. (LS310)"
+        )
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise in a context of `torch.distributed.autograd`, likewise; called after a forward, on all ranks alike."""
+    if is_in_distributed_autograd():
+        raise ReductionError(
+            "This forward ran within torch.distributed.autograd.context(), whose backward keeps gradients in the "
+            "context and not in .grad: they would not be averaged over the ranks. Keep the wrapped module out of the "
+            "context and call loss.backward(), or wrap it with torch.nn.parallel.DistributedDataParallel, which "
+            "averages gradients in such a context. (LS310)"
+        )

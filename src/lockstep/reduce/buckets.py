@@ -1,10 +1,4 @@
-"""One dense bucket at work: its buffer, the places that become `.grad`, and what has arrived.
-
-backward begins    `begin`           what others hold keeps its memory; what lies in other memory is noted
-arrival            `Slot.take`       a large gradient goes to its place at once, scaled on the way
-bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
-message is back    `write_back`      `.grad` is the place, which now holds the reduced gradient
-"""
+"""The buckets of a model at work: their buffers, the places that become `.grad`, and what has arrived."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -45,6 +39,11 @@ _LIES_IN_BUCKET = attrgetter("lies_in_bucket")
 @final
 class DenseBucket:
     """A flat buffer with the gradients of several parameters.
+
+        backward begins    `begin`           what others hold keeps its memory; what lies in other memory is noted
+        arrival            `Slot.take`       a large gradient goes to its place at once, scaled on the way
+        bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
+        message is back    `write_back`      `.grad` is the place, which now holds the reduced gradient
 
     `absent` has the indices of slots without a new gradient here; `unused`, of those to which this rank adds nothing,
     not even an older one. `used_counts` is written before a reduction and read after it. `allocate` returns zeros.
@@ -101,7 +100,6 @@ class DenseBucket:
         self._num_holders = storage_use_count(storage_address(self._storage))
 
     def begin(self) -> None:
-        """Begin with a backward: whose gradients are where? (local)."""
         if list(map(Tensor.data_ptr, map(_PLACE, self.slots))) != self._addresses:
             for slot in self.slots:
                 if not slot.is_in_bucket:
@@ -159,15 +157,11 @@ class DenseBucket:
                 self.used_counts[index] = 0
 
     def count_nothing(self) -> None:
-        """Write down that no parameter has a gradient here."""
         self.absent = self.unused = list(range(len(self.slots)))
         self.used_counts.zero_()
 
     def add(self, partials: Partials) -> list[Tensor]:
-        """Add to the message what its gradients are to be added to; return other messages with what stays apart.
-
-        For a bucket whose ranks run several shards each; called after `prepare`.
-        """
+        """Add to the message what is to be added to it, after `prepare`; return messages with what stays apart."""
         for index in self.absent:
             if partials.has(self.slots[index].parameter):
                 self.used_counts[index] = 1
@@ -204,7 +198,6 @@ class DenseBucket:
             slot.is_unsynced = False
 
     def reset(self) -> None:
-        """Expect every gradient anew."""
         self.num_pending = len(self.slots)
         for slot in self.slots:
             slot.reset()
@@ -298,16 +291,8 @@ class DenseBucket:
         return places, gradients, moved
 
 
-# %%% from sparse_bucket.py:
-# A bucket of one sparse gradient, as of an embedding with `sparse=True`.
-#
-# It has no buffer: its length differs from rank to rank and step to step. The group adds sparse tensors, if it can.
-
-
 @final
 class SparseSlot:
-    """The one gradient of a sparse bucket."""
-
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
@@ -328,7 +313,6 @@ class SparseSlot:
 
     @property
     def has_gradient_in_place(self) -> bool:
-        """Whether `.grad` is a place: never, there is none."""
         return False
 
     def detach_gradient(self) -> Tensor | None:
@@ -338,6 +322,11 @@ class SparseSlot:
 
 @final
 class SparseBucket:
+    """A bucket of one sparse gradient, as of an embedding with `sparse=True`. The group adds sparse tensors, if it can.
+
+    It has no buffer: its length differs from rank to rank and step to step.
+    """
+
     def __init__(
         self, name: str, parameter: nn.Parameter, used_counts: Tensor, streams: BackwardStreams | None = None
     ) -> None:
@@ -358,11 +347,9 @@ class SparseBucket:
 
     @property
     def gradients(self) -> Tensor:
-        """What a communication hook is given: all of it."""
         return self._message
 
     def prepare(self, scale: float) -> None:
-        """Make the message ready, times `scale`."""
         if self.streams is not None:
             self.streams.join()
         (slot,) = self.slots
@@ -376,12 +363,10 @@ class SparseBucket:
         self.count_used()
 
     def prepare_nothing(self) -> None:
-        """Make an empty message ready, for a backward that has failed here."""
         self._message = _nothing(self.slots[0].parameter)
         self.count_nothing()
 
     def count_used(self) -> None:
-        """Write down whether the parameter has a gradient here."""
         (slot,) = self.slots
         slot.is_unsynced = slot.is_unsynced and slot.fits and slot.parameter.grad is not None
         self.absent = [] if slot.has_arrived else [0]
@@ -397,11 +382,9 @@ class SparseBucket:
         return []
 
     def take(self, result: Tensor) -> None:
-        """Let `result`, which a hook made, be the reduced gradient."""
         self._message = result
 
     def write_back(self, counts: Sequence[float]) -> None:
-        """Give the parameter its reduced gradient, if any rank had one."""
         (slot,) = self.slots
         if slot.fits and (not self.absent or counts[0] > 0):
             slot.parameter.grad = self._message.coalesce()
@@ -418,17 +401,12 @@ def _nothing(parameter: nn.Parameter) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 
-# %%% from bucket_set.py:
-# From a plan to buffers: the buckets of a model, and where used-parameter counts and status trailer are written.
-
 Bucket = DenseBucket | SparseBucket
 AnySlot = Slot | SparseSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSet:
-    """The buckets of a plan, at work."""
-
     buckets: tuple[Bucket, ...]
     """In the order in which they are sent."""
     trailer: Tensor
@@ -451,7 +429,6 @@ def allocate_buckets(
     as_view: bool,
     holds_partials: bool = False,
 ) -> BucketSet:
-    """Allocate the buckets of a plan (local)."""
     num_slots = sum(len(bucket.slots) for bucket in plan.buckets)
     extra = None
     if plan.has_extra_message:
@@ -502,10 +479,7 @@ def allocate_buckets(
 
 
 def read_used_counts(buckets: Sequence[Bucket], needed: Iterable[int]) -> list[Sequence[float]]:
-    """Return how many ranks had each gradient, for the buckets with the numbers in `needed`; for others nothing.
-
-    Where the buckets lie on an asynchronous device this waits for it: once for all of them.
-    """
+    """Return how many ranks had each gradient, () for buckets not `needed`; waits once for an asynchronous device."""
     found: list[Sequence[float]] = [()] * len(buckets)
     on_device = []
     for number in needed:

@@ -24,61 +24,14 @@ from lockstep.reduce.plan import BucketLimits, ReductionPlan, plan_buckets
 from lockstep.reduce.slot import Slot
 from lockstep.reduce.status import StatusChannel, StatusOverHosts, StatusTrailer, has_cpu_backend, status_length
 
-# %%% from shared_parameters.py:
-# Which parameters have a place in the buckets of more than one reducer.
-#
-#     fine = DistributedDataParallel(Sequential(backbone, head))     # while an earlier wrapper of `backbone` still lives
-#     a, b = DistributedDataParallel(Net(encoder)), DistributedDataParallel(Other(encoder))
-#
-# [Note: shared parameters] A gradient lies in one bucket only. If two reducers took it for theirs, the first would
-# scale and send the memory that the second is about to read. So each of them copies it when it arrives, leaves `.grad`
-# alone, and writes the mean into it at the end: what torch does always. That `.grad` then gets the same mean twice is
-# harmless.
-#
-# Reducers have no references to each other, only the parameter in common. Hence the one table here. A place keeps its
-# parameter alive, so the identity of a parameter names it as long as it has a place.
-
 _PLACES: Final[dict[int, "weakref.WeakSet[Slot]"]] = {}
-"""The places of each parameter in layouts that are in use."""
-
-
-def claim(slots: Iterable[Slot]) -> None:
-    """Note the places of a new layout; those of parameters that have another place are shared from now on (local)."""
-    for parameter in [parameter for parameter, places in _PLACES.items() if not places]:
-        del _PLACES[parameter]
-    for slot in slots:
-        places = _PLACES.setdefault(id(slot.parameter), weakref.WeakSet())
-        places.add(slot)
-        if len(places) > 1:
-            for place in places:
-                place.share()
-
-
-def has_place(parameter: nn.Parameter) -> bool:
-    """Return whether a gradient of this parameter is reduced by some reducer of this process (local)."""
-    return any(place.parameter is parameter for place in _PLACES.get(id(parameter), ()))
-
-
-def give_up(slots: Iterable[Slot]) -> None:
-    """Forget the places of a layout that is not used any more; not during a backward (local)."""
-    for slot in slots:
-        places = _PLACES.get(id(slot.parameter), weakref.WeakSet())
-        places.discard(slot)
-        if len(places) == 1:
-            for place in places:
-                place.use_bucket()
-
-
-# %%% from options.py:
-# How a reducer reduces.
-
+"""The places of each parameter in layouts that are in use. One table, as reducers have only the parameter in common.
+A place keeps its parameter alive, so the identity of a parameter names it as long as it has a place."""
 _TORCHS_LIMITS = BucketLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
-    """What the owner of a reducer chooses."""
-
     purpose: str
     """What is reduced, in words: ranks compare it, and errors show it."""
     limits: BucketLimits = _TORCHS_LIMITS
@@ -96,10 +49,6 @@ class ReducerOptions:
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
     is_asynchronous: Callable[[torch.device], bool] = is_asynchronous
     """Whether work on a device goes on after the call that starts it; tests let the CPU count as such."""
-
-
-# %%% from current_plan.py:
-# (the main part)
 
 
 @final
@@ -157,7 +106,6 @@ class CurrentPlan:
 
     @property
     def wants_order(self) -> bool:
-        """Whether the order of arrival is still to be learnt."""
         return self._options.follows_arrival and not self.is_in_order
 
     def note_arrival(self, slot: AnySlot) -> None:
@@ -165,7 +113,6 @@ class CurrentPlan:
         self._arrived.append(slot)
 
     def forget_arrivals(self) -> None:
-        """Forget what was noted in a backward that is over."""
         self._arrived = []
 
     def learn_order(self) -> None:
@@ -247,10 +194,7 @@ class CurrentPlan:
         return new
 
     def follow(self, scale: float) -> None:
-        """Compare models, plan anew, and reduce what the old plan had no place for (collective).
-
-        Called on every rank where one at least has changed.
-        """
+        """If any rank's model has changed: compare, plan anew, reduce what had no place before (collective)."""
         unfit = {id(slot.parameter) for slot in self.slots if not slot.fits}
         before = {id(each.parameter): each.spec for each in self._model.trained if id(each.parameter) not in unfit}
         self._model.look()
@@ -329,3 +273,39 @@ class CurrentPlan:
             as_view=self._options.as_view,
             holds_partials=self._options.holds_partials,
         )
+
+
+def claim(slots: Iterable[Slot]) -> None:
+    """Note the places of a new layout; those of parameters that have another place are shared from now on (local).
+
+    [Note: shared parameters] A gradient lies in one bucket only. If two reducers took it for theirs, the first would
+    scale and send the memory that the second is about to read. So each of them copies it when it arrives, leaves
+    `.grad` alone, and writes the mean into it at the end: what torch does always. That `.grad` then gets the same mean
+    twice is harmless.
+
+        fine = DistributedDataParallel(Sequential(backbone, head))  # while an earlier wrapper of `backbone` still lives
+        a, b = DistributedDataParallel(Net(encoder)), DistributedDataParallel(Other(encoder))
+    """
+    for parameter in [parameter for parameter, places in _PLACES.items() if not places]:
+        del _PLACES[parameter]
+    for slot in slots:
+        places = _PLACES.setdefault(id(slot.parameter), weakref.WeakSet())
+        places.add(slot)
+        if len(places) > 1:
+            for place in places:
+                place.share()
+
+
+def has_place(parameter: nn.Parameter) -> bool:
+    """Return whether a gradient of this parameter is reduced by some reducer of this process (local)."""
+    return any(place.parameter is parameter for place in _PLACES.get(id(parameter), ()))
+
+
+def give_up(slots: Iterable[Slot]) -> None:
+    """Forget the places of a layout that is not used any more; not during a backward (local)."""
+    for slot in slots:
+        places = _PLACES.get(id(slot.parameter), weakref.WeakSet())
+        places.discard(slot)
+        if len(places) == 1:
+            for place in places:
+                place.use_bucket()

@@ -66,7 +66,6 @@ class GradientHooks:
             self._listen(self._frozen)
 
     def listen_unplanned(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See the gradients of parameters that have no slot yet, as well."""
         hook = partial(_deliver_unplanned, self._receiver)
         self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 

@@ -1,9 +1,10 @@
-"""The model as a reducer sees it: which parameters it trains, and whether that has changed since.
+"""The model as a reducer sees it: which parameters it trains, whether that has changed, and whether ranks agree on it.
 
 Users add parameters, freeze and unfreeze, cast and move a model after wrapping it. torch's DistributedDataParallel
 silently continues with the parameters that it found at construction. So in each backward the model is compared with
 what was found before; a walk over its modules would be too slow for that, comparing the dictionaries in which they keep
-parameters and submodules is not.
+parameters and submodules is not. Ranks compare their models at construction: later a difference shows only as wrong
+numbers.
 """
 
 import hashlib
@@ -26,12 +27,18 @@ from lockstep.torch_private.modules import module_registry, parameter_registry
 _CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
 """What of a parameter may change in place."""
 _TRAINING = attrgetter("training")
+_BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
+_ARGUMENT = "argument of the wrapper"
+_ALIKE = "Give DistributedDataParallel the same arguments on every rank. (LS304)"
+_AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step. (LS305)"
+Description = Mapping[str, str]
+"""What must be the same on every worker, in words, by name."""
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+"""What a parameter group holds besides its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """A parameter whose gradient is reduced."""
-
     spec: ParameterSpec
     parameter: nn.Parameter
 
@@ -60,7 +67,6 @@ class TrainedModel:
         return self._module()
 
     def look(self) -> None:
-        """See the model as it is now."""
         root = self.module
         assert root is not None
         sparse = {
@@ -87,7 +93,6 @@ class TrainedModel:
         ]
 
     def has_changed(self) -> bool:
-        """Whether the model differs from what was seen."""
         return not (
             self._lengths == list(map(len, self._parts))
             and all(map(is_, self._held, self._list_held()))
@@ -142,15 +147,6 @@ def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = 
         num_elements=parameter.numel(),
         is_sparse=is_sparse,
     )
-
-
-# %%% from same_model.py:
-# Check that all ranks wrap the same model, at construction: later a difference shows only as wrong numbers.
-
-_BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
-_ARGUMENT = "argument of the wrapper"
-_ALIKE = "Give DistributedDataParallel the same arguments on every rank. (LS304)"
-_AFTER_WRAPPING = "It was changed after wrapping: make the same change on every rank, before the same step. (LS305)"
 
 
 def check_same_model(
@@ -228,20 +224,8 @@ def _explain(rank: int, kind: str, found: list[str], expected: list[str]) -> str
     return f"{start} is {kind} {number}: rank {rank} has {here}, rank 0 has {there}."
 
 
-# %%% from optimizer_options.py:
-# The options of an optimizer, in words: what ranks compare, and what errors show.
-
-Description = Mapping[str, str]
-"""What must be the same on every worker, in words, by name."""
-_NOT_OPTIONS = frozenset({"params", "param_names"})
-"""What a parameter group holds besides its options."""
-
-
 def describe_options(optimizer: Optimizer) -> Description:
-    """Return the options of each parameter group by name, learning rate and all.
-
-    Tensors that are not on the CPU are left out: to read them is to wait for the device.
-    """
+    """Return the options of each parameter group, without tensors on a device: to read them is to wait for it."""
     several = len(optimizer.param_groups) > 1
     return {
         f"{name} of parameter group {number}" if several else name: _plain(value)

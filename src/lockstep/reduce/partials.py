@@ -40,7 +40,6 @@ class Merge:
     """A partial to which gradients are added in a bucket."""
 
     gradients: Gradients
-    """What is to be added there."""
     in_place: Collection[nn.Parameter] = ()
     """Parameters whose gradients autograd added to it as they came. [Note: accumulating in place]."""
 
@@ -74,10 +73,7 @@ class Partials:
 
 
 def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter] | None = None) -> Gradients:
-    """Take the gradients away from parameters that have one; all become dense, and have memory of their own.
-
-    Those of them whose gradient was sparse are added to `sparse`.
-    """
+    """Take parameters' gradients: all dense, in memory of their own; whose was sparse is added to `sparse`."""
     taken: Gradients = {}
     for parameter in parameters:
         gradient = parameter.grad

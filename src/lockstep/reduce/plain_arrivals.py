@@ -36,7 +36,6 @@ class PlainArrivals:
         return isinstance(slot, Slot) and self._slots.get(id(slot.parameter)) is slot
 
     def begin(self) -> None:
-        """Only note what arrives from now on, until `end`."""
         if all(map(_IS_SMALL, self._slots.values())):  # not if one is shared with another wrapper by now
             self.hook.__setstate__(self._as_list)
 
@@ -47,7 +46,6 @@ class PlainArrivals:
         self._arrived.clear()
 
     def end(self) -> None:
-        """Forget what was noted, and call the function again."""
         self.hook.__setstate__(self._as_function)
         self._arrived.clear()
 

@@ -15,8 +15,7 @@ gradient for it. It costs no message of its own, and distinguishes a parameter t
 untouched) from one whose gradients happen to add up to zero. The number is compared with zero only: in bfloat16 the
 ones of 300 ranks add up to 256, but never to zero.
 
-`lockstep.reduce.status` has the content of the status trailer, which may also be sent otherwise
-(`lockstep.reduce.status`).
+`lockstep.reduce.status` has the content of the status trailer, and how it is sent otherwise.
 
 A communication hook must see gradients and nothing else, and a sparse gradient has no place for numbers: with either,
 buckets hold gradients without gaps, and counts and trailer are sent in a message of their own.
@@ -33,8 +32,6 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter."""
-
     name: str
     """Full name in the module."""
     shape: tuple[int, ...]
@@ -69,8 +66,6 @@ class BucketLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """Where one gradient lies."""
-
     parameter: int
     """Index of the parameter in registration order."""
     offset: int
@@ -79,8 +74,6 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """The layout of one bucket."""
-
     dtype: torch.dtype
     device: torch.device
     slots: tuple[SlotPlan, ...]
@@ -95,8 +88,6 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPlan:
-    """The layout of all buckets."""
-
     buckets: tuple[BucketPlan, ...]
     """In the order in which they are sent."""
     has_extra_message: bool

@@ -49,10 +49,7 @@ class Reducer(TorchReducerNames):
         self.schedule.observer = observer
 
     def mark(self, *outputs: Tensor, num_samples: int = 0, on_reached: Callable[[], None] | None = None) -> None:
-        """Mark where a backward begins: at `outputs` of a module, or a loss. [Note: the end of a backward].
-
-        A backward is reduced if neither this call nor the backward is under `no_sync`.
-        """
+        """See `BackwardWatch.mark`; a backward is reduced if neither this call nor the backward is under `no_sync`."""
         self.watch.mark(outputs, num_samples, self._backwards, on_reached)
 
     def use_reduction(self, reduction: BucketReduction, *, only_gradients: bool) -> None:
@@ -89,7 +86,6 @@ class Reducer(TorchReducerNames):
         self._backwards.listen_last()
 
     def close(self) -> None:
-        """Reduce no more (local)."""
         self._backwards.close()
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
@@ -100,7 +96,6 @@ class Reducer(TorchReducerNames):
 
     @property
     def num_reductions(self) -> int:
-        """How many reductions were completed."""
         return self._backwards.num_reductions
 
     @property
@@ -110,7 +105,6 @@ class Reducer(TorchReducerNames):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, in the order in which they are sent."""
         return self._backwards.buckets
 
     @property

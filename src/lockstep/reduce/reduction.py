@@ -1,8 +1,7 @@
-"""How one bucket is reduced: the mean over a group, or what a user's communication hook makes of it.
+"""How one bucket is reduced: the mean over a group, what a user's communication hook makes of it, or sums over shards.
 
-`lockstep.reduce.reduction` has the third way, sums in the order of the tree over shards. A reduction is one call
-(`all_reduce`) and in two halves, between which each rank has only its own segment of the result, as an optimizer that
-is sharded over the ranks wants it:
+A reduction is one call (`all_reduce`) and in two halves, between which each rank has only its own segment of the
+result, as an optimizer that is sharded over the ranks wants it:
 
     message of 7 elements, 3 ranks     | 0 1 2 | 3 4 5 | 6 |      segments: equal lengths, but for the last ones
     reduce_scatter on rank 1                   | r r r |          the rest of its message is left as it was
@@ -29,89 +28,9 @@ from lockstep.reduce.partials import Partials
 from lockstep.shards import Node, add_in_tree_order
 from lockstep.torch_private.groups import AnyFuture, count_calls
 
-# %%% from comm_hook.py:
-# Communication hooks: the user's function in place of an all-reduce, as torch's `register_comm_hook` takes it.
-
-
-@final
-class GradBucket:
-    """What a hook sees of a bucket: the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
-
-    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
-        self._slots = bucket.slots
-        self._buffer = bucket.gradients
-        self._index = index
-        self._is_last = is_last
-
-    def index(self) -> int:
-        """Return the number of the bucket; 0 is sent first."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Return whether it is the last bucket of this backward."""
-        return self._is_last
-
-    def buffer(self) -> Tensor:
-        """Return the gradients, flat, one after another; for a sparse gradient, the gradient."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Put another tensor of the same length in its place."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Return a view of the buffer for each parameter, in the shape of the parameter."""
-        if self._buffer.is_sparse:
-            return [self._buffer]
-        views, offset = [], 0
-        for parameter in self.parameters():
-            flat = self._buffer[offset : offset + parameter.numel()]
-            dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-            views.append(flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape))
-            offset += parameter.numel()
-        return views
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, in the order of the gradients."""
-        return [slot.parameter for slot in self._slots]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommHook:
-    function: Callable[[Any, Any], "torch.futures.Future[Tensor]"]
-    """`function(state, bucket)` returns a future of the reduced gradients."""
-    state: Any
-    """Its first argument."""
-
-    def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-        future = self.function(self.state, bucket)
-        if not isinstance(future, AnyFuture):
-            raise ReductionError(
-                "Communication hook: callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__}. (LS309)"
-            )
-        return future
-
-
-def result_of(future: "torch.futures.Future[Tensor]") -> Tensor:
-    """Wait for a hook's future and return what it holds."""
-    result = future.wait()
-    if not isinstance(result, Tensor):
-        raise ReductionError(
-            f"The future of a communication hook holds {type(result).__name__}, expected one tensor with the reduced "
-            "gradients. After `all_reduce(...).get_future()`, which holds a list, add `.then(lambda f: "
-            "f.value()[0])`. (LS309)"
-        )
-    return result
-
-
-# %%% from reduction.py:
-# (the main part)
-
 # Names of torch 2.13, which deprecates those of the torch before it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 Finish = Callable[[], object]
 """Waits until what was started has ended; on a GPU the current stream waits for that."""
 
@@ -160,11 +79,9 @@ class MeanReduction:
         self.scale = 1 / num_ranks
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
-        """Start to add up a bucket (collective)."""
         return start_all_reduce(bucket.message, self._world.group, waits=waits)
 
     def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
-        """Start to add up this rank's segment of a bucket (collective)."""
         message = dense_message(bucket)
         size = segment_length(message, self._world)
         padded = _padded(message, size * self._world.world_size)
@@ -179,11 +96,71 @@ class MeanReduction:
         return finish
 
     def all_gather(self, bucket: Bucket) -> Finish:
-        """Start to gather the segments (collective)."""
         return gather_segments(dense_message(bucket), self._world)
 
     def expect_nothing(self) -> None:
         """Do nothing: what `.grad` holds is sent, whatever it is."""
+
+
+@final
+class GradBucket:
+    """What a hook sees of a bucket: the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
+
+    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
+        self._slots = bucket.slots
+        self._buffer = bucket.gradients
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Return the number of the bucket; 0 is sent first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of this backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """Return the gradients, flat, one after another; for a sparse gradient, the gradient."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another tensor of the same length in its place."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return a view of the buffer for each parameter, in the shape of the parameter."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        views, offset = [], 0
+        for parameter in self.parameters():
+            flat = self._buffer[offset : offset + parameter.numel()]
+            dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            views.append(flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape))
+            offset += parameter.numel()
+        return views
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in the order of the gradients."""
+        return [slot.parameter for slot in self._slots]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommHook:
+    """The user's function in place of an all-reduce, as torch's `register_comm_hook` takes it."""
+
+    function: Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+    """`function(state, bucket)` returns a future of the reduced gradients."""
+    state: Any
+
+    def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        future = self.function(self.state, bucket)
+        if not isinstance(future, AnyFuture):
+            raise ReductionError(
+                "Communication hook: callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}. (LS309)"
+            )
+        return future
 
 
 @final
@@ -230,6 +207,101 @@ class HookReduction:
 
     def expect_nothing(self) -> None:
         """Do nothing: the hook sees what `.grad` holds, whatever it is."""
+
+
+def result_of(future: "torch.futures.Future[Tensor]") -> Tensor:
+    result = future.wait()
+    if not isinstance(result, Tensor):
+        raise ReductionError(
+            f"The future of a communication hook holds {type(result).__name__}, expected one tensor with the reduced "
+            "gradients. After `all_reduce(...).get_future()`, which holds a list, add `.then(lambda f: "
+            "f.value()[0])`. (LS309)"
+        )
+    return result
+
+
+@final
+class TreeReduction:
+    """Adds up the partials of all ranks, which run several shards each, in the order of the tree.
+
+    The message of a bucket holds the sum that the last shard's gradients were added to; partials that this rank keeps
+    beside it, because they belong elsewhere in the tree, are messages of their own. [Note: reduction order] in
+    `lockstep.shards.tree`.
+    """
+
+    scale = 1.0
+    is_one_at_a_time = False
+    runs_users_code = False
+
+    def __init__(self, world: World, num_shards: int) -> None:
+        self._world = world
+        self._num_shards = num_shards
+        self._ordered = OrderedReductions(world, num_shards)
+        self._partials = Partials()
+        self._has_nothing = False
+        self._nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
+
+    def expect(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
+        """Let the next reductions be those of all shards (local).
+
+        `nodes` are the subtrees whose sums each rank will have: those it keeps, then that with the gradients to come.
+        """
+        self._partials, self._nodes = partials, nodes
+        self._has_nothing = False
+
+    def expect_nothing(self) -> None:
+        self._partials, self._has_nothing = Partials(), True
+
+    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
+        messages = self._messages(bucket)
+        partials = dict(zip(self._nodes[self._world.rank], messages, strict=True))
+        return self._ordered.start(partials, messages[-1], self._nodes, waits=waits)
+
+    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
+        """Start to send each rank the partials of its segment, and to add up those of this rank's (collective)."""
+        messages = self._messages(bucket)
+        message = messages[-1]
+        size, own = segment_length(message, self._world), own_segment(message, self._world)
+        sent = [
+            part
+            for parts in zip(*(_split(each, size, self._world) for each in messages), strict=True)
+            for part in parts
+        ]
+        num_received = sum(len(nodes) for nodes in self._nodes)
+        received = torch.empty(num_received * own.numel(), dtype=message.dtype, device=message.device)
+        work = dist.all_to_all_single(
+            received,
+            torch.cat(sent),
+            [len(nodes) * own.numel() for nodes in self._nodes],
+            [part.numel() * len(messages) for part in _split(message, size, self._world)],
+            group=self._world.group,
+            async_op=True,
+        )
+        nodes = [node for held in self._nodes for node in held]
+
+        def finish() -> None:
+            wait_for(work)
+            parts = dict(zip(nodes, received.view(num_received, own.numel()), strict=True))
+            own.copy_(add_in_tree_order(parts, self._num_shards, torch.add))
+
+        return finish
+
+    def all_gather(self, bucket: Bucket) -> Finish:
+        return gather_segments(dense_message(bucket), self._world)
+
+    def _messages(self, bucket: Bucket) -> list[Tensor]:
+        """Return what this rank holds of a bucket, in the order of its nodes."""
+        if self._has_nothing:
+            # The message, which is of zeros, in place of each, because there may be no memory for others. Not if it has
+            # the status, which would be added several times; the last bucket is a small one.
+            has_status = bucket.message.numel() > bucket.gradients.numel() + bucket.used_counts.numel()
+            others = torch.zeros_like(bucket.message) if has_status else bucket.message
+            return [*[others] * (len(self._nodes[self._world.rank]) - 1), bucket.message]
+        return [*bucket.add(self._partials), bucket.message]
+
+
+def _split(message: Tensor, size: int, world: World) -> list[Tensor]:
+    return [message[size * rank : size * (rank + 1)] for rank in range(world.world_size)]
 
 
 def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:
@@ -286,93 +358,3 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 
 def _do_nothing() -> None:
     """Do nothing: the call has ended."""
-
-
-# %%% from tree_reduction.py:
-# How a bucket is reduced where ranks run several shards each: as sums of partials, in the order of the tree.
-#
-# The message of a bucket holds the sum that the last shard's gradients were added to; partials that this rank keeps
-# beside it, because they belong elsewhere in the tree, are messages of their own. [Note: reduction order] in
-# `lockstep.shards.tree`.
-
-
-@final
-class TreeReduction:
-    """Adds up the partials of all ranks."""
-
-    scale = 1.0
-    is_one_at_a_time = False
-    runs_users_code = False
-
-    def __init__(self, world: World, num_shards: int) -> None:
-        self._world = world
-        self._num_shards = num_shards
-        self._ordered = OrderedReductions(world, num_shards)
-        self._partials = Partials()
-        self._has_nothing = False
-        self._nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
-
-    def expect(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
-        """Let the next reductions be those of all shards (local).
-
-        `nodes` are the subtrees whose sums each rank will have: those it keeps, then that with the gradients to come.
-        """
-        self._partials, self._nodes = partials, nodes
-        self._has_nothing = False
-
-    def expect_nothing(self) -> None:
-        """Let this rank's part of what is still to be reduced be empty."""
-        self._partials, self._has_nothing = Partials(), True
-
-    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
-        """Start to add up a bucket (collective)."""
-        messages = self._messages(bucket)
-        partials = dict(zip(self._nodes[self._world.rank], messages, strict=True))
-        return self._ordered.start(partials, messages[-1], self._nodes, waits=waits)
-
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
-        """Start to send each rank the partials of its segment, and to add up those of this rank's (collective)."""
-        messages = self._messages(bucket)
-        message = messages[-1]
-        size, own = segment_length(message, self._world), own_segment(message, self._world)
-        sent = [
-            part
-            for parts in zip(*(_split(each, size, self._world) for each in messages), strict=True)
-            for part in parts
-        ]
-        num_received = sum(len(nodes) for nodes in self._nodes)
-        received = torch.empty(num_received * own.numel(), dtype=message.dtype, device=message.device)
-        work = dist.all_to_all_single(
-            received,
-            torch.cat(sent),
-            [len(nodes) * own.numel() for nodes in self._nodes],
-            [part.numel() * len(messages) for part in _split(message, size, self._world)],
-            group=self._world.group,
-            async_op=True,
-        )
-        nodes = [node for held in self._nodes for node in held]
-
-        def finish() -> None:
-            wait_for(work)
-            parts = dict(zip(nodes, received.view(num_received, own.numel()), strict=True))
-            own.copy_(add_in_tree_order(parts, self._num_shards, torch.add))
-
-        return finish
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        """Start to gather the segments (collective)."""
-        return gather_segments(dense_message(bucket), self._world)
-
-    def _messages(self, bucket: Bucket) -> list[Tensor]:
-        """Return what this rank holds of a bucket, in the order of its nodes."""
-        if self._has_nothing:
-            # The message, which is of zeros, in place of each, because there may be no memory for others. Not if it has
-            # the status, which would be added several times; the last bucket is a small one.
-            has_status = bucket.message.numel() > bucket.gradients.numel() + bucket.used_counts.numel()
-            others = torch.zeros_like(bucket.message) if has_status else bucket.message
-            return [*[others] * (len(self._nodes[self._world.rank]) - 1), bucket.message]
-        return [*bucket.add(self._partials), bucket.message]
-
-
-def _split(message: Tensor, size: int, world: World) -> list[Tensor]:
-    return [message[size * rank : size * (rank + 1)] for rank in range(world.world_size)]

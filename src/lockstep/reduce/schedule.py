@@ -36,130 +36,7 @@ from lockstep.reduce.reduction import BucketReduction, Finish, start_all_reduce
 from lockstep.reduce.status import GroupStatus, RankStatus, StatusChannel, StatusTrailer, read_status, write_status
 from lockstep.torch_private.groups import abort_device_backends
 
-# %%% from times.py:
-# When the parts of a step began and ended: as they were recorded. [Note: one clock] is in `lockstep.recording`.
-
-
-@final
-class StepTimes:
-    """Records the parts of each step, and reads those of the last one, in nanoseconds; 0 for what it did not reach.
-
-    On a GPU these are the times at which its work was launched, not those at which it was done.
-    """
-
-    __slots__ = ("_backward", "_forward", "_message", "_num_forwards", "_recorder", "_reducing", "_waiting")
-
-    def __init__(self) -> None:
-        self._recorder = own_recorder()
-        self._forward = self._backward = self._message = self._reducing = self._waiting = NO_EVENT
-        self._num_forwards = 0
-
-    def begin_forward(self) -> None:
-        self._num_forwards += 1
-        self._recorder.set_step(self._num_forwards)
-        self._forward = self._recorder.mark(EventKind.FORWARD, 0, 0, 0)
-
-    def begin_backward(self) -> None:
-        self._backward = self._recorder.begin(EventKind.BACKWARD, 0, 0, 0)
-        self._message = self._reducing = NO_EVENT
-
-    def begin_message(self, event: int) -> None:
-        """Note that a bucket is sent, of which this is the event; the first one counts."""
-        if self._message == NO_EVENT:
-            self._message = event
-
-    def end_backward(self) -> None:
-        """Record that the last gradient has arrived."""
-        self._reducing = self._waiting = self._recorder.begin(EventKind.REDUCING, 0, 0, 0)
-
-    def end(self) -> None:
-        """Record that everything is reduced."""
-        self._recorder.end(self._reducing)
-        self._recorder.end(self._backward)
-
-    def wait_no_more(self) -> None:
-        """Note that this rank does not wait for gradients any more, whether or not it has them."""
-        self._waiting = NO_EVENT
-
-    @property
-    def seconds_waiting(self) -> float:
-        """For how many seconds this rank has waited for the gradients of others; 0 if it does not. For any thread."""
-        begin, end = self._recorder.moments(self._waiting)
-        return self._recorder.seconds() - begin / 1e9 if begin and not end else 0.0
-
-    @property
-    def forward_start(self) -> int:
-        return self._recorder.moments(self._forward)[0]
-
-    @property
-    def backward_start(self) -> int:
-        return self._recorder.moments(self._backward)[0]
-
-    @property
-    def messages_start(self) -> int:
-        """When the first bucket was sent."""
-        return self._recorder.moments(self._message)[0]
-
-    @property
-    def backward_end(self) -> int:
-        """When the last gradient had arrived."""
-        return self._recorder.moments(self._reducing)[0]
-
-    @property
-    def messages_end(self) -> int:
-        """When everything was reduced."""
-        return self._recorder.moments(self._reducing)[1]
-
-
-# %%% from observer.py:
-# Who looks at the backwards of a reducer, and has a part in the status that its ranks exchange.
-
-
-class BackwardObserver(Protocol):
-    """Looks at the backwards of one rank. All are called by the thread that runs the backward."""
-
-    def begin(self) -> None:
-        """Look at what `.grad` of the parameters hold: a backward begins (local)."""
-
-    def forget_begin(self) -> None:
-        """Forget the last `begin`: that backward has accumulated nothing (local)."""
-
-    def look_at(self, bucket: Bucket) -> None:
-        """Look at the gradients of this rank, which are about to be reduced (local)."""
-
-    def fill_in(self, status: RankStatus) -> RankStatus:
-        """Return the status of this rank with what there is to compare (local)."""
-
-    def compare(self, status: GroupStatus) -> None:
-        """Look at the status of all ranks, and raise on all alike (collective where they differ, which all see)."""
-
-
-@final
-class NoObserver:
-    """Looks at nothing."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def forget_begin(self) -> None:
-        """Do nothing."""
-
-    def look_at(self, bucket: Bucket) -> None:
-        """Do nothing."""
-
-    def fill_in(self, status: RankStatus) -> RankStatus:
-        return status
-
-    def compare(self, status: GroupStatus) -> None:
-        """Do nothing."""
-
-
-# %%% from schedule.py:
-# (the main part)
-
 Result = TypeVar("Result")
-
-
 _NUM_NAMES: Final = 3
 """So many parameters of a bucket are named in the recording."""
 
@@ -286,7 +163,6 @@ class BucketSchedule:
         self._awaited += futures
 
     def reset(self) -> None:
-        """Forget a backward."""
         self.failure = None
         self._next = 0
         self._finishes.clear()
@@ -310,7 +186,6 @@ class BucketSchedule:
         return not self._skips_unused or index in self._used
 
     def _send_next(self) -> None:
-        """Send the next bucket, if it is sent in its turn."""
         index, self._next = self._next, self._next + 1
         if self._is_sent_in_turn(index):
             self._prepare(index)
@@ -472,5 +347,111 @@ def _do_nothing() -> None:
 
 
 def _send_nothing() -> Finish:
-    """Send nothing beside the gradients."""
     return _do_nothing
+
+
+@final
+class StepTimes:
+    """Records the parts of each step, and reads those of the last one, in nanoseconds; 0 for what it did not reach.
+
+    On a GPU these are the times at which its work was launched, not those at which it was done. [Note: one clock] in
+    `lockstep.recording.writing`.
+    """
+
+    __slots__ = ("_backward", "_forward", "_message", "_num_forwards", "_recorder", "_reducing", "_waiting")
+
+    def __init__(self) -> None:
+        self._recorder = own_recorder()
+        self._forward = self._backward = self._message = self._reducing = self._waiting = NO_EVENT
+        self._num_forwards = 0
+
+    def begin_forward(self) -> None:
+        self._num_forwards += 1
+        self._recorder.set_step(self._num_forwards)
+        self._forward = self._recorder.mark(EventKind.FORWARD, 0, 0, 0)
+
+    def begin_backward(self) -> None:
+        self._backward = self._recorder.begin(EventKind.BACKWARD, 0, 0, 0)
+        self._message = self._reducing = NO_EVENT
+
+    def begin_message(self, event: int) -> None:
+        """Note that a bucket is sent, of which this is the event; the first one counts."""
+        if self._message == NO_EVENT:
+            self._message = event
+
+    def end_backward(self) -> None:
+        """Record that the last gradient has arrived."""
+        self._reducing = self._waiting = self._recorder.begin(EventKind.REDUCING, 0, 0, 0)
+
+    def end(self) -> None:
+        """Record that everything is reduced."""
+        self._recorder.end(self._reducing)
+        self._recorder.end(self._backward)
+
+    def wait_no_more(self) -> None:
+        """Note that this rank does not wait for gradients any more, whether or not it has them."""
+        self._waiting = NO_EVENT
+
+    @property
+    def seconds_waiting(self) -> float:
+        """For how many seconds this rank has waited for the gradients of others; 0 if it does not. For any thread."""
+        begin, end = self._recorder.moments(self._waiting)
+        return self._recorder.seconds() - begin / 1e9 if begin and not end else 0.0
+
+    @property
+    def forward_start(self) -> int:
+        return self._recorder.moments(self._forward)[0]
+
+    @property
+    def backward_start(self) -> int:
+        return self._recorder.moments(self._backward)[0]
+
+    @property
+    def messages_start(self) -> int:
+        """When the first bucket was sent."""
+        return self._recorder.moments(self._message)[0]
+
+    @property
+    def backward_end(self) -> int:
+        return self._recorder.moments(self._reducing)[0]
+
+    @property
+    def messages_end(self) -> int:
+        return self._recorder.moments(self._reducing)[1]
+
+
+class BackwardObserver(Protocol):
+    """Looks at the backwards of one rank, and has a part in its status. The thread that runs the backward calls all."""
+
+    def begin(self) -> None:
+        """Look at what `.grad` of the parameters hold: a backward begins (local)."""
+
+    def forget_begin(self) -> None:
+        """Forget the last `begin`: that backward has accumulated nothing (local)."""
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Look at the gradients of this rank, which are about to be reduced (local)."""
+
+    def fill_in(self, status: RankStatus) -> RankStatus:
+        """Return the status of this rank with what there is to compare (local)."""
+
+    def compare(self, status: GroupStatus) -> None:
+        """Look at the status of all ranks, and raise on all alike (collective where they differ, which all see)."""
+
+
+@final
+class NoObserver:
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def forget_begin(self) -> None:
+        """Do nothing."""
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Do nothing."""
+
+    def fill_in(self, status: RankStatus) -> RankStatus:
+        return status
+
+    def compare(self, status: GroupStatus) -> None:
+        """Do nothing."""

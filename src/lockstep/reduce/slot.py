@@ -1,4 +1,4 @@
-"""The place of one gradient in its bucket, which becomes `.grad`.
+"""The place of one gradient in its bucket, which becomes `.grad`, and the streams on which gradients arrive.
 
 [Note: held gradients] In torch `.grad` has memory of its own, so whoever holds it, or a view of it, after it was
 cleared keeps its values. Here the next gradient comes to the same place. So before a place is written, reference counts
@@ -25,8 +25,6 @@ _SMALL_ELEMENTS = 1 << 14
 
 @final
 class Slot:
-    """The place of one gradient in its bucket."""
-
     __slots__ = (
         "__weakref__",
         "_is_view",
@@ -78,7 +76,6 @@ class Slot:
 
     @property
     def has_gradient_in_place(self) -> bool:
-        """Whether `.grad` is the place."""
         return self.parameter.grad is self.place and self.is_in_bucket
 
     @property
@@ -131,7 +128,6 @@ class Slot:
             self.adopt()
 
     def as_dense(self, gradient: Tensor) -> Tensor:
-        """Return a dense gradient as it is, and a sparse one as a dense one."""
         if not gradient.is_sparse:
             return gradient
         if not self.takes_sparse:
@@ -157,7 +153,6 @@ class Slot:
             self.place.copy_(self.kept)
 
     def reset(self) -> None:
-        """Expect a gradient anew."""
         self.has_arrived = False
         self.is_scaled = False
         self.kept = None
@@ -224,24 +219,21 @@ def _unexpected_sparse(name: str) -> ReductionError:
     )
 
 
-# %%% from streams.py:
-# Which streams a backward runs on, so that no gradient is sent before it is there.
-#
-# The autograd engine runs each operation of a backward on the stream of its forward, and accumulates a gradient there.
-# A model with two streams so has gradients on both, while a bucket is packed and sent on the stream of its last
-# gradient:
-#
-#     stream A    gradient 1 accumulated                                   (1)
-#     stream B          gradient 2 accumulated, the last of its bucket     (2)   waits for A, packs the bucket
-#     messages                                                             (3)   start after (2)
-#     caller's                                                             (4)   waits for A, B and the messages
-#
-# With one stream no waits are added: one event is recorded when a backward begins.
-
-
 @final
 class BackwardStreams:
-    """The streams of one device on which the backward that is under way has left gradients or buckets."""
+    """The streams of one device on which the backward that is under way has left gradients or buckets.
+
+    No gradient may be sent before it is there. The autograd engine runs each operation of a backward on the stream of
+    its forward, and accumulates a gradient there. A model with two streams so has gradients on both, while a bucket is
+    packed and sent on the stream of its last gradient:
+
+        stream A    gradient 1 accumulated                                   (1)
+        stream B          gradient 2 accumulated, the last of its bucket     (2)   waits for A, packs the bucket
+        messages                                                             (3)   start after (2)
+        caller's                                                             (4)   waits for A, B and the messages
+
+    With one stream no waits are added: one event is recorded when a backward begins.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -253,7 +245,6 @@ class BackwardStreams:
         return len(self._seen) > 1
 
     def begin(self) -> None:
-        """Begin with a backward, on the current stream."""
         current = torch.accelerator.current_stream(self._device)
         self._seen = [current]
         self._begun = current.record_event()

@@ -1,4 +1,4 @@
-"""What the ranks tell each other in each reduction, besides gradients. Pure: numbers in and out.
+"""What the ranks tell each other in each reduction besides gradients, and how it travels.
 
     | rank 0: flags, batch size in 3 digits, ... | rank 1: ... | ... |
 
@@ -8,6 +8,12 @@ rank alone, the others add zeros to it, and none is larger than 127: digits to t
 
 [Note: one number to compare] What must be the same on all ranks is one number per rank, a hash of it all. Only where
 these differ, which all ranks see, do the ranks exchange what they were made of, and find what it is.
+
+[Note: two planes] To read what a device holds is to wait for the device. So where gradients lie on an asynchronous
+one, what only hosts know (a failed backward, a changed model, batch sizes, used parameters) is sent over the group's
+CPU backend when the backward and the messages were launched. Reading it waits for hosts and never for the device.
+Where the gradients lie on the CPU it costs no message: it is a trailer of the last bucket. Either way a failure in a
+backward is an error of that same backward on every rank, before any rank can step an optimizer.
 """
 
 import ctypes
@@ -73,30 +79,20 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus:
-    """How the backwards of all ranks went; what is of each rank is in rank order."""
+    """How the backwards of all ranks went: the ranks with each flag of `RankStatus`, and its numbers in rank order."""
 
     failed: tuple[int, ...]
-    """The ranks whose backward ended in an exception."""
     changed: tuple[int, ...]
-    """The ranks whose model has changed."""
     empty: tuple[int, ...] = ()
-    """The ranks that took part with zeros that do not count in the mean."""
     batch_sizes: tuple[int, ...] = ()
-    """Samples of each rank; 0 where it is not known."""
     nums_backwards: tuple[int, ...] = ()
-    """From how many backwards each rank's gradients come."""
     comparisons: tuple[int, ...] = ()
-    """What must be the same. [Note: one number to compare]"""
     inputs: tuple[int, ...] = ()
-    """A number for each rank's inputs; 0 where it is not known."""
     gradients: tuple[int, ...] = ()
-    """A number for each rank's gradients before they were reduced; 0 where it is not known."""
     nonfinite: tuple[int, ...] = ()
-    """The number of a parameter whose gradient was not finite on each rank, from 1 on; 0 for none."""
 
     @property
     def agrees(self) -> bool:
-        """Whether what must be the same on all ranks is."""
         return len(set(self.comparisons)) <= 1
 
     @property
@@ -107,7 +103,6 @@ class GroupStatus:
 
 
 def status_length(world_size: int) -> int:
-    """Return how many numbers the status of so many ranks takes."""
     return _NUM_PER_RANK * world_size
 
 
@@ -170,16 +165,6 @@ def _ranks_with(flags: Sequence[int], flag: int) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(flags) if value & flag) if any(flags) else ()
 
 
-# %%% from status_message.py:
-# How the status of the ranks travels: with the gradients, or from host to host.
-#
-# [Note: two planes] To read what a device holds is to wait for the device. So where gradients lie on an asynchronous
-# one, what only hosts know (a failed backward, a changed model, batch sizes, used parameters) is sent over the group's
-# CPU backend when the backward and the messages were launched. Reading it waits for hosts and never for the device.
-# Where the gradients lie on the CPU it costs no message: it is a trailer of the last bucket. Either way a failure in a
-# backward is an error of that same backward on every rank, before any rank can step an optimizer.
-
-
 class StatusChannel(Protocol):
     """Carries the numbers of one status per reduction; those of all ranks are added up."""
 
@@ -199,11 +184,7 @@ class StatusChannel(Protocol):
 
 @final
 class StatusTrailer:
-    """The end of the last message.
-
-    Where the message lies on an asynchronous device, reading waits for the device. That happens only with a group that
-    has no backend for the CPU.
-    """
+    """The end of the last message. On an asynchronous device reading waits: only with a group without a CPU backend."""
 
     is_message = False
 
@@ -215,7 +196,6 @@ class StatusTrailer:
         self._numbers = torch.zeros(place.numel(), pin_memory=True) if is_pinned else torch.empty(0)
 
     def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:  # noqa: ARG002 - no message of its own
-        """Write the numbers into the message."""
         place = self._place
         if place.dtype is torch.float32 and place.is_cpu and place.numel() == len(numbers):
             # Not by torch: its two operations take as long as the rest of this.
@@ -244,14 +224,12 @@ class StatusOverHosts:
         self._work: dist.Work | None = None
 
     def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:
-        """Start to add up the numbers (collective)."""
         self._length = len(numbers)
         self._numbers = torch.tensor([*numbers, *further], dtype=torch.float32)
         with calls_for(f"the status of {self._purpose}"):
             self._work = dist.all_reduce(self._numbers, group=self._group, async_op=True)
 
     def receive(self) -> tuple[list[float], list[float]]:
-        """Wait for the other hosts."""
         if self._work is not None:
             self._work.wait()
         found = read_numbers(self._numbers)
@@ -259,7 +237,6 @@ class StatusOverHosts:
 
 
 def has_cpu_backend(group: ProcessGroup) -> bool:
-    """Return whether a group moves tensors of the CPU (local)."""
     return any(device.type == "cpu" for device in device_types(group))
 
 

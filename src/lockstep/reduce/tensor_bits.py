@@ -1,4 +1,9 @@
-"""Numbers for the bits of tensors: of all their bits, or of so few that it costs next to nothing."""
+"""Numbers for the bits of tensors, of all or of so few that it costs next to nothing, and checks for finite ones.
+
+A sum only reads gradients, and is finite only if all of them are. One that is not finite does not prove that a gradient
+is not, for sums of large numbers overflow. So the caller must then check each gradient, and nothing depends on what was
+summed with what.
+"""
 
 import ctypes
 import math
@@ -11,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.torch_private.modules import flatten_dense
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMMED = {**_INTEGERS, 8: torch.int32}
+_BITS_SUMMED_AS = {**_INTEGERS, 8: torch.int32}
 """As what elements are summed. A sum of 64-bit numbers would lose their highest bits: sign and exponent."""
 _EXACT_BITS = 52
 """Bits of a whole number that the step table's float64 holds exactly."""
@@ -21,6 +26,10 @@ _GLANCE_ELEMENTS = 1 << 14
 """Of a larger tensor a glance sees about so many elements."""
 _COPIED_BYTES = 1 << 15
 """Tensors up to this size are read without an operation of torch, which takes longer the first time in a step."""
+_SMALL_ELEMENTS = 1 << 14
+"""Tensors below are put together first: a call of its own would take longer than the copying."""
+_NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What sums of these are kept in, which would overflow soon."""
 
 
 @torch.no_grad()
@@ -30,7 +39,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     for number, tensor in enumerate(tensors, start=1):
         real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()
         words = real.reshape(-1) if real.element_size() == 8 else real  # noqa: PLR2004 - bytes of float64
-        bits = words.view(_SUMMED[real.element_size()]).sum(dtype=torch.int64)
+        bits = words.view(_BITS_SUMMED_AS[real.element_size()]).sum(dtype=torch.int64)
         total = bits if total is None else total + bits.to(total.device) * (2 * number + 1)
     assert total is not None
     return total & (1 << _EXACT_BITS) - 1
@@ -79,18 +88,6 @@ def _glance(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]
 
 
-# %%% from finite_check.py:
-# Whether gradients are finite, by their sum, which only reads them: it is finite only if all of them are.
-#
-# A sum that is not finite does not prove that a gradient is not, for sums of large numbers overflow. So the caller must
-# then check each gradient, and nothing depends on what was summed with what.
-
-_SMALL_ELEMENTS = 1 << 14
-"""Tensors below are put together first: a call of its own would take longer than the copying."""
-_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What sums of these are kept in, which would overflow soon."""
-
-
 @torch.no_grad()
 def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float64 scalar on `device` that is not finite if any number in the tensors is not (local)."""
@@ -119,4 +116,4 @@ def largest_magnitude(tensors: Iterable[Tensor], device: torch.device) -> Tensor
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    return tensor.sum(dtype=_SUMMED_AS.get(tensor.dtype))
+    return tensor.sum(dtype=_NUMBERS_SUMMED_AS.get(tensor.dtype))
