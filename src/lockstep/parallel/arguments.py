@@ -1,4 +1,7 @@
-"""Checks of the arguments of `DistributedDataParallel`: torch's, with its messages, and those that we add."""
+"""Checks of the arguments of `DistributedDataParallel`: torch's, with its messages, and those that we add.
+
+And what goes into a forward: how many samples it has, and in which precision it runs.
+"""
 
 import logging
 import warnings
@@ -25,7 +28,10 @@ from lockstep.torch_private.modules import (
     tree_map_only,
 )
 
+_LOGGER = logging.getLogger("lockstep")
 _MIB = 1 << 20
+_SCALAR = -1
+"""Stands for the first dimension of a tensor that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +45,14 @@ class ModuleDevices:
 
     @property
     def device(self) -> torch.device:
-        """The first device."""
         return self.devices[0]
 
     @property
     def input_device(self) -> torch.device:
-        """The device to which forward moves its inputs, if there is one."""
         return torch.device(self.device.type, self.device_ids[0]) if self.device_ids else self.device
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a module that has nothing to train, or is not ready for it."""
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
@@ -88,7 +91,6 @@ def find_placement(
 
 
 def require_group(world: World) -> ProcessGroup:
-    """Return the group of a world that has one."""
     assert world.group is not None
     return world.group
 
@@ -143,12 +145,37 @@ def localize_submesh(module: nn.Module, device_mesh: Any) -> None:
 
 
 def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
-    """Refuse torch's SyncBatchNorm in a module on the CPU."""
     torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
     if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
         raise ValueError(
             "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."
             "convert_sync_batchnorm(module), which works on the CPU as well. (LS331)"
+        )
+
+
+def warn_of_ignored(
+    *,
+    check_reduction: bool = False,
+    mixed_precision: Any = None,
+    is_static_again: bool = False,
+    finds_unused: bool = False,
+) -> None:
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
+            "Please avoid using it. (LS325)",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if mixed_precision is not None:
+        _LOGGER.warning("Received mixed precision config %s", mixed_precision)
+    if is_static_again:
+        warnings.warn("You've set static_graph to be True, no need to set it again. (LS325)", stacklevel=3)
+    elif finds_unused:
+        warnings.warn(
+            "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
+            "parameters automatically, so you do not need to set find_unused_parameters=true. (LS325)",
+            stacklevel=3,
         )
 
 
@@ -169,13 +196,6 @@ def _index(device: int | str | torch.device) -> int:
         return device
     index = torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
-
-
-# %%% from module_inputs.py:
-# What goes into a forward: how many samples it has, and in which precision it runs.
-
-_SCALAR = -1
-"""Stands for the first dimension of a tensor that has none."""
 
 
 def puts_time_first(module: nn.Module) -> bool:
@@ -215,13 +235,6 @@ def _count(value: Any) -> int:
     return value.shape[0] if value.dim() > 0 else _SCALAR
 
 
-def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
-    """Return `values` with the floating-point tensors in them in `dtype`; as they are if that is None."""
-    if dtype is None:
-        return values
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
-
-
 def call_in_precision(
     module: nn.Module,
     mixed_precision: Any,
@@ -245,6 +258,13 @@ def call_in_precision(
     return functional_call(module, cast, cast_floats(inputs, dtype), cast_floats(kwargs, dtype))
 
 
+def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
+    """Return `values` with the floating-point tensors in them in `dtype`; as they are if that is None."""
+    if dtype is None:
+        return values
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
 def prepare_precisions(module: nn.Module, mixed_precision: Any, ignored: Iterable[str]) -> None:
     """Name what parameters are in either precision, and cast buffers in place, if there is a mixed precision."""
     _name_precisions(module, getattr(mixed_precision, "param_dtype", None), ignored)
@@ -252,7 +272,6 @@ def prepare_precisions(module: nn.Module, mixed_precision: Any, ignored: Iterabl
 
 
 def _name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
-    """Give parameters the attributes by which torch names what they are in either precision."""
     if dtype is None:
         return
     left_alone = set(ignored)
@@ -262,43 +281,9 @@ def _name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iter
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
-    """Cast the floating-point buffers of `module` to `dtype`, in place."""
     if dtype is None:
         return
     left_alone = set(ignored)
     for name, buffer in module.named_buffers():
         if name not in left_alone and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
-
-
-# %%% from warned.py:
-# Warnings of `DistributedDataParallel`.
-
-_LOGGER = logging.getLogger("lockstep")
-
-
-def warn_of_ignored(
-    *,
-    check_reduction: bool = False,
-    mixed_precision: Any = None,
-    is_static_again: bool = False,
-    finds_unused: bool = False,
-) -> None:
-    """Warn of arguments where torch does."""
-    if check_reduction:
-        warnings.warn(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
-            "Please avoid using it. (LS325)",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if mixed_precision is not None:
-        _LOGGER.warning("Received mixed precision config %s", mixed_precision)
-    if is_static_again:
-        warnings.warn("You've set static_graph to be True, no need to set it again. (LS325)", stacklevel=3)
-    elif finds_unused:
-        warnings.warn(
-            "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
-            "parameters automatically, so you do not need to set find_unused_parameters=true. (LS325)",
-            stacklevel=3,
-        )

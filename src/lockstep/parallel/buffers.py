@@ -1,4 +1,7 @@
-"""The buffers of a wrapped module: overwritten with one rank's before a forward, and beside the gradients."""
+"""The buffers of a wrapped module: overwritten with one rank's before a forward, and beside the gradients.
+
+And `LoadedKeys`, for checkpoints of which nothing was loaded.
+"""
 
 import warnings
 import weakref
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
-from lockstep.parallel.user_code import CodeLine, stacklevel_of_user, user_line
+from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.reduce import Reducer, TrainedModel
 
 BUFFERS_BEFORE_FORWARD = (
@@ -19,7 +22,8 @@ BUFFERS_BEFORE_FORWARD = (
 )
 """What a call is for: ranks compare it, and errors show it."""
 BUFFERS_AFTER_BACKWARD = "the buffers of a wrapped model after its backward"
-"""Likewise."""
+_PREFIXES: Final = ("module.", "_orig_mod.")
+"""What `DistributedDataParallel` and `torch.compile` put before the keys."""
 
 
 @final
@@ -70,22 +74,16 @@ def send_no_buffers() -> None:
     """Do nothing: no buffers were sent."""
 
 
-# %%% from loaded_keys.py:
-# Checkpoints of which nothing was loaded, because their keys have the prefix of a wrapper or lack it.
-#
-#     model = DistributedDataParallel(model)
-#     model.load_state_dict(torch.load("model.pt"), strict=False)    # "0.weight", and here it is "module.0.weight"
-#
-# `strict=False` is meant for a new head; with another prefix all of the checkpoint is left out, on all ranks alike. It
-# is said in the next forward and not at once: many scripts try it, and then change the keys.
-
-_PREFIXES: Final = ("module.", "_orig_mod.")
-"""What `DistributedDataParallel` and `torch.compile` put before the keys."""
-
-
 @final
 class LoadedKeys:
-    """Sees which keys fit when a state is loaded into a module; a hook of torch's for that. A copy sees nothing."""
+    """Sees which keys fit when a state is loaded into a module; a hook of torch's for that. A copy sees nothing.
+
+        model = DistributedDataParallel(model)
+        model.load_state_dict(torch.load("model.pt"), strict=False)    # "0.weight", and here it is "module.0.weight"
+
+    `strict=False` is meant for a new head; with another prefix all of the checkpoint is left out, on all ranks alike.
+    It is said in the next forward and not at once: many scripts try it, and then change the keys.
+    """
 
     def __init__(self) -> None:
         self._found: tuple[str, str, CodeLine] | None = None
@@ -115,7 +113,6 @@ class LoadedKeys:
         )
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:
-        """Return a hook without effect."""
         return _see_nothing
 
     def __reduce__(self) -> str | tuple[Any, ...]:

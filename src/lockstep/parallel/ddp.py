@@ -69,187 +69,10 @@ from lockstep.torch_private.modules import (
     stop_torchs_reducer,
 )
 
-# %%% from module_sync.py:
-# What synchronises a module after its wrapper was deleted.
-#
-#     model = DistributedDataParallel(model)
-#     return model.module                        # a recipe that many copy
-#
-# When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
-# long as the module, until the group is destroyed or the module is wrapped again.
-
-
-@final
-class ModuleSync:
-    """Does around a forward what a wrapper without `join` and hooks of its own does."""
-
-    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
-        self.handles: list[RemovableHandle] = []
-        self.buffers = BufferBroadcast(world, averaging.reducer)
-        self._model = model
-        self._world = world
-        self._reducer = averaging.reducer
-        self._comparison = averaging.comparison
-        self._syncs_buffers = syncs_buffers
-        self._puts_time_first = model.module is not None and puts_time_first(model.module)
-        self._loaded = LoadedKeys()
-        if model.module is not None:
-            self.handles.append(model.module.register_load_state_dict_post_hook(self._loaded))
-
-    @property
-    def has_group(self) -> bool:
-        """Whether the group is there still."""
-        return self._world.has_group
-
-    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        """Prepare for a forward (collective in training)."""
-        if self._reducer is None or self._world.group is None or not self.has_group:
-            return
-        self._reducer.finish_interrupted()
-        self.begin_forward(module)
-        if module.training and torch.is_grad_enabled():
-            buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
-            if buffers and self._reducer.watch.synchronizes:
-                self.buffers.source = 0  # the wrapper may have left that of a `join`
-                self.buffers.broadcast(buffers)
-            self._reducer.times.begin_forward()
-
-    def begin_forward(self, module: nn.Module) -> None:
-        self._loaded.warn()
-        if self._comparison is not None and torch.is_grad_enabled():
-            self._comparison.begin_forward(is_training=module.training)
-
-    def start_buffers(self) -> Callable[[], None]:
-        """Begin to send the buffers beside the gradients; return what ends it (collective)."""
-        buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
-        self.buffers.source = 0
-        return self.buffers.start(buffers)
-
-    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Mark the outputs."""
-        if self._reducer is not None and torch.is_grad_enabled():
-            given = [*inputs, *kwargs.values()]
-            num_samples = count_samples(given, output, time_first=self._puts_time_first)
-            outputs = list(find_tensors(output))
-            on_reached = None
-            if self._comparison is not None:
-                on_reached = self._comparison.end_forward(module, given, outputs)
-            self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
-
-    def close(self) -> None:
-        """Do nothing more, and let the module go (local)."""
-        while self.handles:
-            self.handles.pop().remove()
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._comparison is not None:
-            self._comparison.close()
-
-
-# %%% from module_hook.py:
-# A wrapper's hook on the module that it wraps.
-#
-# People copy the inner module: `copy.deepcopy(model.module)` for an average of weights, `torch.save(model.module)` as a
-# checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its process group. This one is not
-# copied.
-
-
-@final
-class ModuleHook:
-    """Calls its wrapper's method with the hook's arguments, or the module sync's when the wrapper was deleted.
-
-    A copy of it calls nothing.
-    """
-
-    def __init__(
-        self,
-        method: "weakref.WeakMethod[Callable[..., None]]",
-        otherwise: Callable[..., None],
-        module_sync: ModuleSync,
-    ) -> None:
-        self._method = method
-        self._otherwise = otherwise
-        self.module_sync = module_sync
-
-    @disable_compiler
-    def __call__(self, *arguments: Any) -> None:
-        (self._method() or self._otherwise)(*arguments)
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the wrapper was deleted."""
-        return self._method() is None
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
-        """Return a hook without effect."""
-        return _nothing
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _the_hook_without_effect, ()
-
-
-def close_orphans(module: nn.Module) -> None:
-    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
-    for hook in list(forward_pre_hooks(module).values()):
-        if isinstance(hook, ModuleHook) and hook.is_orphaned:
-            hook.module_sync.close()
-
-
-def connect(
-    wrapper: nn.Module,
-    sync: ModuleSync,
-    averaging: Averaging,
-    start: Callable[[], Callable[[], None]],
-    before: Callable[..., None],
-    after: Callable[..., None],
-) -> None:
-    """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
-
-    All are held weakly: when the wrapper was deleted, `sync` does what is needed. `start` begins to send the buffers
-    and returns what waits for that (collective).
-    """
-    assert isinstance(wrapper.module, nn.Module)
-    close_orphans(wrapper.module)
-    if averaging.comparison is not None:
-        averaging.comparison.order.wrapper = weakref.ref(wrapper)
-    if averaging.reducer is not None:
-        averaging.reducer.schedule.send_besides = partial(
-            start_buffers, weakref.WeakMethod(start), weakref.WeakMethod(sync.start_buffers)
-        )
-    before_hook = ModuleHook(weakref.WeakMethod(before), sync.before_forward, sync)
-    after_hook = ModuleHook(weakref.WeakMethod(after), sync.after_forward, sync)
-    # On the inner module, so that a forward through `.module` is seen as well.
-    sync.handles += [
-        wrapper.module.register_forward_pre_hook(before_hook, with_kwargs=True),
-        wrapper.module.register_forward_hook(after_hook, with_kwargs=True),
-    ]
-
-
-def _nothing(*_arguments: Any) -> None:
-    """Do nothing: the hook of a copy."""
-
-
-def _the_hook_without_effect() -> Callable[..., None]:
-    return _nothing
-
-
-# %%% from wrapper_state.py:
-# What of a wrapper is copied and pickled: all but what belongs to its group.
-#
-# A copy begins anew over the default group, as torch's does.
-
+_TORCHS: Any = torch_parallel.DistributedDataParallel
+"""Bound now: `lockstep.drop_in` puts ours in its place."""
 _NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_averaging", "_uneven", "_hook"})
-"""Attributes that belong to a group, or live only in this process."""
-
-
-def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str] | None) -> dict[str, Any]:
-    """Return what a copy of a wrapper needs (local); `delayed` is of `DelayedParameters.names_for_copy`."""
-    state = {name: value for name, value in attributes.items() if name not in _NOT_COPIED}
-    return {**state, "_delayed": delayed}
-
-
-# %%% from ddp.py:
-# (the main part)
+"""Attributes that belong to a group, or live only in this process: a copy begins anew over the default group."""
 
 
 class DistributedDataParallel(TorchNames):
@@ -405,7 +228,6 @@ class DistributedDataParallel(TorchNames):
         self._connect(model)
 
     def _connect(self, model: TrainedModel) -> None:
-        """Begin to reduce the gradients of the module (local)."""
         options = ReducerOptions(
             purpose="a wrapped model's backward",
             limits=self._limits,
@@ -602,18 +424,11 @@ class DistributedDataParallel(TorchNames):
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
 
 
-# %%% from conversion.py:
-# Objects of torch's `DistributedDataParallel` become Lockstep's, for libraries that construct torch's class.
-
-_TORCHS: Any = torch_parallel.DistributedDataParallel
-"""Bound now: `lockstep.drop_in` puts ours in its place."""
-
-
 def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
     """Make an object of torch's class one of Lockstep's, in place: other references to it remain right.
 
-    Collective, as wrapping is. Call it before the first forward, and before `register_comm_hook`. An object of
-    Lockstep's stays as it is.
+    For libraries that construct torch's class. Collective, as wrapping is. Call it before the first forward, and before
+    `register_comm_hook`. An object of Lockstep's stays as it is.
     """
     if isinstance(wrapper, DistributedDataParallel):
         return wrapper
@@ -639,3 +454,160 @@ def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
     DistributedDataParallel.__init__(converted, wrapper.module, **arguments_from_torch(state))
     vars(converted).update({name: state[name] for name in vars(nn.Module()) if name in state})
     return converted
+
+
+def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str] | None) -> dict[str, Any]:
+    """Return what a copy of a wrapper needs (local); `delayed` is of `DelayedParameters.names_for_copy`."""
+    state = {name: value for name, value in attributes.items() if name not in _NOT_COPIED}
+    return {**state, "_delayed": delayed}
+
+
+@final
+class ModuleSync:
+    """Does around a forward what a wrapper without `join` and hooks of its own does, also when that was deleted.
+
+        model = DistributedDataParallel(model)
+        return model.module                        # a recipe that many copy
+
+    When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
+    long as the module, until the group is destroyed or the module is wrapped again.
+    """
+
+    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.buffers = BufferBroadcast(world, averaging.reducer)
+        self._model = model
+        self._world = world
+        self._reducer = averaging.reducer
+        self._comparison = averaging.comparison
+        self._syncs_buffers = syncs_buffers
+        self._puts_time_first = model.module is not None and puts_time_first(model.module)
+        self._loaded = LoadedKeys()
+        if model.module is not None:
+            self.handles.append(model.module.register_load_state_dict_post_hook(self._loaded))
+
+    @property
+    def has_group(self) -> bool:
+        return self._world.has_group
+
+    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """Prepare for a forward (collective in training)."""
+        if self._reducer is None or self._world.group is None or not self.has_group:
+            return
+        self._reducer.finish_interrupted()
+        self.begin_forward(module)
+        if module.training and torch.is_grad_enabled():
+            buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+            if buffers and self._reducer.watch.synchronizes:
+                self.buffers.source = 0  # the wrapper may have left that of a `join`
+                self.buffers.broadcast(buffers)
+            self._reducer.times.begin_forward()
+
+    def begin_forward(self, module: nn.Module) -> None:
+        self._loaded.warn()
+        if self._comparison is not None and torch.is_grad_enabled():
+            self._comparison.begin_forward(is_training=module.training)
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients; return what ends it (collective)."""
+        buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+        self.buffers.source = 0
+        return self.buffers.start(buffers)
+
+    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._reducer is not None and torch.is_grad_enabled():
+            given = [*inputs, *kwargs.values()]
+            num_samples = count_samples(given, output, time_first=self._puts_time_first)
+            outputs = list(find_tensors(output))
+            on_reached = None
+            if self._comparison is not None:
+                on_reached = self._comparison.end_forward(module, given, outputs)
+            self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
+
+    def close(self) -> None:
+        """Do nothing more, and let the module go (local)."""
+        while self.handles:
+            self.handles.pop().remove()
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._comparison is not None:
+            self._comparison.close()
+
+
+@final
+class ModuleHook:
+    """A wrapper's hook on its module: calls the wrapper's method, or the module sync's when the wrapper was deleted.
+
+    A copy of it calls nothing. People copy the inner module: `copy.deepcopy(model.module)` for an average of weights,
+    `torch.save(model.module)` as a checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its
+    process group.
+    """
+
+    def __init__(
+        self,
+        method: "weakref.WeakMethod[Callable[..., None]]",
+        otherwise: Callable[..., None],
+        module_sync: ModuleSync,
+    ) -> None:
+        self._method = method
+        self._otherwise = otherwise
+        self.module_sync = module_sync
+
+    @disable_compiler
+    def __call__(self, *arguments: Any) -> None:
+        (self._method() or self._otherwise)(*arguments)
+
+    @property
+    def is_orphaned(self) -> bool:
+        return self._method() is None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
+        return _nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _the_hook_without_effect, ()
+
+
+def connect(
+    wrapper: nn.Module,
+    sync: ModuleSync,
+    averaging: Averaging,
+    start: Callable[[], Callable[[], None]],
+    before: Callable[..., None],
+    after: Callable[..., None],
+) -> None:
+    """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
+
+    All are held weakly: when the wrapper was deleted, `sync` does what is needed. `start` begins to send the buffers
+    and returns what waits for that (collective).
+    """
+    assert isinstance(wrapper.module, nn.Module)
+    close_orphans(wrapper.module)
+    if averaging.comparison is not None:
+        averaging.comparison.order.wrapper = weakref.ref(wrapper)
+    if averaging.reducer is not None:
+        averaging.reducer.schedule.send_besides = partial(
+            start_buffers, weakref.WeakMethod(start), weakref.WeakMethod(sync.start_buffers)
+        )
+    before_hook = ModuleHook(weakref.WeakMethod(before), sync.before_forward, sync)
+    after_hook = ModuleHook(weakref.WeakMethod(after), sync.after_forward, sync)
+    # On the inner module, so that a forward through `.module` is seen as well.
+    sync.handles += [
+        wrapper.module.register_forward_pre_hook(before_hook, with_kwargs=True),
+        wrapper.module.register_forward_hook(after_hook, with_kwargs=True),
+    ]
+
+
+def close_orphans(module: nn.Module) -> None:
+    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
+    for hook in list(forward_pre_hooks(module).values()):
+        if isinstance(hook, ModuleHook) and hook.is_orphaned:
+            hook.module_sync.close()
+
+
+def _nothing(*_arguments: Any) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def _the_hook_without_effect() -> Callable[..., None]:
+    return _nothing

@@ -18,7 +18,6 @@ from lockstep.torch_private.autograd import queue_callback
 def check_delayed(
     named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters that are delayed."""
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. (LS303)"

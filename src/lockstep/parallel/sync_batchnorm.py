@@ -34,118 +34,9 @@ from lockstep.errors import ReductionError
 from lockstep.torch_private.compiler import forget_compiled_call, is_compiled_module, original_of_compiled
 from lockstep.torch_private.modules import AnyBatchNorm, has_kernel, module_registry, separate_registries
 
-# %%% from batch_norm_kernels.py:
-# What one rank computes of a batch normalisation by itself: sums over its own part, and the work per element.
-#
-# Where the device has them, these are the kernels of torch's SyncBatchNorm: CUDA, ROCm, XPU, and plug-ins for other
-# accelerators. Elsewhere they are plain sums and products, and BatchNorm's own kernel for the normalisation. Statistics
-# and sums are float32, or float64 for such inputs, whatever the input is.
-
 _KERNELS = tuple(f"aten::batch_norm_{name}" for name in ("stats", "elemt", "backward_reduce", "backward_elemt"))
-
-
-def _has_kernels(inputs: Tensor) -> bool:
-    return all(has_kernel(kernel, inputs.device.type) for kernel in _KERNELS)
-
-
-def statistics_dtype(inputs: Tensor) -> torch.dtype:
-    return torch.promote_types(inputs.dtype, torch.float32)
-
-
-def in_kernel_layout(inputs: Tensor) -> Tensor:
-    """Return `inputs` in a layout that the kernels of their device take; channels_last stays what it is."""
-    return inputs.contiguous(memory_format=_layout(inputs)) if _has_kernels(inputs) else inputs
-
-
-def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and summed squared deviation per channel of inputs in kernel layout; zeros for an empty part."""
-    dtype = statistics_dtype(inputs)
-    if inputs.numel() == 0:
-        zeros = inputs.new_zeros(inputs.size(1), dtype=dtype)
-        return zeros, zeros
-    count = inputs.numel() // inputs.size(1)
-    if _has_kernels(inputs):
-        mean, invstd = torch.batch_norm_stats(inputs, eps)
-        return mean, (invstd.pow(-2) - eps).clamp(min=0) * count
-    # Not BatchNorm's own kernel: where channels lie innermost it adds float32 one after the other, and a mean of 1e4
-    # over 200,000 values came out 12 too high, with deviation 1. `mean` adds pairwise, and the second one takes away
-    # the rounding of the first.
-    dims = _reduced_dims(inputs)
-    rough = inputs.to(dtype).mean(dims)
-    centered = inputs - _per_channel(rough, inputs)
-    rest = centered.mean(dims)
-    return rough + rest, centered.square_().sum(dims) - count * rest.square()
-
-
-def normalize(
-    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
-    """Return `(inputs - mean) / sqrt(var + eps) * weight + bias` in the inputs' dtype and layout."""
-    # The kernels take float32 parameters with any input of at most that size.
-    weight, bias = (None if values is None else values.to(mean.dtype) for values in (weight, bias))
-    if inputs.numel() > 0 and _has_kernels(inputs):
-        return torch.batch_norm_elemt(inputs, weight, bias, mean, inverse_deviation(var, eps), eps)
-    return functional.batch_norm(inputs, mean, var, weight, bias, training=False, eps=eps)
-
-
-def inverse_deviation(var: Tensor, eps: float) -> Tensor:
-    """Return the factor by which centered values are scaled."""
-    return (var + eps).rsqrt()
-
-
-def gradient_sums(grad_output: Tensor, inputs: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of dy and of dy * (x - mean), per channel; zeros for an empty part."""
-    if inputs.numel() > 0 and _has_kernels(inputs):
-        grad_output = grad_output.contiguous(memory_format=_layout(inputs))
-        sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
-            grad_output, inputs, mean, invstd, None, input_g=True, weight_g=False, bias_g=False
-        )
-        return sum_dy, sum_dy_xmu
-    dims = _reduced_dims(inputs)
-    grad_output = grad_output.to(mean.dtype)
-    return grad_output.sum(dims), (inputs - _per_channel(mean, inputs)).mul_(grad_output).sum(dims)
-
-
-def input_gradient(
-    grad_output: Tensor, inputs: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: tuple[Tensor, ...]
-) -> Tensor:
-    """Return the gradient of the input; `sums` are the whole batch's of dy and of dy * (x - mean), and its count."""
-    sum_dy, sum_dy_xmu, count = sums
-    weight = None if weight is None else weight.to(mean.dtype)
-    if inputs.numel() > 0 and _has_kernels(inputs):
-        grad_output = grad_output.contiguous(memory_format=_layout(inputs))
-        counts = count.to(torch.int32).view(1)
-        return torch.batch_norm_backward_elemt(grad_output, inputs, mean, invstd, weight, sum_dy, sum_dy_xmu, counts)
-    slope = invstd.square() * sum_dy_xmu / count
-    scale = invstd if weight is None else invstd * weight
-    mean, slope, mean_dy, scale = (_per_channel(values, inputs) for values in (mean, slope, sum_dy / count, scale))
-    return (inputs - mean).mul_(-slope).add_(grad_output).sub_(mean_dy).mul_(scale).to(inputs.dtype)
-
-
-def _layout(inputs: Tensor) -> torch.memory_format:
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        if inputs.is_contiguous(memory_format=layout):
-            return layout
-    return torch.contiguous_format
-
-
-def _reduced_dims(inputs: Tensor) -> tuple[int, ...]:
-    """Return the dimensions over which statistics are taken: all but the channels."""
-    return (0, *range(2, inputs.dim()))
-
-
-def _per_channel(values: Tensor, inputs: Tensor) -> Tensor:
-    """Return one value per channel in a shape that broadcasts over `inputs`."""
-    return values.view(1, -1, *[1] * (inputs.dim() - 2))
-
-
-# %%% from batch_statistics.py:
-# Mean and variance of a batch that lies on several ranks, by one all-gather.
-#
-# Each rank sends mean, summed squared deviation and count of its own part, and not sums of x and of x squared: where
-# the mean is large beside the deviation, the difference of those sums is nothing but rounding. Every rank then combines
-# the same rows in the same way, so that running statistics stay equal on all of them, bit for bit.
-
+"""Those of torch's SyncBatchNorm, where the device has them: CUDA, ROCm, XPU, and plug-ins for other accelerators.
+Elsewhere these are plain sums and products, and BatchNorm's own kernel for the normalisation."""
 _BEGINNING = "This was the"
 
 
@@ -161,62 +52,6 @@ class BatchStatistics:
     """How many values each channel has; a scalar of the mean's dtype and device."""
     records: Tensor
     """One number per rank: 1 where autograd records the forward, else 0."""
-
-
-@contextmanager
-def naming_the_layer(called: str, phase: str, world: World) -> Iterator[None]:
-    """Add to an error of a collective call whose it was: a wait that ends by timeout, or with a rank that is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        # A group that has failed raises the same error in every call: what was said of another call is no longer true.
-        error.__notes__ = [note for note in getattr(error, "__notes__", []) if not note.startswith(_BEGINNING)]
-        error.add_note(
-            f"{_BEGINNING} {phase} of {called} on rank {world.rank}. It is collective while training: all "
-            f"{world.world_size} ranks of its group must run the layer's forward, and the backward that follows, "
-            "equally often and in the same order. Look for a branch or a loop that differs between ranks."
-        )
-        raise
-
-
-@torch.no_grad()
-def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: bool, called: str) -> BatchStatistics:
-    """Return the statistics of every rank's `inputs`, in kernel layout and maybe empty, together (collective)."""
-    count = inputs.numel() // inputs.size(1)
-    mean, deviation = local_moments(inputs, eps)
-    row = torch.cat([mean, deviation, mean.new_full((1,), count), mean.new_full((1,), is_recorded)])
-    # A list of rows: the call for one tensor has one name up to torch 2.12 and another from 2.13 on.
-    rows = row.new_empty(world.world_size, row.numel())
-    with naming_the_layer(called, "forward", world):
-        dist.all_gather(list(rows.unbind()), row, group=world.group)
-    statistics = combine(rows)
-    # Where there is at most one value on all ranks there is at most one here. So whoever has more need not look at the
-    # sum, for which it would have to wait for its GPU.
-    if count <= 1 and (total := int(statistics.count)) <= 1:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got {total} on all {world.world_size} ranks "
-            f"together (input size {list(inputs.shape)} on rank {world.rank}). Feed larger batches, drop the last "
-            "incomplete one, or switch the layer to eval(). (LS330)"
-        )
-    return statistics
-
-
-def combine(rows: Tensor) -> BatchStatistics:
-    """Combine the parts of all ranks (pure); a row is mean and deviation per channel, count, whether it is recorded."""
-    num_channels = rows.size(1) // 2 - 1
-    means, deviations, counts, records = rows.split([num_channels, num_channels, 1, 1], dim=1)
-    count = counts.sum()
-    divisor = count.clamp(min=1)
-    weights = counts / divisor
-    rough = (weights * means).sum(0)
-    # The rounding of the first sum is relative to the mean; the second one takes it away.
-    mean = rough + (weights * (means - rough)).sum(0)
-    var = (deviations / divisor + weights * (means - mean).square()).sum(0)
-    return BatchStatistics(mean=mean, var=var, count=count, records=records.squeeze(1))
-
-
-# %%% from sync_batchnorm.py:
-# (the main part)
 
 
 @final
@@ -476,3 +311,155 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "
             "followed by a module for what it does beyond that. (LS331)"
         )
+
+
+@torch.no_grad()
+def gather_statistics(inputs: Tensor, eps: float, world: World, *, is_recorded: bool, called: str) -> BatchStatistics:
+    """Return the statistics of every rank's `inputs`, in kernel layout and maybe empty, together (collective).
+
+    Each rank sends mean, summed squared deviation and count of its own part, and not sums of x and of x squared: where
+    the mean is large beside the deviation, the difference of those sums is nothing but rounding. Every rank then
+    combines the same rows in the same way, so that running statistics stay equal on all of them, bit for bit.
+    """
+    count = inputs.numel() // inputs.size(1)
+    mean, deviation = local_moments(inputs, eps)
+    row = torch.cat([mean, deviation, mean.new_full((1,), count), mean.new_full((1,), is_recorded)])
+    # A list of rows: the call for one tensor has one name up to torch 2.12 and another from 2.13 on.
+    rows = row.new_empty(world.world_size, row.numel())
+    with naming_the_layer(called, "forward", world):
+        dist.all_gather(list(rows.unbind()), row, group=world.group)
+    statistics = combine(rows)
+    # Where there is at most one value on all ranks there is at most one here. So whoever has more need not look at the
+    # sum, for which it would have to wait for its GPU.
+    if count <= 1 and (total := int(statistics.count)) <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {total} on all {world.world_size} ranks "
+            f"together (input size {list(inputs.shape)} on rank {world.rank}). Feed larger batches, drop the last "
+            "incomplete one, or switch the layer to eval(). (LS330)"
+        )
+    return statistics
+
+
+@contextmanager
+def naming_the_layer(called: str, phase: str, world: World) -> Iterator[None]:
+    """Add to an error of a collective call whose it was: a wait that ends by timeout, or with a rank that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        # A group that has failed raises the same error in every call: what was said of another call is no longer true.
+        error.__notes__ = [note for note in getattr(error, "__notes__", []) if not note.startswith(_BEGINNING)]
+        error.add_note(
+            f"{_BEGINNING} {phase} of {called} on rank {world.rank}. It is collective while training: all "
+            f"{world.world_size} ranks of its group must run the layer's forward, and the backward that follows, "
+            "equally often and in the same order. Look for a branch or a loop that differs between ranks."
+        )
+        raise
+
+
+def combine(rows: Tensor) -> BatchStatistics:
+    """Combine the parts of all ranks (pure); a row is mean and deviation per channel, count, whether it is recorded."""
+    num_channels = rows.size(1) // 2 - 1
+    means, deviations, counts, records = rows.split([num_channels, num_channels, 1, 1], dim=1)
+    count = counts.sum()
+    divisor = count.clamp(min=1)
+    weights = counts / divisor
+    rough = (weights * means).sum(0)
+    # The rounding of the first sum is relative to the mean; the second one takes it away.
+    mean = rough + (weights * (means - rough)).sum(0)
+    var = (deviations / divisor + weights * (means - mean).square()).sum(0)
+    return BatchStatistics(mean=mean, var=var, count=count, records=records.squeeze(1))
+
+
+def in_kernel_layout(inputs: Tensor) -> Tensor:
+    """Return `inputs` in a layout that the kernels of their device take; channels_last stays what it is."""
+    return inputs.contiguous(memory_format=_layout(inputs)) if _has_kernels(inputs) else inputs
+
+
+def statistics_dtype(inputs: Tensor) -> torch.dtype:
+    """Return the dtype of statistics and sums: float32, or float64 for such inputs."""
+    return torch.promote_types(inputs.dtype, torch.float32)
+
+
+def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and summed squared deviation per channel of inputs in kernel layout; zeros for an empty part."""
+    dtype = statistics_dtype(inputs)
+    if inputs.numel() == 0:
+        zeros = inputs.new_zeros(inputs.size(1), dtype=dtype)
+        return zeros, zeros
+    count = inputs.numel() // inputs.size(1)
+    if _has_kernels(inputs):
+        mean, invstd = torch.batch_norm_stats(inputs, eps)
+        return mean, (invstd.pow(-2) - eps).clamp(min=0) * count
+    # Not BatchNorm's own kernel: where channels lie innermost it adds float32 one after the other, and a mean of 1e4
+    # over 200,000 values came out 12 too high, with deviation 1. `mean` adds pairwise, and the second one takes away
+    # the rounding of the first.
+    dims = _reduced_dims(inputs)
+    rough = inputs.to(dtype).mean(dims)
+    centered = inputs - _per_channel(rough, inputs)
+    rest = centered.mean(dims)
+    return rough + rest, centered.square_().sum(dims) - count * rest.square()
+
+
+def normalize(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """Return `(inputs - mean) / sqrt(var + eps) * weight + bias` in the inputs' dtype and layout."""
+    # The kernels take float32 parameters with any input of at most that size.
+    weight, bias = (None if values is None else values.to(mean.dtype) for values in (weight, bias))
+    if inputs.numel() > 0 and _has_kernels(inputs):
+        return torch.batch_norm_elemt(inputs, weight, bias, mean, inverse_deviation(var, eps), eps)
+    return functional.batch_norm(inputs, mean, var, weight, bias, training=False, eps=eps)
+
+
+def inverse_deviation(var: Tensor, eps: float) -> Tensor:
+    return (var + eps).rsqrt()
+
+
+def gradient_sums(grad_output: Tensor, inputs: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of dy and of dy * (x - mean), per channel; zeros for an empty part."""
+    if inputs.numel() > 0 and _has_kernels(inputs):
+        grad_output = grad_output.contiguous(memory_format=_layout(inputs))
+        sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
+            grad_output, inputs, mean, invstd, None, input_g=True, weight_g=False, bias_g=False
+        )
+        return sum_dy, sum_dy_xmu
+    dims = _reduced_dims(inputs)
+    grad_output = grad_output.to(mean.dtype)
+    return grad_output.sum(dims), (inputs - _per_channel(mean, inputs)).mul_(grad_output).sum(dims)
+
+
+def input_gradient(
+    grad_output: Tensor, inputs: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: tuple[Tensor, ...]
+) -> Tensor:
+    """Return the gradient of the input; `sums` are the whole batch's of dy and of dy * (x - mean), and its count."""
+    sum_dy, sum_dy_xmu, count = sums
+    weight = None if weight is None else weight.to(mean.dtype)
+    if inputs.numel() > 0 and _has_kernels(inputs):
+        grad_output = grad_output.contiguous(memory_format=_layout(inputs))
+        counts = count.to(torch.int32).view(1)
+        return torch.batch_norm_backward_elemt(grad_output, inputs, mean, invstd, weight, sum_dy, sum_dy_xmu, counts)
+    slope = invstd.square() * sum_dy_xmu / count
+    scale = invstd if weight is None else invstd * weight
+    mean, slope, mean_dy, scale = (_per_channel(values, inputs) for values in (mean, slope, sum_dy / count, scale))
+    return (inputs - mean).mul_(-slope).add_(grad_output).sub_(mean_dy).mul_(scale).to(inputs.dtype)
+
+
+def _has_kernels(inputs: Tensor) -> bool:
+    return all(has_kernel(kernel, inputs.device.type) for kernel in _KERNELS)
+
+
+def _layout(inputs: Tensor) -> torch.memory_format:
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if inputs.is_contiguous(memory_format=layout):
+            return layout
+    return torch.contiguous_format
+
+
+def _reduced_dims(inputs: Tensor) -> tuple[int, ...]:
+    """Return the dimensions over which statistics are taken: all but the channels."""
+    return (0, *range(2, inputs.dim()))
+
+
+def _per_channel(values: Tensor, inputs: Tensor) -> Tensor:
+    """Return one value per channel in a shape that broadcasts over `inputs`."""
+    return values.view(1, -1, *[1] * (inputs.dim() - 2))

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lockstep.parallel.user_code import stacklevel_of_user
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import GroupStatus
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import FINGERPRINT_LIMIT
@@ -35,7 +35,6 @@ class UnevenBatchWarning:
         self._num_changes = 0
 
     def look_at(self, status: GroupStatus) -> None:
-        """Warn if the ranks' batches have differed."""
         if self._is_done or self.is_expected or status.empty:
             return
         backwards = status.nums_backwards
@@ -74,7 +73,6 @@ class SameDataWarning:
         self._gradients = 0
 
     def note_inputs(self, values: Iterable[Any]) -> None:
-        """Note what a forward was given (local)."""
         tensors = [
             value for value in values if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
         ]
@@ -92,7 +90,6 @@ class SameDataWarning:
         return numbers
 
     def look_at(self, status: GroupStatus) -> None:
-        """Warn if the last reductions were of the same data on all ranks."""
         if self._has_warned or status.empty or not any(status.gradients):
             return  # not looked at this time
         inputs = status.inputs[0]

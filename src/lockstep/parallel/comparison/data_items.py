@@ -30,10 +30,7 @@ _PLAIN: Final = (str, int, float, PurePath)
 
 
 def describe_items(dataset: object) -> dict[str, str]:
-    """Return in words the lists of a data set that have an item per sample, and its names of classes (local).
-
-    Only numbers, names and paths are looked at, and tensors of the CPU: a few of each list.
-    """
+    """Return in words the lists of a data set that have an item per sample, and its names of classes (local)."""
     return dict(_describe(dataset, "data", _DEPTH))
 
 
@@ -114,7 +111,6 @@ def _number(items: Sequence[Any]) -> int:
 
 
 def _number_of_rows(tensor: Tensor) -> int:
-    """Return a number for some rows of a tensor and their order."""
     seen = tensor.detach()[:: max(1, len(tensor) // _MOST_SEEN)].reshape(-1)
     return zlib.crc32(seen[:: max(1, seen.numel() // _MOST_NUMBERS)].contiguous().view(torch.uint8).numpy().tobytes())
 

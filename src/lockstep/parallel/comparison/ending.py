@@ -61,7 +61,6 @@ class EndOfScript:
         atexit.register(self._tell)
 
     def note_begun(self) -> None:
-        """Note that a reduction has begun (local)."""
         now = time.monotonic()
         if self._num_begun > 1:  # the first backwards may compile
             self._longest_pause = max(self._longest_pause, now - self._last_begun)
@@ -83,7 +82,6 @@ class EndOfScript:
             self._posted = text
 
     def _tell(self) -> None:
-        """Say that this rank's script ends, and log what the others wait for."""
         if (self._num_begun == 0 and self._forwards.num_unused == 0) or self._store is None:
             return
         # A script that has failed has its message already.

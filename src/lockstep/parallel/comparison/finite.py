@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import LossError
-from lockstep.parallel.user_code import user_line
+from lockstep.processes.user_line import user_line
 from lockstep.reduce import GroupStatus
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_is_finite
@@ -72,7 +72,6 @@ class FiniteGradients:
             self._own = 1 + self._names.index(odd)
 
     def take_number(self) -> int:
-        """Return the number of the first parameter that was found since the last call, from 1 on; 0 for none."""
         number, self._own = self._own, 0
         return number
 
@@ -96,7 +95,6 @@ class FiniteGradients:
         )
 
     def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - one steps at a time
-        """Give back the gradients that a step did not see (local)."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import LossError
 from lockstep.parallel.comparison.finite import NONFINITE_ADVICE, describe_nonfinite
-from lockstep.parallel.user_code import CodeLine, user_line
+from lockstep.processes.user_line import CodeLine, user_line
 from lockstep.reduce import GroupStatus
 from lockstep.reduce.buckets import Bucket, SparseBucket
 from lockstep.torch_private.modules import foreach_norm, has_step_on_device, optimizer_step_pre_hooks
@@ -45,7 +45,6 @@ class _LaunchedUpdate:
     is_left_out: bool
     """Whether the device left the step out if they were not."""
     line: CodeLine
-    """Where in the user's code it was."""
 
 
 @final
@@ -72,7 +71,6 @@ class FiniteGradientsOnDevice:
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
     def look_at(self, bucket: Bucket) -> None:
-        """Launch a look at gradients that are about to be reduced (local)."""
         if isinstance(bucket, SparseBucket):
             return
         slots = [slot for slot in bucket.slots if slot.place.numel() > 0]
@@ -132,7 +130,6 @@ class FiniteGradientsOnDevice:
         self._launched[optimizer] = step
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Take back what told the optimizer to leave its step out, and give back hidden gradients (local)."""
         self._unmark(optimizer)
         while self._hidden:
             parameter, gradient = self._hidden.pop()
@@ -158,7 +155,6 @@ class FiniteGradientsOnDevice:
             del fused.grad_scale, fused.found_inf
 
     def _judge(self, optimizer: Optimizer) -> None:
-        """Raise, or log, if the last step was with a gradient that is not finite."""
         step = self._launched.pop(optimizer, None)
         if step is None or all(step.read()):
             return

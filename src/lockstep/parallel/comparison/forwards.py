@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
+from lockstep.processes.user_line import NO_LINE, CodeLine, user_line
 
 
 @final

@@ -24,8 +24,6 @@ _SMALL_BYTES = 1 << 18
 
 @final
 class StepGradients:
-    """What becomes of reduced gradients on one rank."""
-
     def __init__(self, reducer: "weakref.ref[Reducer]", *, may_read: bool) -> None:
         self._reducer = reducer
         self._may_read = may_read
@@ -34,7 +32,6 @@ class StepGradients:
         self._first: tuple[nn.Parameter, int, int] | None = None
 
     def note_reduced(self) -> None:
-        """Note what a reduction has left (local)."""
         reducer = self._reducer()
         if reducer is None:
             return
@@ -46,11 +43,9 @@ class StepGradients:
         self._first = self._seen[0] if self._seen else None
 
     def forget(self) -> None:
-        """Forget what the last reduction has left (local)."""
         self._seen, self._first = [], None
 
     def note_step(self) -> None:
-        """Note what the optimizer's step has left (local)."""
         if self._first is not None:
             self._first = _look(self._first[0])
 
@@ -77,7 +72,6 @@ class StepGradients:
 
 
 def _parameter_at(buckets: Sequence[Bucket], index: int) -> nn.Parameter:
-    """Return the parameter with this number among those of all buckets."""
     number = 0
     while index >= len(buckets[number].slots):
         index -= len(buckets[number].slots)

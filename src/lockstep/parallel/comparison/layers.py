@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.parallel.user_code import stacklevel_of_user
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import TrainedModel
 
 _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")

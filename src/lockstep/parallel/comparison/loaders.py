@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from lockstep.parallel.user_code import stacklevel_of_user
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.loaders import LoaderIterator, num_yielded
 
 _FIRST_LOOK: Final = 2

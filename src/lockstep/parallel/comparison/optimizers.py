@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.parallel.user_code import NO_LINE, CodeLine, user_line
+from lockstep.processes.user_line import NO_LINE, CodeLine, user_line
 from lockstep.reduce.model import Description, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.compiler import disable_compiler
@@ -68,8 +68,6 @@ class StepHook:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Registered:
-    """The hooks of one listener."""
-
     listener: "weakref.ref[StepListener]"
     handles: tuple[RemovableHandle, ...]
 
@@ -87,8 +85,6 @@ _REGISTERED: Final[list[_Registered]] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameters:
-    """The parameters of an optimizer."""
-
     known: Sequence[nn.Parameter]
     """Those of the wrapped model."""
     others: Sequence[nn.Parameter]
@@ -193,7 +189,6 @@ class OptimizerSteps:
 
 
 def _describe_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, str]:
-    """Return in words which parameters each group has."""
     described = {}
     for number, group in enumerate(groups):
         held = [names.get(id(each), "another") for each in group["params"]]

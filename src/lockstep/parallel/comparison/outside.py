@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison.values import ReplicaValues
-from lockstep.parallel.user_code import stacklevel_of_user, user_line
+from lockstep.processes.user_line import stacklevel_of_user, user_line
 from lockstep.reduce.current_plan import has_place
 from lockstep.torch_private.modules import parameter_registry
 
@@ -42,7 +42,6 @@ class OutsideValue:
     """A parameter that is outside of every wrapper, as ranks compare it."""
 
     name: str
-    """What messages call it."""
     shape: tuple[int, ...]
     bits: int
     """The sum of its bits."""
@@ -64,7 +63,6 @@ class OutsideParameters:
         self._is_compared = True
 
     def note_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that an optimizer has stepped these (local)."""
         if not self._is_compared:
             return
         if self._num_steps % _NUM_BETWEEN == 0:
@@ -90,7 +88,6 @@ class OutsideParameters:
         return self._values.number() if self._may_read or self._num_read <= _NUM_READ_ON_DEVICE else 0
 
     def describe(self) -> tuple[OutsideValue, ...]:
-        """Return what ranks compare (local)."""
         if not self._places or not self._is_compared:
             return ()
         numbers = self._values.describe()
@@ -172,7 +169,6 @@ class IdleOptimizers:
 
 
 def _find_places(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-    """Return where each parameter is among those of an optimizer."""
     wanted = set(map(id, parameters))
     return {
         id(each): f"parameter {index} of group {number} of {type(optimizer).__name__}"

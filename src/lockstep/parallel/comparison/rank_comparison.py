@@ -40,14 +40,10 @@ _NUM_WITH_DATA = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions:
-    """How the ranks of a wrapper are compared."""
-
     model_number: int
     """Which of the models that were wrapped over this group it is: the same on every rank."""
     compares_replicas: bool
-    """Whether parameters, optimizers and their steps must be the same on all ranks."""
     nonfinite: Literal["stop", "skip"]
-    """What becomes of optimizer steps with gradients that are not finite."""
     skips_with_zeros: bool
     """Whether a rank that skips a batch takes part in the backward of the others with zeros."""
     is_asynchronous: bool
@@ -151,17 +147,14 @@ class RankComparison:
             self._keeps_gradients = self._steps.gradients.are_kept()
 
     def forget_begin(self) -> None:
-        """Look again when the next backward begins: this one has accumulated nothing (local)."""
         self._is_fresh = self._is_fresh or self._was_fresh
 
     def look_at(self, bucket: Bucket) -> None:
-        """Look at this rank's gradients (local)."""
         self._steps.finite.look_at(bucket)
         if self._looks_at_data:
             self._same_data.note_gradients(bucket)
 
     def fill_in(self, status: RankStatus) -> RankStatus:
-        """Return the status with what there is to compare (local)."""
         steps = self._steps
         nonfinite = steps.finite.take_number()
         if steps.is_joining:

@@ -1,21 +1,19 @@
 """What the ranks of a wrapper compare, and what is said where they differ. Pure: records in, a finding out.
 
-Each rank sums its record up in one number, which travels with the status. [Note: one number to compare] in
-`lockstep.reduce.status`. Where the numbers differ, the ranks exchange the records, and all come to the same finding.
+When the ranks exchange their records: [Note: one number to compare] in `lockstep.reduce.status`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lockstep.errors import counted
 from lockstep.parallel.comparison.outside import OutsideValue
 from lockstep.parallel.comparison.wrap_order import NamesByModel, find_other_order
 from lockstep.reduce.model import Description, describe_differences
 
 
 class Kind(Enum):
-    """What kind of difference it is."""
-
     REPLICAS = auto()
     """The ranks' parameters, or what updates them, are no longer the same."""
     CALLS = auto()
@@ -35,7 +33,6 @@ class RankRecord:
     keeps_gradients: bool
     """Whether the backward began with the gradients of an earlier reduction in `.grad`."""
     num_steps: int
-    """Optimizer steps since the last reduction."""
     options: tuple[Description, ...]
     """Options of the optimizers that have stepped since, in the order of their steps."""
     gradients: int
@@ -45,9 +42,7 @@ class RankRecord:
     states: tuple[Mapping[str, int], ...]
     """A number for each entry of the state of these optimizers, summed up over parameters."""
     outside: tuple[OutsideValue, ...]
-    """The parameters that are trained and are outside of every wrapper."""
     names: NamesByModel
-    """Under which names it holds the models that it has wrapped."""
     samplers: tuple[Description, ...]
     """What the samplers of this process were made with, and the epochs that they are in."""
     loaders: tuple[int, ...]
@@ -57,9 +52,7 @@ class RankRecord:
     instructions: str
     """Which instructions of the processor torch uses."""
     forward_line: str
-    """Where in the user's code the last training forward was."""
     step_line: str
-    """Where in the user's code the last optimizer step was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,6 @@ class Finding:
 
     kind: Kind
     text: str
-    """What has happened, and what to do, in words."""
 
 
 def find_difference(records: Sequence[RankRecord]) -> Finding | None:
@@ -135,7 +127,7 @@ def _compare_steps(rank: int, record: RankRecord, first: RankRecord) -> Finding 
     line = record.step_line if more == rank else first.step_line
     return Finding(
         Kind.REPLICAS,
-        f"Since the last backward, rank {rank} has taken {_count(record.num_steps, 'optimizer step')} and rank 0 "
+        f"Since the last backward, rank {rank} has taken {counted(record.num_steps, 'optimizer step')} and rank 0 "
         f"{first.num_steps}{f', so their parameters differ, {odd} for one' if odd else ''}. Rank {more} stepped at "
         f"{line}, and rank {fewer} did not, or rank {more} stepped without a backward for a batch that it has skipped. "
         "Step the optimizer on every rank or on none: decide by a number that is the same on all, such as the sum of "
@@ -201,7 +193,7 @@ def _compare_forwards(rank: int, record: RankRecord, first: RankRecord) -> Findi
     counts = (record, first) if behind == rank else (first, record)
     return Finding(
         Kind.CALLS,
-        f"Rank {behind} has run {_count(counts[0].num_unused_forwards, 'training forward')} without a backward, and "
+        f"Rank {behind} has run {counted(counts[0].num_unused_forwards, 'training forward')} without a backward, and "
         f"rank {other} {counts[1].num_unused_forwards}: a batch was skipped there (out of memory, a loss that is not "
         "finite, a loss that does not depend on the model), and its next backward met the one of that batch on the "
         f"other ranks. It would be one batch behind from now on, and leave them waiting at the end. Its last forward "
@@ -263,7 +255,3 @@ _LOOKS: tuple[Callable[[int, RankRecord, RankRecord], Finding | None], ...] = (
 
 def _odd_parameter(record: RankRecord, first: RankRecord) -> str:
     return next((name for name, value in first.values.items() if record.values.get(name, value) != value), "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from lockstep.comm import World
 from lockstep.parallel.comparison.data_items import describe_items, number_items
-from lockstep.parallel.user_code import stacklevel_of_user
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import Description
 
 _NAMES = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "num_samples")
@@ -72,7 +72,6 @@ class DataSamplers:
         return hash(tuple(sorted(numbers)))
 
     def describe(self) -> tuple[Description, ...]:
-        """Return the same in words (local)."""
         described = [
             {**{name: repr(getattr(each, name)) for name in self._names_of(each)}, **self._items.get(id(each), {})}
             for each in (self._alive() if self._is_compared else ())

@@ -17,7 +17,7 @@ from lockstep.parallel.comparison.gradients import StepGradients, has_unsynchron
 from lockstep.parallel.comparison.optimizers import OptimizerSteps
 from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideParameters
 from lockstep.parallel.comparison.values import ReplicaValues
-from lockstep.parallel.user_code import stacklevel_of_user, user_line
+from lockstep.processes.user_line import stacklevel_of_user, user_line
 from lockstep.reduce import Reducer
 from lockstep.reduce.backward_watch import Phase
 from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
@@ -75,7 +75,6 @@ class WatchedSteps:
         self.finite.know([name for name, _ in named])
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at what the optimizer is given (local)."""
         reducer, held = self._reducer(), self.optimizers.parameters_of(optimizer, self.names)
         if reducer is None or not self._world.has_group:
             return
@@ -96,7 +95,6 @@ class WatchedSteps:
             self.gradient_number = hash((self.gradient_number, self.gradients.number()))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Look at what the optimizer has left (local)."""
         held = self.optimizers.parameters_of(optimizer, self.names)
         reducer = self._reducer()
         if held.others and reducer is not None and reducer.num_reductions > 0 and not self.is_joining:
@@ -109,7 +107,6 @@ class WatchedSteps:
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
 
     def begin_anew(self) -> None:
-        """Forget the steps: there was a reduction (local)."""
         self.optimizers.begin_anew()
         self.gradient_number = 0
 

@@ -27,8 +27,6 @@ _WINDOW_ELEMENTS = 1 << 15
 
 @final
 class ReplicaValues:
-    """Numbers for some parameters of one rank."""
-
     def __init__(self, list_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], *, may_read: bool) -> None:
         self._list_parameters = list_parameters
         self._may_read = may_read
@@ -36,7 +34,6 @@ class ReplicaValues:
         self.look()
 
     def look(self) -> None:
-        """See which parameters there are (local)."""
         self._named = [(name, each) for name, each in self._list_parameters() if type(each.detach()) is Tensor]
         self._parameters = [each for _, each in self._named]
         self._num_writes = self._count_writes()

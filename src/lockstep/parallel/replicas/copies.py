@@ -1,4 +1,11 @@
-"""Copies of a module's parameters and buffers on every replica's device, in memory that is reused between forwards.
+"""Replicas of a module, and copies of its parameters and buffers on their devices.
+
+A replica is a shallow copy of the module's Python objects, made for every forward. So a replica has every change since
+the last forward (a flag, a hook, a submodule, an attribute), and what a replica's forward assigns to its attributes is
+discarded. Replica 0 shares memory with the module, so buffers that it updates in place are updated in the module.
+
+A module's parts are read from its registries (`_parameters`, `_buffers`, `_modules`): torch has no public way to list
+only what the module itself holds.
 
 torch's DataParallel allocates new memory for all replicas in every forward. Here memory is allocated once and
 overwritten in the next forward, unless a tensor in it is still referenced.
@@ -54,6 +61,9 @@ BUCKET_BYTES = 25 << 20
 """Approximate size of a bucket, which is sent and added as a whole."""
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+_BINDING = (MethodType, partial)
+_SETATTR: Any = nn.Module.__setattr__
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 @final
@@ -144,8 +154,6 @@ class _FlatLayout:
 
 @final
 class _KeptMemory:
-    """Memory for one bucket of one replica."""
-
     def __init__(self, layout: _FlatLayout) -> None:
         self.layout = layout
         # Outside inference mode, because autograd cannot save inference tensors for backward.
@@ -268,64 +276,14 @@ def _add_gradients(grads: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-# %%% from compiled.py:
-# Modules that `torch.compile` wrapped, and methods that it is to leave alone.
-#
-# What it returns for a module is another module, with the one that was given as its only child and a forward that is
-# tied to that very object: whoever replaces or copies the child does not change what is run.
-
-_Method = TypeVar("_Method", bound=Callable[..., object])
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was given to `torch.compile`, or `module` if none was."""
-    while is_compiled_module(module):
-        original = original_of_compiled(module)
-        if has_forward_or_backward_hooks(module):
-            raise RuntimeError(
-                f"There are hooks on a compiled {type(original).__name__}, and replicas run uncompiled: these hooks "
-                "would be lost. Register them on the module itself, before torch.compile. (LS355)"
-            )
-        module = original
-    return module
-
-
-def not_compiled(method: _Method) -> _Method:
-    """Mark a method, as a decorator: the compiler neither traces it nor anything that it calls.
-
-    What `torch.compiler.disable` does, without importing the compiler: code that is compiled breaks off at the call,
-    and goes on behind it.
-    """
-    mark_uncompiled(method)
-    return keep_compiler_out(method)
-
-
-# %%% from modules.py:
-# Making the replicas of a module, each with its own parameters and buffers.
-#
-# A replica is a shallow copy of the module's Python objects, made for every forward. So a replica has every change
-# since the last forward (a flag, a hook, a submodule, an attribute), and what a replica's forward assigns to its
-# attributes is discarded. Memory is expensive and is reused (`copies.py`). Replica 0 shares memory with the module, so
-# buffers that it updates in place are updated in the module.
-#
-# A module's parts are read from its registries (`_parameters`, `_buffers`, `_modules`): torch has no public way to list
-# only what the module itself holds. Replicas are new in every forward and would be compiled in every forward, so a
-# compiled module is replaced by the module that was compiled (`compiled.py`).
-
-
 @final
 class Replicas(list[nn.Module]):
-    """The replicas of one forward, in order."""
-
     def __init__(self, replicas: Sequence[nn.Module], originals: Sequence["_OriginalBuffers"]) -> None:
         super().__init__(replicas)
         self._originals = originals
 
     def keep_buffers(self) -> None:
-        """Assign buffers that replica 0 replaced (`self.mean = new`) to the module.
-
-        torch's DataParallel loses them.
-        """
+        """Assign buffers that replica 0 replaced (`self.mean = new`) to the module; torch's DataParallel loses them."""
         for originals in self._originals:
             for name, given in originals.buffers.items():
                 now = buffer_registry(originals.shell).get(name, given)
@@ -343,7 +301,6 @@ class _OriginalBuffers:
 
 
 def check_on_device(module: nn.Module, home: torch.device) -> None:
-    """Check that all parameters and buffers are on the first device."""
     for tensor in _tensors(_submodules(module)):
         if is_lazy(tensor):
             raise RuntimeError(
@@ -358,7 +315,6 @@ def check_on_device(module: nn.Module, home: torch.device) -> None:
 
 
 def check_no_sync_batchnorm(module: nn.Module) -> None:
-    """Check that no layer of a module calls collectives in its forward."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     for layer in _submodules(module):
@@ -448,9 +404,6 @@ def _shell(module: nn.Module) -> Any:
     return shell
 
 
-_BINDING = (MethodType, partial)
-
-
 def _rebind(shell: nn.Module, shells: Mapping[int, nn.Module]) -> None:
     """Rebind methods that were assigned to the module itself (`module.forward = ...`) to the replica."""
     for name, value in list(vars(shell).items()):
@@ -471,9 +424,6 @@ def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
         vars(rebound).update(vars(value))
         return rebound
     return value
-
-
-_SETATTR: Any = nn.Module.__setattr__
 
 
 def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: dict[int, Tensor]) -> None:
@@ -504,3 +454,30 @@ def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of
 
 def _record_buffers(module: nn.Module, shell: nn.Module) -> _OriginalBuffers:
     return _OriginalBuffers(module=module, shell=shell, buffers=dict(buffer_registry(shell)))
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that was given to `torch.compile`, or `module` if none was.
+
+    What `torch.compile` returns has that module as its only child, and a forward that is tied to that very object:
+    whoever replaces or copies the child does not change what is run. Replicas would be compiled in every forward.
+    """
+    while is_compiled_module(module):
+        original = original_of_compiled(module)
+        if has_forward_or_backward_hooks(module):
+            raise RuntimeError(
+                f"There are hooks on a compiled {type(original).__name__}, and replicas run uncompiled: these hooks "
+                "would be lost. Register them on the module itself, before torch.compile. (LS355)"
+            )
+        module = original
+    return module
+
+
+def not_compiled(method: _Method) -> _Method:
+    """Mark a method, as a decorator: the compiler neither traces it nor anything that it calls.
+
+    What `torch.compiler.disable` does, without importing the compiler: code that is compiled breaks off at the call,
+    and goes on behind it.
+    """
+    mark_uncompiled(method)
+    return keep_compiler_out(method)

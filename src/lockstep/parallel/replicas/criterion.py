@@ -180,7 +180,6 @@ class _ReplicaLoss:
     is_sum: bool
     """Whether `loss` is a sum that is not divided yet, instead of a mean."""
     dtype: torch.dtype
-    """The dtype of the loss that the criterion returned."""
 
 
 def _as_module(
@@ -206,7 +205,6 @@ def _as_module(
 
 
 def _reduction(criterion: Callable[..., Any], kwargs: dict[str, Any]) -> str:
-    """Return the `reduction` of a criterion; "mean" if it has none."""
     given = {**criterion.keywords, **kwargs} if isinstance(criterion, partial) else kwargs
     reduction: str = given.get("reduction", getattr(criterion, "reduction", "mean"))
     return reduction
@@ -252,7 +250,6 @@ def _is_class_indices(target: Any) -> TypeGuard[Tensor]:
 
 
 def _divisor(criterion: Any, target: Tensor) -> Tensor:
-    """Return the divisor of torch's classification losses."""
     counts: Tensor = target != criterion.ignore_index
     if criterion.weight is None:
         return counts.sum()

@@ -36,7 +36,6 @@ def scatter_arguments(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | Mapping):
@@ -55,13 +54,11 @@ class _Splitter:
     """By `id`. The tensor is kept here, so that its id is not reused."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor's parts, each on its device."""
         if id(tensor) not in self.done:
             self.done[id(tensor)] = (tensor, self._split(tensor))
         return self.done[id(tensor)][1]
 
     def num_parts(self) -> int:
-        """Return the number of parts of every tensor."""
         counts = {len(parts): tensor for tensor, parts in self.done.values()}
         if len(counts) > 1:
             sizes = " and ".join(str(tensor.size(self.dim)) for tensor in counts.values())
@@ -155,7 +152,6 @@ class _Concatenate(Function):
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
-        """Copy each tensor directly to its position in the result."""
         sizes = [tensor.size(dim) for tensor in tensors]
         ctx.dim, ctx.sizes, ctx.devices = dim, sizes, [tensor.device for tensor in tensors]
         shape = list(tensors[0].shape)
@@ -167,7 +163,6 @@ class _Concatenate(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return each tensor's part of the gradient, on its device."""
         parts = grads[0].split(ctx.sizes, ctx.dim)
         return None, None, *(part.to(device) for part, device in zip(parts, ctx.devices, strict=True))
 

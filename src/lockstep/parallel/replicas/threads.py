@@ -62,7 +62,6 @@ class CallerState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply the state to the calling thread."""
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
@@ -138,7 +137,6 @@ class _ThreadPool:
         return self._num_threads >= num_threads and self._process == os.getpid()
 
     def submit(self, call: Callable[[], None]) -> "Future[None]":
-        """Run a call in a thread of its own."""
         return self._executor.submit(call)
 
 
@@ -154,8 +152,6 @@ def _threads_of_replicas(devices: Sequence[torch.device], *, one_at_a_time: bool
 
 @final
 class _ForwardCalls:
-    """The calls of one forward, one per replica, and their results or exceptions."""
-
     def __init__(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> None:
         self._calls = calls
         self._devices = devices
@@ -167,10 +163,7 @@ class _ForwardCalls:
         self._failures: list[tuple[int, BaseException]] = []
 
     def run(self, numbers: Sequence[int], caught: type[BaseException] = Exception) -> None:
-        """Run the calls of some replicas in this thread, one after the other, until one raises.
-
-        Exceptions of type `caught` are stored for `results`; all others are raised here at once.
-        """
+        """Run the calls of some replicas in this thread, one after the other, until one raises."""
         for number in numbers:
             try:
                 with self._on_device(number):
