@@ -11,28 +11,22 @@ from lockstep.comm import World
 from lockstep.errors import LockstepError
 from lockstep.shards import even_ranges
 
-# %%% from cursor.py:
-# The position of a run in its data.
+_NUM_SHOWN = 16
+"""How many samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """The next step to be taken."""
+    """The position of a run in its data: the next step to be taken. Epochs and steps are counted from 0."""
 
     epoch: int = 0
-    """Epoch, counted from 0."""
     step: int = 0
-    """Step within the epoch, counted from 0."""
 
     def advance(self, num_steps: int | None) -> "Cursor":
         """Return the cursor one step on, in an epoch of `num_steps` steps; None if it has more, but not how many."""
         if num_steps is None or self.step + 1 < num_steps:
             return Cursor(self.epoch, self.step + 1)
         return Cursor(self.epoch + 1, 0)
-
-
-# %%% from assignment.py:
-# Which worker runs which shards in which step; this may change during a run.
 
 
 @final
@@ -68,13 +62,6 @@ class ShardAssignment:
         self._before = self.ranges(after)
         self._now = tuple(ranges)
         self._since = Cursor(last_requested.epoch, last_requested.step + 1)
-
-
-# %%% from batch.py:
-# (the main part)
-
-_NUM_SHOWN = 16
-"""How many samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The records of a stream, read in blocks and shuffled within them.
+"""The records of a stream from any place of a run on, read in blocks and shuffled within them.
 
 A block is read as a whole, and its order is derived from (seed, pass, block). So nothing of the shuffling is kept in a
 checkpoint: whoever knows where a block begins can read it.
@@ -32,6 +32,9 @@ from lockstep.shards import derive_seed
 
 _NUM_COMPARED = 64
 """So many records of a block are compared between workers, and when a run is resumed."""
+_NUM_TOLD = 10_000
+"""Reading over fewer records is not worth a message."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Record(NamedTuple):
@@ -59,7 +62,6 @@ def values_of(records: Sequence[Record]) -> list[Any]:
 class BlockStart:
     pass_number: int
     block: int
-    """Number of the block in the pass."""
     place: int
     """Records of the pass before it."""
     part: int = 0
@@ -77,7 +79,6 @@ class BlockOrder:
     """Sizes and orders of blocks: a function of (seed, pass, block)."""
 
     seed: int
-    """Of the run."""
     size: int
     """Records of a block."""
     shuffle: bool
@@ -99,7 +100,6 @@ class BlockOrder:
         return self.size_of(pass_number, 0) + (block - 1) * self.size if block else 0
 
     def block_at(self, pass_number: int, place: int) -> int:
-        """Return the block in which a record is."""
         first = self.size_of(pass_number, 0)
         return 0 if place < first else 1 + (place - first) // self.size
 
@@ -116,10 +116,7 @@ class BlockOrder:
 
 @final
 class RecordBlock:
-    """Records that are shuffled together.
-
-    What follows from them is computed when it is asked for: a run that is resumed reads over many blocks.
-    """
+    """Records that are shuffled together; the rest is computed when asked for: a resumed run reads over many blocks."""
 
     def __init__(self, start: BlockStart, values: Sequence[Any], order: BlockOrder) -> None:
         self._start = start
@@ -135,7 +132,6 @@ class RecordBlock:
         return replace(self._start, number=_number_of(self._values))
 
     def records(self) -> list[Record]:
-        """Return the records, shuffled."""
         number, place, values = self._start.pass_number, self._start.place, self._values
         order = self._order.records(len(values), number, self._start.block)
         return make_records([(number, place + index, values[index]) for index in order])
@@ -238,14 +234,6 @@ class PassReader:
         else:
             next(islice(opened, offset, offset), None)  # read and drop
         return opened
-
-
-# %%% from record_queue.py:
-# The records of a stream in the order of the samples, from any place of a run on.
-
-_NUM_TOLD = 10_000
-"""Reading over fewer records is not worth a message."""
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A number for the contents of a data set, which distinguishes two of one length.
+"""A number for the contents of a data set, which distinguishes two of one length; the random generators that it holds.
 
 Loading a sample may be slow, so tensors in torch's own containers are read where they are. Of another data set a few
 samples are loaded, in a random state of their own. Where they differ between ranks, so do all others as a rule: files
@@ -6,6 +6,12 @@ in the order of `os.listdir`, a vocabulary that was built from a set.
 
 [Note: equal contents] Hosts may differ in how they round: floating-point numbers enter as a sum and a sum of squares,
 of which three digits count. The path of a file may differ from host to host, and does not enter.
+
+The state of a generator such as `self.rng = np.random.default_rng(0)` advances from sample to sample, so a sample would
+depend on which process loaded which samples before. Like the global generators they are seeded for each sample. The
+search covers the data set's attributes and what those hold (transforms, wrapped data sets, partials, closures), and the
+global names that its `__getitem__` and the `__call__` or `forward` of its transforms mention. It is limited, because it
+is repeated for each slice.
 """
 
 import random
@@ -31,16 +37,20 @@ OTHER_DATA = (
     "PYTHONHASHSEED), a path, a random generator that the data set seeds by itself, a stream that gives each rank or "
     "each reading other records."
 )
-"""What to look for where the data of ranks differ."""
 _NUM_READ = 64
 """Samples that are read, evenly spaced."""
 _NUM_PARTS = 10_000
 """The most parts of a slice that are read."""
 _MAX_DEPTH = 8
-"""How deep containers may be nested."""
 _BYTES = (bytes, bytearray)
 _NUMBERS = (bool, int, complex, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType)
+_NUM_OBJECTS = 256
+"""The most objects that a search visits."""
+_NUM_ITEMS = 32
+"""The most items visited of a list or a dictionary: a longer one holds data."""
+_CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
+_OPAQUE = (type, types.ModuleType, Tensor, str, bytes, int, float, complex, type(None))
 
 
 def content_number(dataset: Dataset[object]) -> int:
@@ -122,30 +132,13 @@ def _evenly_spaced(length: int) -> list[int]:
     return sorted(places) if length else []
 
 
-# %%% from generators.py:
-# Random generators that a data set holds, such as `self.rng = np.random.default_rng(0)`.
-#
-# Their state advances from sample to sample, so a sample would depend on which process loaded which samples before.
-# Like the global generators they are seeded for each sample. The search covers the data set's attributes and what those
-# hold (transforms, wrapped data sets, partials, closures), and the global names that its `__getitem__` and the
-# `__call__` or `forward` of its transforms mention. It is limited, because it is repeated for each slice.
-
-_NUM_OBJECTS = 256
-"""The most objects that a search visits."""
-_NUM_ITEMS = 32
-"""The most items visited of a list or a dictionary: a longer one holds data."""
-_CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
-_OPAQUE = (type, types.ModuleType, Tensor, str, bytes, int, float, complex, type(None))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGenerator:
-    """A random generator that a data set holds."""
+    """A random generator that a data set holds: torch's, NumPy's (of either kind) or Python's."""
 
     path: str
     """The attribute path to it; each path gets another seed."""
     generator: Any
-    """The generator: torch's, NumPy's (of either kind) or Python's."""
 
     def seed(self, seed: int) -> None:
         own = derive_seed(f"generator {self.path}", seed)
@@ -197,7 +190,6 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _named_parts(value: object, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
-    """Return what an object holds, by name."""
     if isinstance(value, dict):
         # Not the text of any key: an object's has its address, which is another one in each process, and that of a
         # parameter, as an optimizer's state has for keys, its values.

@@ -40,8 +40,6 @@ def can_be_divided(stream: Stream, cut: Cut) -> bool:
 
 @final
 class DividedSamples(Samples):
-    """The samples of a stream whose parts have known lengths."""
-
     def __init__(self, stream: Stream, cut: Cut) -> None:
         self._stream = stream
         self._cut = cut
@@ -154,7 +152,6 @@ class _Line:
         self._places = [0, *accumulate(stream.lengths)]
 
     def open(self, first: int) -> PassReader:
-        """Begin to read with a record."""
         part = bisect_right(self._begins, first) - 1
         start = BlockStart(pass_number=self.epoch, block=0, place=0, part=part, offset=first - self._begins[part])
         return PassReader(self._stream, self._parts, start, self.seed)

@@ -1,12 +1,12 @@
 """Load each slice in a random state that depends on its samples only.
 
-Augmentation draws from torch's, NumPy's and Python's global generators. If they were
-not reseeded, a sample would depend on which process loads it and on what that process loaded before. So every sample is
-loaded in a state derived from (seed, epoch, sample), a slice is collated in one derived from its first sample, and the
-states of the calling process are restored afterwards. Generators that the data set holds are treated in the same way.
+Augmentation draws from torch's, NumPy's and Python's global generators. If they were not reseeded, a sample would
+depend on which process loads it and on what that process loaded before. So every sample is loaded in a state derived
+from (seed, epoch, sample), a slice is collated in one derived from its first sample, and the states of the calling
+process are restored afterwards. Generators that the data set holds are treated in the same way.
 
-Seeding takes longer than indexing a tensor. Nothing is seeded for data that draw nothing, see `lockstep.data.keyed`,
-nor for records of a stream that are samples already.
+Seeding takes longer than indexing a tensor. Nothing is seeded for data that draw nothing, see `read_columns`, nor for
+records of a stream that are samples already.
 """
 
 import random
@@ -25,53 +25,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from lockstep.data.contents import OwnGenerator, find_generators
 from lockstep.errors import LockstepError
 from lockstep.shards import derive_seed
-
-# %%% from columns.py:
-# Slices of data sets that only index tensors: whole slices at once, and without a random state.
-#
-# torch's `TensorDataset`, itself or in a `Subset`, draws nothing, nor does `default_collate`. So seeding changes
-# nothing, and a slice is what indexing each tensor with all indices gives, bit for bit. Anything else, subclasses
-# included, is asked sample by sample.
-
-
-def read_columns(dataset: Dataset[object], indices: Sequence[int]) -> list[Tensor] | None:
-    """Return what `default_collate` makes of these samples, or None where they must be asked for one by one."""
-    while type(dataset) is Subset:
-        if not _are_within(indices, len(dataset.indices)):
-            return None
-        chosen = [dataset.indices[index] for index in indices]
-        if not all(type(index) is int for index in chosen):
-            return None
-        dataset, indices = dataset.dataset, chosen
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
-        return None
-    if not _are_within(indices, min(map(len, dataset.tensors))):
-        return None  # the data set's own error, or what a negative index means to it
-    rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
-    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
-
-
-def _are_within(indices: Sequence[int], length: int) -> bool:
-    return bool(indices) and min(indices) >= 0 and max(indices) < length
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether indexing all rows at once gives what stacking single rows gives: the same strides and no graph."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dim() > 0
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-# %%% from keyed.py:
-# (the main part)
 
 _NUM_SHOWN = 16
 """How many samples a message names."""
@@ -99,9 +52,7 @@ class DrawKeys(SliceKeys):
     draws: Sequence[int] = field(kw_only=False)
     """Indices of the samples, plus `num_samples` for each time that a sample was drawn before in the epoch."""
     num_samples: int
-    """Length of the data set."""
     seed: int
-    """Seed of the run."""
     epoch: int
 
     def indices(self) -> list[int]:
@@ -248,3 +199,44 @@ class RandomState:
                     restore()
             yield
             self._states = _keep_states(own)
+
+
+def read_columns(dataset: Dataset[object], indices: Sequence[int]) -> list[Tensor] | None:
+    """Return what `default_collate` makes of these samples, or None where they must be asked for one by one.
+
+    torch's `TensorDataset`, itself or in a `Subset`, draws nothing, nor does `default_collate`. So seeding changes
+    nothing, and a slice is what indexing each tensor with all indices gives, bit for bit. Anything else, subclasses
+    included, is asked sample by sample.
+    """
+    while type(dataset) is Subset:
+        if not _are_within(indices, len(dataset.indices)):
+            return None
+        chosen = [dataset.indices[index] for index in indices]
+        if not all(type(index) is int for index in chosen):
+            return None
+        dataset, indices = dataset.dataset, chosen
+    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+    if not _are_within(indices, min(map(len, dataset.tensors))):
+        return None  # the data set's own error, or what a negative index means to it
+    rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
+
+
+def _are_within(indices: Sequence[int], length: int) -> bool:
+    return bool(indices) and min(indices) >= 0 and max(indices) < length
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether indexing all rows at once gives what stacking single rows gives: the same strides and no graph."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dim() > 0
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

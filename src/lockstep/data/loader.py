@@ -332,7 +332,6 @@ class ShardedLoader:
         return replace(batch, slices=slices, ranges=ranges, assignment=self._assignment, world=world)
 
     def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
-        """Load one slice in this process."""
         data = _check_slice(self._loading.load(samples.keys(draws)))
         return Slice(shard=shard, num_samples=len(draws), data=data, indices=samples.indices(draws))
 

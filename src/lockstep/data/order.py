@@ -1,4 +1,4 @@
-"""The order of an epoch and the cut of a step: pure functions of (seed, epoch, step)."""
+"""The samples and the order of an epoch, and the cut of a step: pure functions of (seed, epoch, step)."""
 
 import zlib
 from collections import Counter
@@ -14,6 +14,46 @@ from lockstep.shards import derive_seed, split_evenly
 
 _POOL_BATCHES = 50
 """Of how many batches the samples are sorted by length together: more give less padding, fewer a more random order."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The order of each epoch: a function of (seed, epoch), the same on every worker.
+
+    An order consists of *draws*. Sample i that comes for the k-th time in an epoch, counted from 0, is the draw
+    `i + k * num_samples`: each time it is loaded in another random state.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    weights: Tensor | None = None
+    """How often samples are drawn, in proportion; None for each once."""
+    lengths: Tensor | None = None
+    """By which samples are put into batches with others of similar length; None for any."""
+
+    def order(self, epoch: int, *, each_once: bool = False) -> list[int]:
+        """Return the draws of an epoch; without the weights if each sample is to come once."""
+        if self.weights is not None and not each_once:
+            draws = weighted_order(self.weights, seed=self.seed, epoch=epoch)
+        else:
+            draws = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        if self.lengths is None:
+            return draws
+        return bucketed_order(draws, self.lengths, batch_size=self.batch_size, seed=self.seed, epoch=epoch)
+
+    def samples(self, draws: Sequence[int]) -> Sequence[int]:
+        """Return the indices of the samples that are drawn."""
+        return draws if self.weights is None else [draw % self.num_samples for draw in draws]
+
+    def __str__(self) -> str:
+        """Return in words what the order depends on besides the seed: equal for equal orders."""
+        order = "shuffled" if self.shuffle else "in order"
+        if self.weights is not None:
+            order = f"drawn by weights {_fingerprint(self.weights)}"
+        return order if self.lengths is None else f"{order}, in batches of similar lengths {_fingerprint(self.lengths)}"
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -69,53 +109,6 @@ def step_slices(order: Sequence[int], step: int, *, batch_size: int, num_shards:
     """Cut the global batch of `step` into one slice per shard; the last batch's slices are shorter, or empty."""
     batch = order[step * batch_size : (step + 1) * batch_size]
     return [batch[start:stop] for start, stop in split_evenly(len(batch), num_shards)]
-
-
-# %%% from sampling.py:
-# Which samples an epoch has and in which order, and the weights that samples are drawn by. Pure.
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """The order of each epoch: a function of (seed, epoch), the same on every worker.
-
-    An order consists of *draws*. Sample i that comes for the k-th time in an epoch, counted from 0, is the draw
-    `i + k * num_samples`: each time it is loaded in another random state.
-    """
-
-    num_samples: int
-    """Length of the data set."""
-    batch_size: int
-    seed: int
-    """Of the order."""
-    shuffle: bool
-    """Whether each epoch has another order than that of the data set."""
-    weights: Tensor | None = None
-    """How often samples are drawn, in proportion; None for each once."""
-    lengths: Tensor | None = None
-    """By which samples are put into batches with others of similar length; None for any."""
-
-    def order(self, epoch: int, *, each_once: bool = False) -> list[int]:
-        """Return the draws of an epoch; without the weights if each sample is to come once."""
-        if self.weights is not None and not each_once:
-            draws = weighted_order(self.weights, seed=self.seed, epoch=epoch)
-        else:
-            draws = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-        if self.lengths is None:
-            return draws
-        return bucketed_order(draws, self.lengths, batch_size=self.batch_size, seed=self.seed, epoch=epoch)
-
-    def samples(self, draws: Sequence[int]) -> Sequence[int]:
-        """Return the indices of the samples that are drawn."""
-        return draws if self.weights is None else [draw % self.num_samples for draw in draws]
-
-    def __str__(self) -> str:
-        """Return in words what the order depends on besides the seed: equal for equal orders."""
-        order = "shuffled" if self.shuffle else "in order"
-        if self.weights is not None:
-            order = f"drawn by weights {_fingerprint(self.weights)}"
-        return order if self.lengths is None else f"{order}, in batches of similar lengths {_fingerprint(self.lengths)}"
 
 
 def read_weights(weights: Any, dataset: Dataset[Any], *, shuffle: bool = True) -> Tensor:

@@ -4,6 +4,7 @@ It is a subclass of torch's: accelerate and Lightning check with `isinstance` be
 code computes the order. The subclass adds a mode without padding, and a warning when `set_epoch` was not called.
 """
 
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Self
 
@@ -12,8 +13,8 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset
 
 from lockstep.comm import current_world
-from lockstep.comm.user_line import warn_at_user_line
 from lockstep.errors import GroupError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.loaders import is_before_first_batch
 
 _Order = tuple[int, int, int]
@@ -144,9 +145,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if self.is_order_told:
             return
         self.is_order_told = True
-        warn_at_user_line(
+        warnings.warn(
             "Two epochs of this DistributedSampler had the same order, because set_epoch was not called between them: "
             f"it shuffles by seed and epoch, and epoch is still {self.epoch}. Call sampler.set_epoch(epoch) before "
             "each epoch, on every rank, or use ls.ShardedLoader, whose epochs have their number. For evaluation say "
             "shuffle=False, pad=False. This warning is shown once. (LS316)",
+            stacklevel=stacklevel_of_user(),
         )

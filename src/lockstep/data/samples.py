@@ -1,6 +1,6 @@
 """What a loader asks of its data: which samples each shard has in each step of an epoch.
 
-There are two kinds: data sets with an index (`lockstep.data.samples`) and streams (`lockstep.data.streamed`).
+There are two kinds: data sets with an index (`ListedSamples`) and streams (`streamed.py`, `divided.py`).
 """
 
 import itertools
@@ -20,16 +20,14 @@ from lockstep.data.order import Sampling, step_slices
 
 Draws = Sequence[Any]
 """The samples of a slice, before they are loaded."""
+Keys = Callable[[], Iterator[SliceKeys]]
+"""Makes the keys of each slice to load, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochBegin:
-    """Which epoch is to begin, and how."""
-
     epoch: int
-    """The epoch, counted from 0."""
     first_step: int = 0
-    """The first step that will be asked for."""
     keeps_last: bool = False
     """Whether a last batch that is smaller than the others belongs to it in any case."""
     each_once: bool = False
@@ -71,8 +69,6 @@ class EpochSamples(ABC):
 
 
 class Samples(ABC):
-    """The samples of a loader."""
-
     @property
     @abstractmethod
     def num_samples(self) -> int | None:
@@ -99,13 +95,9 @@ class Samples(ABC):
         """Check that there are as many samples as at first."""
 
 
-# %%% from listed.py:
-# The samples of a data set with an index, in an order that is known beforehand.
-
-
 @final
 class ListedSamples(Samples):
-    """The samples of a data set with an index."""
+    """The samples of a data set with an index, in an order that is known beforehand."""
 
     def __init__(self, dataset: Dataset[Any], sampling: Sampling, num_shards: int, *, drop_last: bool) -> None:
         self._length = partial(length_of, dataset)
@@ -137,7 +129,6 @@ class ListedSamples(Samples):
         return self
 
     def check_unchanged(self) -> None:
-        """Check that the data set has as many samples as at first."""
         length = self._length()
         if length != self.num_samples:
             raise ValueError(
@@ -201,13 +192,6 @@ def check_listed(dataset: Dataset[Any]) -> int:
     if num_samples < 1:
         raise ValueError("The data set is empty; expected at least one sample. (LS402)")
     return num_samples
-
-
-# %%% from slice_keys.py:
-# Which samples a worker loads for its slices, in which order: the keys that a DataLoader is given.
-
-Keys = Callable[[], Iterator[SliceKeys]]
-"""Makes the keys of each slice to load, in order."""
 
 
 @final

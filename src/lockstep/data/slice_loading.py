@@ -21,6 +21,9 @@ from lockstep.torch_private.loaders import without_interruption
 
 _PREFETCH_FACTOR = 2
 """How many slices each loading process is ahead; torch's default."""
+_END_SECONDS = 1.0
+"""The kernel closes the connections of a process before it reports its end."""
+_POLL_SECONDS = 0.01
 
 
 @final
@@ -37,7 +40,6 @@ class SliceLoading:
         self.is_under_way = False
 
     def in_this_process(self) -> "SliceLoading":
-        """Return what loads the same slices without loading processes."""
         return SliceLoading(self._dataset, pin_memory=self._pin_memory)
 
     def load(self, keys: SliceKeys) -> Any:
@@ -46,10 +48,7 @@ class SliceLoading:
 
     @contextmanager
     def loaded(self, keys: Keys) -> Iterator[Iterator[Any]]:
-        """Load the slices with these keys, in loading processes if there are any.
-
-        An epoch that begins while another is under way gets processes of its own.
-        """
+        """Load the slices with these keys, in loading processes if any; an epoch within another gets its own ones."""
         is_inner, self.is_under_way = self.is_under_way, True
         try:
             if not self._num_workers and not self._pin_memory:
@@ -96,14 +95,6 @@ def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: in
     terminate_only_for(worker_pid)
 
 
-# %%% from ended_processes.py:
-# Naming how a loading process has ended: torch reports a lost connection, or the signal alone.
-
-_END_SECONDS = 1.0
-"""The kernel closes the connections of a process before it reports its end."""
-_POLL_SECONDS = 0.01
-
-
 @contextmanager
 def loading_processes_explained(read_kills: Callable[[], OomKills] = read_oom_kills) -> Iterator[None]:
     """Name the loading process that was killed, if that is why something within fails; enter when they have started."""
@@ -112,6 +103,7 @@ def loading_processes_explained(read_kills: Callable[[], OomKills] = read_oom_ki
     try:
         yield
     except (RuntimeError, EOFError, OSError) as error:
+        # torch reports a lost connection, or the signal alone.
         if not isinstance(error, EOFError | ConnectionError) and "DataLoader worker" not in str(error):
             raise
         killed = _find_killed(processes)

@@ -34,10 +34,8 @@ class RecordKeys(SliceKeys):
 
     records: Sequence[Record]
     seed: int
-    """Seed of the run."""
 
     def indices(self) -> Sequence[Any]:
-        """Return what the data set is indexed with: the records themselves."""
         return self.records
 
     def seeds(self, number: int) -> list[int]:
@@ -65,15 +63,12 @@ class Cut:
 
     batch_size: int
     num_shards: int
-    """Slices of a batch."""
     drop_last: bool
-    """Whether a last batch that is smaller than the others is left out."""
     seed: int
     """Of the order and of the samples' random states."""
     shuffle: bool
 
     def slices(self, records: Sequence[Any]) -> list[Draws]:
-        """Cut a batch into the slices of all shards."""
         return [records[start:stop] for start, stop in split_evenly(len(records), self.num_shards)]
 
 
@@ -224,7 +219,6 @@ class StreamedEpoch(EpochSamples):
             self._end(self._next)
 
     def _end(self, num_steps: int) -> None:
-        """Note how many steps the epoch has."""
         if not num_steps:
             too_few = "fewer than a batch, and drop_last=True leaves them out" if self._drops_last else "none at all"
             raise ValueError(f"The stream has {self._queue.fill(1)} samples: {too_few}. (LS409)")
