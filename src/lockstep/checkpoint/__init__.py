@@ -78,7 +78,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is not imported yet."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -15,12 +15,13 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_TEMP_NAME = re.compile(r"\..+\.(ckpt|jsonl|yaml)\.[0-9a-f]+\.tmp")
+_TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
 @contextmanager
@@ -51,6 +52,29 @@ def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file's content by a text in UTF-8; if that fails, the file is unchanged."""
     with atomic_write(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
         file.write(text)
+
+
+@contextmanager
+def atomic_replace(target: Path) -> Iterator[Path]:
+    """Yield a path in the same directory for a file or folder, which replaces `target` unless the block raises."""
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    old = path.with_suffix(".old")
+    try:
+        yield path
+        fsync_path(path)
+        if target.is_dir():  # rename(2) does not replace a directory that is not empty
+            target.rename(old)
+        path.replace(target)
+        fsync_path(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        for leftover in (path, old):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            leftover.unlink(missing_ok=True)
 
 
 def is_temp_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint atomically, and reading it back with every byte checked.
+"""Writing a checkpoint atomically, reading it back with every byte checked, and the digest of a model.
 
 safetensors' `save_file` is not used: it copies every tensor, computes no checksums while it writes, and does not call
 fsync. safetensors' reader is not used either: its tensors are backed by an mmap of the file. An optimizer's state would
@@ -27,29 +27,19 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.step_files import MANIFEST_KEY
 from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
 
-# %%% from tensor_bytes.py:
-# The bytes of a tensor, as a file stores them.
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes in row-major order, without a copy if the tensor is contiguous and on the CPU."""
-    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
-
-
-# %%% from file.py:
-# (the main part)
-
-MANIFEST_KEY = "lockstep"
+Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
+"""A tensor's name, dtype, shape and bytes."""
 """Key of the manifest in the `__metadata__` of the safetensors header."""
 OPTIMIZER_PREFIX = "optimizer/"
 """Prefix of the names of all tensors that are not parameters or buffers of the model."""
 
 _CHUNK_BYTES = 1 << 20
 """Bytes for which a checksum is computed before they are written: few enough to stay in the CPU cache in between."""
+_DIGEST_CHUNK_BYTES = 1 << 22
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause) -> None:
@@ -115,10 +105,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint without reading its tensors (local).
-
-    Checks the header's checksum and the length of the file.
-    """
+    """Read a checkpoint's manifest; checks the header's checksum and the file's length, not the tensors (local)."""
     return _read_verified_header(path)[1]
 
 
@@ -194,6 +181,32 @@ def describe_damaged(names: list[str]) -> str:
     return f"tensors {shown} are" if len(names) > 1 else f"tensor {shown} is"
 
 
+def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, sorted by name, as 64 hexadecimal digits.
+
+    Equal digests mean equal bits: -0.0 and 0.0 give different digests, and so do NaNs with different bits.
+    """
+    parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
+    return digest_parts(parts, pause)
+
+
+def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:
+    """Return the digest that `state_digest` returns, from tensors that come one at a time, sorted by name."""
+    digest = hashlib.sha256()
+    for name, dtype, shape, data in parts:
+        digest.update(f"{name}|{dtype}|{list(shape)}|".encode())
+        for begin in range(0, len(data), _DIGEST_CHUNK_BYTES):
+            digest.update(data[begin : begin + _DIGEST_CHUNK_BYTES])
+            pause()
+    return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row-major order, without a copy if the tensor is contiguous and on the CPU."""
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
 def _encode(infos: tuple[TensorInfo, ...], manifest: Manifest, checksums: Mapping[str, str]) -> bytes:
     complete = replace(manifest, checksums=checksums)
     return encode_header(infos, {"format": "pt", MANIFEST_KEY: complete.to_json()})
@@ -236,32 +249,3 @@ def _read_tensor(file: FileIO, info: TensorInfo, offset: int) -> Tensor:
             raise OSError("it was truncated while it was read")
         data = data[count:]
     return tensor
-
-
-# %%% from digest.py:
-# The digest of a model: SHA-256 of its parameters and buffers, as 64 hexadecimal digits.
-
-Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
-"""A tensor's name, dtype, shape and bytes."""
-
-_DIGEST_CHUNK_BYTES = 1 << 22
-
-
-def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, sorted by name.
-
-    Equal digests mean equal bits: -0.0 and 0.0 give different digests, and so do NaNs with different bits.
-    """
-    parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
-    return digest_parts(parts, pause)
-
-
-def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:
-    """Return the digest that `state_digest` returns, from tensors that come one at a time, sorted by name."""
-    digest = hashlib.sha256()
-    for name, dtype, shape, data in parts:
-        digest.update(f"{name}|{dtype}|{list(shape)}|".encode())
-        for begin in range(0, len(data), _DIGEST_CHUNK_BYTES):
-            digest.update(data[begin : begin + _DIGEST_CHUNK_BYTES])
-            pause()
-    return digest.hexdigest()

@@ -55,15 +55,12 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Name, type and position of a tensor in a file."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     """Offset of its first byte, counted from the end of the header."""
     end: int
-    """Offset after its last byte."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +72,6 @@ class Header:
     tensors: tuple[TensorInfo, ...]
     """The tensors, in the order of their data."""
     metadata: Mapping[str, str]
-    """The content of `__metadata__`."""
     num_bytes: int
     """Length of the header with its first 8 bytes; the data begin there."""
     is_intact: bool | None
@@ -83,7 +79,6 @@ class Header:
 
     @property
     def file_bytes(self) -> int:
-        """Length of a file with this header."""
         return self.num_bytes + max((info.end for info in self.tensors), default=0)
 
 
@@ -103,7 +98,6 @@ def assign_offsets(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 def encode_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Return the header, with its checksum."""
     values: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUM_KEY: EMPTY_CHECKSUM}}
     for info in tensors:
         offsets = [info.begin, info.end]
@@ -168,10 +162,7 @@ def _reject_duplicate_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _num_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements; -1 if it exceeds what a tensor can have.
-
-    The exact product of a malicious shape could take hours to compute.
-    """
+    """Return the number of elements; -1 for too many: the exact product of a malicious shape could take hours."""
     product = 1
     for size in filter(None, shape):
         product *= size

@@ -47,15 +47,12 @@ class CheckpointContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationResult:
-    """Whether a checkpoint file is intact."""
-
     path: Path
     problems: tuple[str, ...]
     """What is wrong with the header, the length or the digest of the file, in words."""
     damaged: tuple[str, ...]
     """Tensors whose bytes are not as written, or are missing."""
     num_tensors: int
-    """Number of tensors in the header."""
     has_checksums: bool
     """Whether the file has a checksum per tensor; files of format 1 have none."""
 

@@ -34,8 +34,6 @@ _MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra", "callbacks", "extra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint but the tensors."""
-
     epoch: int
     """The cursor: epoch of the next step."""
     step: int
@@ -78,7 +76,6 @@ class Manifest:
     """Version of the format: the one before, unless there are keys that the present one has added."""
 
     def __post_init__(self) -> None:
-        """Set the format that the keys need."""
         if any(getattr(self, name) is not None for name in _ADDED_KEYS):
             object.__setattr__(self, "format_version", max(self.format_version, FORMAT_VERSION))
 
@@ -110,14 +107,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The content of a checkpoint file: tensors and manifest."""
-
     model: Mapping[str, Tensor]
     """Parameters and buffers by the names of the model's `state_dict`."""
     optimizer: Mapping[str, Tensor]
     """Tensors of the optimizer, the scheduler, the scaler and of extra state, by the names that the manifest uses."""
     manifest: Manifest
-    """Everything else."""
 
 
 def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
@@ -147,7 +141,6 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `encode_state` encoded."""
     try:
         return _decode(value, tensors)
     except (KeyError, TypeError, ValueError) as error:

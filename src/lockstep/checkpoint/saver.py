@@ -34,39 +34,6 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.errors import CheckpointError
 from lockstep.recording import EventKind, own_recorder
 
-# %%% from state_copy.py:
-# A copy of a state in CPU memory, which is reused from copy to copy.
-
-
-@final
-class StateCopy:
-    """Memory for one copy of a state.
-
-    GPU tensors are copied to pinned memory without blocking, which is several times faster than to pageable memory.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, bool], Tensor] = {}
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors and return the copies, which are valid until the next call; RuntimeError without memory."""
-        previous, self._buffers = self._buffers, {}  # memory that is not reused below is freed
-        copies: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            is_pinned = is_asynchronous(tensor.device)  # the buffer's; is_pinned() would be slow
-            key = name, is_pinned
-            buffer = previous.pop(key, None)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
-            copies[name] = self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=is_pinned)
-        for device in {tensor.device for tensor in tensors.values() if is_asynchronous(tensor.device)}:
-            torch.accelerator.synchronize(device)
-        return copies
-
-
-# %%% from saver.py:
-# (the main part)
-
 OnError = Literal["stop", "warn"]
 """What a failed save does: raise an error, or warn."""
 
@@ -215,3 +182,29 @@ class Saver:
             after(path)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on the training thread
             self._errors.append(error)
+
+
+@final
+class StateCopy:
+    """CPU memory for one copy of a state, which is reused from copy to copy.
+
+    GPU tensors are copied to pinned memory without blocking, which is several times faster than to pageable memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, bool], Tensor] = {}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors and return the copies, which are valid until the next call; RuntimeError without memory."""
+        previous, self._buffers = self._buffers, {}  # memory that is not reused below is freed
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            is_pinned = is_asynchronous(tensor.device)  # the buffer's; is_pinned() would be slow
+            key = name, is_pinned
+            buffer = previous.pop(key, None)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+            copies[name] = self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=is_pinned)
+        for device in {tensor.device for tensor in tensors.values() if is_asynchronous(tensor.device)}:
+            torch.accelerator.synchronize(device)
+        return copies

@@ -12,7 +12,10 @@ from lockstep.errors import CheckpointError, LaterFormatError
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
 
+MANIFEST_KEY = "lockstep"
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 256 << 20
 
 
 def checkpoint_name(global_step: int) -> str:
@@ -66,16 +69,8 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
     raise AssertionError("unreachable: the last checkpoint is returned, or its error raised")
 
 
-# %%% from peek.py:
-# What a checkpoint says of its run, read without torch and without checking anything: for lists of many runs.
-
-MANIFEST_KEY = "lockstep"
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 256 << 20
-
-
 def peek_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint as JSON values; nothing is compared with checksums (local)."""
+    """Return a checkpoint's manifest as JSON values, without torch and unchecked: for lists of many runs (local)."""
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))

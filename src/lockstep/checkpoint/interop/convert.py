@@ -1,12 +1,9 @@
 """Writing weights in the formats of other programs: `.pt`, safetensors, torch.distributed.checkpoint."""
 
-import contextlib
 import os
-import shutil
-import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.checkpoint.atomic_write import fsync_path
+from lockstep.checkpoint.atomic_write import atomic_replace
 from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.names import Renaming, first_components, plain_names
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
@@ -58,7 +55,7 @@ def convert_weights(
     extra = {renaming.names[name]: value for name, value in weights.extra.items()}
     versions = {renaming.rename_module(module): version for module, version in weights.versions.items()}
     try:
-        with _atomic_replace(target) as path:
+        with atomic_replace(target) as path:
             _WRITERS[form](path, as_state_dict({**tensors, **extra}, versions))
     except KeyError as error:  # safetensors has no name for the dtype
         raise CheckpointError(f"{target} could not be written: a {form} file cannot hold {error}. (LS726)") from error
@@ -111,29 +108,6 @@ def _check_target(target: Path, form: Form, *, force: bool) -> None:
             f"{target} is a {found}, but format {form} is a {expected}. "
             "Remove it first, or choose another name. (LS726)"
         )
-
-
-@contextlib.contextmanager
-def _atomic_replace(target: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same directory; rename it to `target` when the block ends without an exception."""
-    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    old = path.with_suffix(".old")
-    try:
-        yield path
-        fsync_path(path)
-        if target.is_dir():  # rename(2) does not replace a directory that is not empty
-            target.rename(old)
-        path.replace(target)
-        fsync_path(target.parent)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        for leftover in (path, old):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            leftover.unlink(missing_ok=True)
 
 
 def _compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -54,8 +54,6 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class DistributedCheckpoint:
-    """A folder of torch.distributed.checkpoint."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metadata = _read_metadata(path)
@@ -206,10 +204,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """Check that the chunks of a tensor are within it and do not overlap.
-
-    Then they cover the tensor if they have as many elements as it has.
-    """
+    """Check that chunks lie within their tensor and do not overlap: they cover it if they have as many elements."""
     bounds = [
         tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
         for chunk in entry.chunks

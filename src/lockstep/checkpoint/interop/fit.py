@@ -44,7 +44,6 @@ def find_shape_mismatches(
 
 
 def describe_misfit(loaded: LoadedWeights, source: str, hint: str, *, can_load_rest: bool) -> str:
-    """Return one message with all differences between the file and the model."""
     lines = [f"{source} does not fit the model ({loaded.recognised})."]
     if loaded.missing:
         lines.append(f"{len(loaded.missing)} missing in the file: {_listed(loaded.missing)}")

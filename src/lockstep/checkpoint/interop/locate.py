@@ -25,8 +25,6 @@ _MAX_DEPTH = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedWeights:
-    """The weights in a file's content."""
-
     path: tuple[str, ...]
     """The keys that lead to them; empty if the content itself is the weights."""
     prefix: str

@@ -17,8 +17,6 @@ COMPILED = "_orig_mod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renaming:
-    """New names for the names in a file."""
-
     names: Mapping[str, str]
     """From each name in the file to its new name; one to one."""
     notes: tuple[str, ...] = ()
@@ -82,11 +80,11 @@ def _renamed(names: Collection[str], dropped: Collection[str], added: str, wante
     compiled = sum(short != name for short, name in plain.items())
     notes = []
     if compiled and all(COMPILED not in name.split(".") for name in wanted.values()):
-        notes.append(f"'{COMPILED}.' dropped from {_count(compiled)}")
+        notes.append(f"'{COMPILED}.' dropped from {counted(compiled, 'name')}")
     if old and old != added:
-        notes.append(f"{old!r} dropped from {_count(len(names))}")
+        notes.append(f"{old!r} dropped from {counted(len(names), 'name')}")
     if added and old != added:
-        notes.append(f"{added!r} added to {_count(len(names))}")
+        notes.append(f"{added!r} added to {counted(len(names), 'name')}")
     targets = {name: added + short.removeprefix(old) for short, name in plain.items()}
     return Renaming(
         names={name: wanted.get(target, target) for name, target in targets.items()},
@@ -115,7 +113,3 @@ def _common_prefix(names: Collection[str], only: str | None = None) -> list[str]
 
 def _is_subset_either_way(found: set[str], wanted: set[str]) -> bool:
     return bool(found) and (found <= wanted or wanted <= found) and bool(found & wanted)
-
-
-def _count(number: int) -> str:
-    return f"{number} name" if number == 1 else f"{number} names"

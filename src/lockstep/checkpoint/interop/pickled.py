@@ -75,7 +75,6 @@ def read_archive(path: Path) -> Any:
 
 
 def read_legacy(path: Path) -> Any:
-    """Read a file of `torch.save` from before torch 1.6."""
     return _load(path, mmap=False)
 
 
