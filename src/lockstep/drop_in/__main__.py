@@ -13,7 +13,6 @@ _USAGE = "usage: python -m lockstep.drop_in SCRIPT ARGS, or -m lockstep.drop_in 
 
 
 def main() -> None:
-    """Become the script."""
     if not sys.argv[1:]:
         sys.stderr.write(_USAGE)
         sys.exit(2)

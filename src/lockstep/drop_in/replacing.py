@@ -1,4 +1,11 @@
-"""Replace torch's classes by ours in this process and in those that it starts; and restore them."""
+"""Replace torch's classes by ours in this process and in those that it starts; and restore them.
+
+Names in modules are bound anew. `from torch.nn.parallel import DistributedDataParallel as DDP` binds a name in the
+importing module: if that ran before the drop-in, it is not enough to bind those in torch's modules.
+
+And torch's classes construct ours, for code that holds a reference to torch's class in another place: an attribute of a
+class, a default argument, a dictionary, or a subclass that was defined before.
+"""
 
 import functools
 import gc
@@ -10,11 +17,9 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import parallel
@@ -25,10 +30,8 @@ from lockstep.data import DistributedSampler
 from lockstep.errors import GroupError
 from lockstep.launch.environment import NOTICE, has_drop_in, with_drop_in, without_drop_in
 from lockstep.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm, data_parallel
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.settings import read_settings, set_python_path
-
-# %%% from replacements.py:
-# What is replaced: torch's classes and functions, and ours for each of them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,101 +53,13 @@ _FUNCTIONS: Mapping[Any, Any] = MappingProxyType(
 )
 OURS_FOR_TORCHS: Mapping[Any, Any] = MappingProxyType({**{each.torchs: each.ours for each in CLASSES}, **_FUNCTIONS})
 """Everything that is replaced, by torch's own."""
-
-
-# %%% from construction.py:
-# Torch's classes construct ours, for code that holds a reference to torch's class in a place other than a module.
-#
-# That may be an attribute of a class, a default argument, a dictionary, or a subclass that was defined before.
-
-
-@final
-class Redirection:
-    """Makes torch's class construct objects of ours, and gives its subclasses ours as a base."""
-
-    def __init__(self, replaced: ReplacedClass) -> None:
-        self._replaced = replaced
-        self._init: Any = None
-        self._moved: list[tuple[type[Any], tuple[type[Any], ...]]] = []
-
-    def apply(self, existing: frozenset[type[Any]]) -> list[type[Any]]:
-        """Redirect; return the subclasses that keep torch's class as a base.
-
-        Those in `existing`, of which there are objects, do.
-        """
-        torchs, ours = self._replaced.torchs, self._replaced.ours
-        original = self._init = torchs.__init__
-
-        @functools.wraps(original)
-        def construct(instance: Any, *args: Any, **kwargs: Any) -> None:
-            if type(instance) is not torchs:  # super().__init__() of a subclass
-                original(instance, *args, **kwargs)
-                return
-            object.__setattr__(instance, "__class__", ours)
-            ours.__init__(instance, *args, **kwargs)
-
-        torchs.__init__ = construct
-        kept = [each for each in _foreign_subclasses(torchs) if not self._move(each, existing)]
-        _forget_instance_checks(ours)
-        return kept
-
-    def _move(self, subclass: type[Any], existing: frozenset[type[Any]]) -> bool:
-        torchs, ours = self._replaced.torchs, self._replaced.ours
-        bases = subclass.__bases__
-        if any(issubclass(each, subclass) for each in existing):
-            return False
-        try:
-            subclass.__bases__ = tuple(ours if base is torchs else base for base in bases)
-        except TypeError:  # its other bases do not go together with ours
-            return False
-        self._moved.append((subclass, bases))
-        return True
-
-    def undo(self) -> None:
-        """Give torch's class, and its subclasses, back what they had."""
-        self._replaced.torchs.__init__ = self._init
-        for subclass, bases in self._moved:
-            subclass.__bases__ = bases
-        self._moved.clear()
-        _forget_instance_checks(self._replaced.ours)
-
-
-def find_existing(classes: Iterable[ReplacedClass]) -> frozenset[type[Any]]:
-    """Return those of torch's classes, and of their subclasses that are not ours, of which there are objects."""
-    pairs = [(each.torchs, each.ours) for each in classes]
-    # Not isinstance, which would run the code of proxies.
-    types = {type(each) for each in gc.get_objects()}
-    return frozenset(
-        each for each in types if any(issubclass(each, torchs) and not issubclass(each, ours) for torchs, ours in pairs)
-    )
-
-
-def _foreign_subclasses(torchs: type[Any]) -> list[type[Any]]:
-    return [each for each in type.__subclasses__(torchs) if not each.__module__.startswith("lockstep.")]
-
-
-def _forget_instance_checks(ours: type[Any]) -> None:
-    """Clear the cache of isinstance, which torch's wrapper has because it is an abstract class."""
-    for each in ours.__mro__:
-        if isinstance(each, ABCMeta):
-            abstract: Any = each
-            abstract._abc_caches_clear()  # noqa: SLF001 - Python's name for it
-
-
-# %%% from bindings.py:
-# Names in modules that are bound to given objects: found, and bound to others.
-#
-# `from torch.nn.parallel import DistributedDataParallel as DDP` binds a name in the importing module. If that ran
-# before the drop-in, the name has to be bound anew there; it is not enough to do so in torch's modules.
-
+_TORCHS_FOR_OURS = {ours: torchs for torchs, ours in OURS_FOR_TORCHS.items()}
 _OWN = re.compile(r"lockstep(_command)?(\.|$)")
 _FROM_LOCKSTEP = re.compile(r"^\s*from\s+lockstep\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A name in a module's namespace."""
-
     module: ModuleType
     name: str
 
@@ -153,42 +68,6 @@ class Binding:
 
     def bound(self) -> Any:
         return vars(self.module)[self.name]
-
-
-def find_bindings(objects: Iterable[object]) -> list[Binding]:
-    """Return the names that are bound to one of `objects`, in all imported modules but Lockstep's."""
-    ids = {id(each) for each in objects}
-    # By id, because one module may have several names there.
-    modules = {id(module): module for name, module in list(sys.modules.items()) if not _OWN.match(name)}
-    return [
-        Binding(module, name)
-        for module in modules.values()
-        # A module that imports lazily has a __getattr__; its namespace has what it has imported so far.
-        if isinstance(module, ModuleType)
-        for name, value in list(vars(module).items())
-        if id(value) in ids
-    ]
-
-
-def rebind(bindings: Iterable[Binding], replacements: Mapping[Any, Any]) -> None:
-    """Bind each name to the replacement of what it is bound to."""
-    for binding in bindings:
-        binding.bind(replacements[binding.bound()])
-
-
-def imports_from_lockstep(module: ModuleType) -> bool:
-    """Return whether a module's source imports names from Lockstep, or cannot be read."""
-    try:
-        return _FROM_LOCKSTEP.search(inspect.getsource(module)) is not None
-    except (OSError, TypeError):  # typed into a console, or not written in Python
-        return True
-
-
-# %%% from replacing.py:
-# (the main part)
-
-_TORCHS_FOR_OURS = {ours: torchs for torchs, ours in OURS_FOR_TORCHS.items()}
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen ")
 
 
 @final
@@ -222,7 +101,7 @@ class DropIn:
         if not has_drop_in(python_path) and _is_rank_0():
             sys.stderr.write(f"{NOTICE}\n")
         if existing or kept:
-            warnings.warn(_describe_kept(existing, kept), stacklevel=_stacklevel_of_user())
+            warnings.warn(_describe_kept(existing, kept), stacklevel=stacklevel_of_user())
 
     def undo(self) -> None:
         """Restore torch's names; do nothing if they are torch's (local). Objects that exist stay Lockstep's."""
@@ -261,12 +140,98 @@ def _describe_kept(existing: frozenset[type[Any]], kept: list[type[Any]]) -> str
     )
 
 
-def _stacklevel_of_user() -> int:
-    """Return the level, for a warning of our caller's, of the innermost frame of the user's code."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python's name for it
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        # Frames of the import system count for no level.
-        level += not frame.f_code.co_filename.startswith("<frozen importlib")
-        frame = frame.f_back
-    return 1 if frame is None else level
+@final
+class Redirection:
+    """Makes torch's class construct objects of ours, and gives its subclasses ours as a base."""
+
+    def __init__(self, replaced: ReplacedClass) -> None:
+        self._replaced = replaced
+        self._init: Any = None
+        self._moved: list[tuple[type[Any], tuple[type[Any], ...]]] = []
+
+    def apply(self, existing: frozenset[type[Any]]) -> list[type[Any]]:
+        """Redirect; return the subclasses that keep torch's class as a base, as those in `existing` do."""
+        torchs, ours = self._replaced.torchs, self._replaced.ours
+        original = self._init = torchs.__init__
+
+        @functools.wraps(original)
+        def construct(instance: Any, *args: Any, **kwargs: Any) -> None:
+            if type(instance) is not torchs:  # super().__init__() of a subclass
+                original(instance, *args, **kwargs)
+                return
+            object.__setattr__(instance, "__class__", ours)
+            ours.__init__(instance, *args, **kwargs)
+
+        torchs.__init__ = construct
+        kept = [each for each in _foreign_subclasses(torchs) if not self._move(each, existing)]
+        _forget_instance_checks(ours)
+        return kept
+
+    def _move(self, subclass: type[Any], existing: frozenset[type[Any]]) -> bool:
+        torchs, ours = self._replaced.torchs, self._replaced.ours
+        bases = subclass.__bases__
+        if any(issubclass(each, subclass) for each in existing):
+            return False
+        try:
+            subclass.__bases__ = tuple(ours if base is torchs else base for base in bases)
+        except TypeError:  # its other bases do not go together with ours
+            return False
+        self._moved.append((subclass, bases))
+        return True
+
+    def undo(self) -> None:
+        self._replaced.torchs.__init__ = self._init
+        for subclass, bases in self._moved:
+            subclass.__bases__ = bases
+        self._moved.clear()
+        _forget_instance_checks(self._replaced.ours)
+
+
+def find_existing(classes: Iterable[ReplacedClass]) -> frozenset[type[Any]]:
+    """Return those of torch's classes, and of their subclasses that are not ours, of which there are objects."""
+    pairs = [(each.torchs, each.ours) for each in classes]
+    # Not isinstance, which would run the code of proxies.
+    types = {type(each) for each in gc.get_objects()}
+    return frozenset(
+        each for each in types if any(issubclass(each, torchs) and not issubclass(each, ours) for torchs, ours in pairs)
+    )
+
+
+def _foreign_subclasses(torchs: type[Any]) -> list[type[Any]]:
+    return [each for each in type.__subclasses__(torchs) if not each.__module__.startswith("lockstep.")]
+
+
+def _forget_instance_checks(ours: type[Any]) -> None:
+    """Clear the cache of isinstance, which torch's wrapper has because it is an abstract class."""
+    for each in ours.__mro__:
+        if isinstance(each, ABCMeta):
+            abstract: Any = each
+            abstract._abc_caches_clear()  # noqa: SLF001 - Python's name for it
+
+
+def find_bindings(objects: Iterable[object]) -> list[Binding]:
+    """Return the names that are bound to one of `objects`, in all imported modules but Lockstep's."""
+    ids = {id(each) for each in objects}
+    # By id, because one module may have several names there.
+    modules = {id(module): module for name, module in list(sys.modules.items()) if not _OWN.match(name)}
+    return [
+        Binding(module, name)
+        for module in modules.values()
+        # A module that imports lazily has a __getattr__; its namespace has what it has imported so far.
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if id(value) in ids
+    ]
+
+
+def rebind(bindings: Iterable[Binding], replacements: Mapping[Any, Any]) -> None:
+    for binding in bindings:
+        binding.bind(replacements[binding.bound()])
+
+
+def imports_from_lockstep(module: ModuleType) -> bool:
+    """Return whether a module's source imports names from Lockstep, or cannot be read."""
+    try:
+        return _FROM_LOCKSTEP.search(inspect.getsource(module)) is not None
+    except (OSError, TypeError):  # typed into a console, or not written in Python
+        return True
