@@ -35,8 +35,6 @@ PHASE_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a worker does, or did last."""
-
     step: int
     """The step, counted from 0."""
     doing: str
@@ -54,7 +52,6 @@ class Activity:
     line: str
     """The line of the user's code that made the call; empty if it was not recorded."""
     is_loading: bool
-    """Whether it waits for its data."""
     reducing: int | None = None
     """The step of whose gradients it waits; None if it does not."""
     last_reduced: int = -1
@@ -70,7 +67,6 @@ class Activity:
 
 
 def not_begun(since_ns: int) -> Activity:
-    """Return what a worker does that runs and has recorded nothing yet."""
     return Activity(
         step=0,
         doing="has not imported Lockstep yet",

@@ -29,7 +29,6 @@ _NUM_BUCKET_ROWS: Final = 4
 
 
 def chrome_trace(files: Sequence[FileEvents]) -> str:
-    """Return the JSON of a timeline, from the files of the workers and of the launcher."""
     offsets = [each.nanoseconds for each in clock_offsets(files)]
     begins = [
         int(file.table["begin"].min()) - offset for file, offset in zip(files, offsets, strict=True) if len(file.table)

@@ -26,8 +26,6 @@ _SWAPPED: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingProcess:
-    """A process that loads data for a worker."""
-
     pid: int
     facts: ProcessFacts
     line: str
@@ -36,8 +34,6 @@ class LoadingProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What is known of one worker."""
-
     rank: int
     pid: int
     activity: Activity
@@ -55,11 +51,9 @@ class WorkerState:
     """The user's line where its main thread is; empty if that is not known."""
     loading: tuple[LoadingProcess, ...] = ()
     is_loading: bool = False
-    """Whether it waits for its data."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"rank {self.rank} (process {self.pid})"
 
     @property
@@ -76,12 +70,9 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is the matter with a job."""
-
     kind: str
     """"running", "stalled", "ended", "failed" or "empty"."""
     text: str
-    """What is the matter, in sentences."""
     advice: str
     """What to do; empty if there is nothing to do."""
     ranks: tuple[int, ...]
@@ -357,7 +348,6 @@ def _line_of(worker: WorkerState) -> str:
 
 
 def _others(workers: Sequence[WorkerState]) -> str:
-    """Return what the other workers do."""
     by_doing: dict[str, list[WorkerState]] = {}
     for worker in workers:
         by_doing.setdefault(worker.activity.doing, []).append(worker)

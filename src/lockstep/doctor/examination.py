@@ -9,9 +9,10 @@ from pathlib import Path
 from lockstep.doctor.activity import last_activity, not_begun
 from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
 from lockstep.doctor.finding import is_running
-from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
+from lockstep.doctor.stacks import read_main_stack, take_stack
 from lockstep.doctor.system import Neighbour, children_of, find_neighbours, look_at, read_process_times
 from lockstep.processes.host import boot_id
+from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents, read_recording
 
@@ -23,10 +24,7 @@ _LOADER = "torch/utils/data/dataloader.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found of a job."""
-
     recording: Path
-    """The folder of its recording."""
     program: str
     workers: tuple[WorkerState, ...]
     """The present workers, or the last ones of a job that has ended."""
@@ -169,13 +167,13 @@ def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]
     path, number = file.path.with_suffix(".stacks"), file.header.stack_signal
     text = take_stack(path, state.pid, number)
     stack = read_main_stack(text)
-    frame = user_frame(stack)
+    frame = find_user_stack_line(stack)
     is_loading = state.activity.is_loading or any(each.file.endswith(_LOADER) for each in stack)
     loading = []
     for child in children_of(state.pid) if is_loading else ():
         facts = look_at(child)
         if facts is not None:
-            own = user_frame(read_main_stack(take_stack(path, child, number)))
+            own = find_user_stack_line(read_main_stack(take_stack(path, child, number)))
             loading.append(LoadingProcess(pid=child, facts=facts, line="" if own is None else str(own)))
     line = "" if frame is None else str(frame)
     return replace(state, line=line, loading=tuple(loading), is_loading=is_loading), text

@@ -7,11 +7,9 @@ from typing import Final
 
 from lockstep.errors import UsageError
 from lockstep.processes.host import start_ticks
-from lockstep.recording.file_format import HEADER_BYTES, FileHeader, parse_header
+from lockstep.recording.file_format import HEADER_BYTES, RECORDING_NAME, FileHeader, parse_header
 from lockstep.recording.writing import private_folder
 
-RECORDING_NAME: Final = "recording"
-"""The folder within a run directory; `lockstep.runs.directory` has the same name."""
 _RUNS: Final = Path("runs")
 _ADVICE: Final = (
     "Name a run directory, or a process with --pid. Jobs of `lockstep train`, `lockstep run`, `ls.launch` and scripts "

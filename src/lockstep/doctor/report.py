@@ -39,7 +39,6 @@ def print_examination(
 
 
 def print_slow(found: SlowReport, recording: Path, console: Console) -> None:
-    """Print where the time of the steps went, and in which job."""
     console.print(found.text, highlight=False, markup=False, soft_wrap=True)
     if found.workers:
         console.print(_slow_table(found))

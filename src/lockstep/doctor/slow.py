@@ -19,71 +19,12 @@ from numpy.typing import NDArray
 
 from lockstep.doctor.finding import is_running
 from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
-from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
+from lockstep.doctor.stacks import read_main_stack, take_stack
 from lockstep.doctor.system import read_usage
 from lockstep.processes.host import boot_id
+from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording.file_format import EventKind
 from lockstep.recording.reading import FileEvents, clock_offsets
-
-# %%% from sampling.py:
-# A short look at workers that run: at which lines of the user's code they are, and what they use meanwhile.
-
-_NUM_LOOKS: Final = 12
-
-
-@dataclass(slots=True)
-class Looks:
-    """What was seen of one worker."""
-
-    num: int = 0
-    """In how many looks its stack was read."""
-    lines: Counter[str] = field(default_factory=Counter)
-    """In how many of them it was at each line."""
-    samples: list[UsageSample] = field(default_factory=list)
-
-
-def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
-    """Look at the workers of this host that run, for about two seconds; return what was seen, by process (local)."""
-    boot = boot_id()
-    living = [file for file in files if file.header.boot == boot and is_running(file.header)]
-    found = {file.header.pid: Looks() for file in living}
-    for _ in range(_NUM_LOOKS) if living else ():
-        for file in living:
-            looks, header = found[file.header.pid], file.header
-            if usage := read_usage(header.pid):
-                looks.samples.append(UsageSample(time.monotonic_ns(), usage))
-            stack = read_main_stack(take_stack(file.path.with_suffix(".stacks"), header.pid, header.stack_signal))
-            frame = user_frame(stack)
-            looks.num += bool(stack)
-            if frame is not None:
-                looks.lines[str(frame)] += 1
-    return found
-
-
-def recorded_usage(launcher: FileEvents, since_ns: int) -> dict[int, list[UsageSample]]:
-    """Return what the launcher has recorded of each process since a moment of its clock, and the last sample before."""
-    rows = launcher.table[launcher.table["kind"] == EventKind.USAGE]
-    found: dict[int, list[UsageSample]] = {}
-    values: dict[int, dict[str, int]] = {}
-    moments: dict[int, int] = {}
-    for row in rows:
-        pid, moment, name = int(row["index"]), int(row["begin"]), launcher.text(int(row["text"]))
-        usage = values.get(pid)
-        if usage is None or name in usage:  # each sample has each name once
-            values[pid] = usage = {}
-            moments[pid] = moment
-            found.setdefault(pid, []).append(UsageSample(moment, usage))
-        usage[name] = int(row["size"])
-    return {pid: _from(samples, since_ns) for pid, samples in found.items()}
-
-
-def _from(samples: Sequence[UsageSample], since_ns: int) -> list[UsageSample]:
-    first = max((number for number, each in enumerate(samples) if each.moment_ns <= since_ns), default=0)
-    return list(samples[first:])
-
-
-# %%% from slow.py:
-# (the main part)
 
 PARTS: Final = (
     *("loading", "forward and backward", "waiting", "communication", "update", "saving", "evaluating", "callbacks"),
@@ -114,20 +55,26 @@ _ADVICE: Final = {
     "callbacks": "Do less in that callback, do it more seldom, or on rank 0 alone.",
     "own code": "Look at what the loop does between two steps: printing, .item(), logging.",
 }
-
 _ADVICE_ON_ONE: Final = (
     "Look for what that rank does more than the others, and for other processes on its cores or its device."
 )
+_NUM_LOOKS: Final = 12
+
+
+@dataclass(slots=True)
+class Looks:
+    num: int = 0
+    """In how many looks its stack was read."""
+    lines: Counter[str] = field(default_factory=Counter)
+    """In how many of them it was at each line."""
+    samples: list[UsageSample] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUse:
-    """Where the time of one worker went."""
-
     rank: int
     num_steps: int
     seconds: float
-    """In how much time."""
     shares: Mapping[str, float]
     """Part of the time for each of `PARTS`; together 1, unless parts overlap."""
     came_last: float
@@ -138,17 +85,13 @@ class TimeUse:
     shards_per_step: float = 0.0
     """How many shards it runs in a step; 0 for a wrapper."""
     samples_per_step: float = 0.0
-    """How many samples these have."""
     callback: str = ""
     """The callback that takes most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowReport:
-    """What bounds the steps of a job."""
-
     text: str
-    """In sentences."""
     bound: str
     """The part that takes most; empty where too few steps were recorded."""
     behind: int | None
@@ -397,3 +340,43 @@ def _about_unequal_work(late: TimeUse, others: Sequence[TimeUse]) -> list[str]:
 
 def _first(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
+    """Look at the workers of this host that run, for about two seconds; return what was seen, by process (local)."""
+    boot = boot_id()
+    living = [file for file in files if file.header.boot == boot and is_running(file.header)]
+    found = {file.header.pid: Looks() for file in living}
+    for _ in range(_NUM_LOOKS) if living else ():
+        for file in living:
+            looks, header = found[file.header.pid], file.header
+            if usage := read_usage(header.pid):
+                looks.samples.append(UsageSample(time.monotonic_ns(), usage))
+            stack = read_main_stack(take_stack(file.path.with_suffix(".stacks"), header.pid, header.stack_signal))
+            frame = find_user_stack_line(stack)
+            looks.num += bool(stack)
+            if frame is not None:
+                looks.lines[str(frame)] += 1
+    return found
+
+
+def recorded_usage(launcher: FileEvents, since_ns: int) -> dict[int, list[UsageSample]]:
+    """Return what the launcher has recorded of each process since a moment of its clock, and the last sample before."""
+    rows = launcher.table[launcher.table["kind"] == EventKind.USAGE]
+    found: dict[int, list[UsageSample]] = {}
+    values: dict[int, dict[str, int]] = {}
+    moments: dict[int, int] = {}
+    for row in rows:
+        pid, moment, name = int(row["index"]), int(row["begin"]), launcher.text(int(row["text"]))
+        usage = values.get(pid)
+        if usage is None or name in usage:  # each sample has each name once
+            values[pid] = usage = {}
+            moments[pid] = moment
+            found.setdefault(pid, []).append(UsageSample(moment, usage))
+        usage[name] = int(row["size"])
+    return {pid: _from(samples, since_ns) for pid, samples in found.items()}
+
+
+def _from(samples: Sequence[UsageSample], since_ns: int) -> list[UsageSample]:
+    first = max((number for number, each in enumerate(samples) if each.moment_ns <= since_ns), default=0)
+    return list(samples[first:])

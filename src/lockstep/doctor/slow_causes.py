@@ -16,17 +16,14 @@ _MOST_OF_THE_CORES: Final = 0.75
 """Workers that use this part of the cores have them nearly to themselves."""
 
 Usage = Mapping[str, int]
-"""As `usage.read_usage` returns it."""
+"""As `read_usage` returns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageSample:
-    """What a worker had used at one moment."""
-
     moment_ns: int
     """When, by the clock of the recording."""
     usage: Usage
-    """By name."""
 
 
 @dataclass(frozen=True, slots=True)

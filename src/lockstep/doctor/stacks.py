@@ -1,56 +1,38 @@
-"""Python stacks of the workers and of their loading processes, on request."""
+"""Python stacks of the workers and of their loading processes, on request; and where a worker was when it crashed."""
 
 import re
 import signal
-import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lockstep.doctor.finding import read_header
 from lockstep.doctor.system import look_at, thread_beside_frozen_main
+from lockstep.processes.host import StackLine
+from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording.stacks import request_stacks
 
-_FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x")
-_LIBRARIES: Final = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
-    "<",
-)
 _ANSWER_SECONDS: Final = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class StackFrame:
-    """One line of a stack."""
-
-    file: str
-    line: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+_CRASHES: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_FATAL: Final = "Fatal Python error: "
+_CURRENT: Final = "Current thread 0x"
 
 
-def read_main_stack(text: str) -> list[StackFrame]:
+def read_main_stack(text: str) -> list[StackLine]:
     """Return the stack of the main thread, innermost frame first, from what faulthandler has written.
 
     It writes the threads from the newest to the oldest, which is the main thread.
     """
-    frames: list[StackFrame] = []
+    frames: list[StackLine] = []
     for line in text.splitlines():
         if _THREAD.match(line):
             frames = []
         elif (match := _FRAME.match(line)) is not None:
-            frames.append(StackFrame(match["file"], match["line"], match["function"]))
+            frames.append(StackLine(match["file"], int(match["line"]), match["function"]))
     return frames
-
-
-def user_frame(stack: Sequence[StackFrame], libraries: Sequence[str] = _LIBRARIES) -> StackFrame | None:
-    """Return the innermost frame outside installed libraries; None if there is none."""
-    return next((frame for frame in stack if not frame.file.startswith(tuple(libraries))), None)
 
 
 def take_stack(path: Path, pid: int, number: int) -> str:
@@ -69,14 +51,6 @@ def take_stack(path: Path, pid: int, number: int) -> str:
     if thread is not None:
         return request_stacks(path, pid, number + 1, _ANSWER_SECONDS, thread)
     return request_stacks(path, pid, number, _ANSWER_SECONDS)
-
-
-# %%% from crashes.py:
-# Where a worker was when it crashed in native code.
-
-_CRASHES: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
-_FATAL: Final = "Fatal Python error: "
-_CURRENT: Final = "Current thread 0x"
 
 
 def crash_place(recording: Path | None, pid: int, exit_code: int) -> str:
@@ -98,5 +72,5 @@ def _place(path: Path) -> str:
     crash = text.rpartition(_FATAL)[2] if _FATAL in text else ""
     _, marker, current = crash.partition(_CURRENT)
     stack = read_main_stack((marker + current).partition("\n\n")[0])
-    frame = user_frame(stack) or (stack[0] if stack else None)
+    frame = find_user_stack_line(stack) or (stack[0] if stack else None)
     return "" if frame is None else str(frame)

@@ -209,7 +209,6 @@ class StallsElsewhere:
         self._own = 0
 
     def tell(self) -> None:
-        """Say that workers here wait for one on another host (local)."""
         self._add(1)
         self._own += 1
 

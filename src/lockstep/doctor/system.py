@@ -1,4 +1,7 @@
-"""What the system knows of a process, without being root: as /proc shows it to the user who owns the process."""
+"""What the system knows of processes, without being root: as /proc shows it to the user who owns them.
+
+Of a worker: its state, and sums of what it has used. Of others: who takes the cores of this machine.
+"""
 
 import os
 import platform
@@ -46,10 +49,25 @@ _MAY_BE_INTERRUPTED: Final = {"futex", "read"}
 """System calls that go on after a signal handler by themselves."""
 
 
+_FEWEST_CORES: Final = 0.5
+"""With less than this together neighbours are not mentioned."""
+_LEAST: Final = 0.1
+"""A process that uses less of a core is no neighbour."""
+_MOST_NAMES: Final = 3
+_TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+GROWING: Final = (
+    *("cpu_ns", "core_wait_ns", "throttled_ns", "switches", "forced_switches", "major_faults", "read_bytes"),
+    "disk_wait_ns",
+)
+"""Time on cores; time in which it could have run and another one had the core; time in which its control group might
+not run; switches that it wanted (waits), and that it did not; pages read from disk; bytes read; waits for the disk."""
+PRESENT: Final = ("memory_bytes", "swapped_bytes", "is_stopped", "is_in_disk_sleep", "num_running", "num_cores")
+"""In memory; in the swap space; whether it is stopped, or in disk sleep; threads that run or wait for a core; cores."""
+_LONGEST_PAUSE: Final = 10.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """A process at one moment."""
-
     state: str
     """In words: running, sleeping, stopped, in disk sleep, ..."""
     memory_bytes: int
@@ -169,20 +187,8 @@ def _call_words(folder: Path) -> list[str]:
     return words if words and words[0].isdecimal() else []
 
 
-# %%% from neighbours.py:
-# Other processes of this machine that take its cores: of other jobs, and of other users.
-
-_FEWEST_CORES: Final = 0.5
-"""With less than this together they are not mentioned."""
-_LEAST: Final = 0.1
-"""A process that uses less of a core is not one of them."""
-_MOST_NAMES: Final = 3
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
-    """What a process has used since it began."""
-
     parent: int
     ticks: int
     """Time on cores, in ticks."""
@@ -190,7 +196,7 @@ class ProcessTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A process that is not of the job."""
+    """A process that is not of the job: of another one, or of another user."""
 
     pid: int
     user: str
@@ -198,11 +204,9 @@ class Neighbour:
     program: str
     """Its program, without arguments."""
     cores: float
-    """How many cores it uses."""
 
 
 def read_process_times() -> dict[int, ProcessTimes]:
-    """Return what each process that can be seen from here has used (local)."""
     found: dict[int, ProcessTimes] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -269,35 +273,15 @@ def _program(pid: int) -> str:
         return "?"
 
 
-# %%% from usage.py:
-# What a process has used since it began, by name: sums that only grow, and what is so at this moment.
-#
-# The thread that watches for stalls records them for each worker; the difference of two says why a worker is slow.
-
-_TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-GROWING: Final = (
-    *("cpu_ns", "core_wait_ns", "throttled_ns", "switches", "forced_switches", "major_faults", "read_bytes"),
-    "disk_wait_ns",
-)
-"""Time on cores; time in which it could have run and another one had the core; time in which its control group might
-not run; switches that it wanted (waits), and that it did not; pages read from disk; bytes read; waits for the disk."""
-PRESENT: Final = ("memory_bytes", "swapped_bytes", "is_stopped", "is_in_disk_sleep", "num_running", "num_cores")
-"""In memory; in the swap space; whether it is stopped, or in disk sleep; threads that run or wait for a core; cores."""
-
-
-_LONGEST_PAUSE: Final = 10.0
-
-
 @final
 class UsageEvents:
-    """Records what the workers of this host use: soon after they begin, and then every ten seconds."""
+    """Records what the workers of this host use, in the stall watch: soon after they begin, then every ten seconds."""
 
     def __init__(self, recorder: WorkerRecorder) -> None:
         self._recorder = recorder
         self._next = self._pause = 0.0
 
     def look(self, recording: Path) -> None:
-        """Record it, if it is time for that (local)."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -313,7 +297,8 @@ class UsageEvents:
 def read_usage(pid: int) -> dict[str, int]:
     """Return what a process has used and does now, by the names of `GROWING` and `PRESENT`; empty if it has ended.
 
-    What the system does not tell is left out (local).
+    Of the former, which only grow, the difference of two says why a worker is slow. What the system does not tell is
+    left out (local).
     """
     facts = look_at(pid)
     if facts is None:

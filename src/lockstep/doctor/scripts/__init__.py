@@ -12,9 +12,7 @@ from lockstep.doctor.scripts.device_rules import check_devices
 from lockstep.doctor.scripts.rank_rules import check_ranks
 from lockstep.doctor.scripts.source import Level, ScriptFinding, ScriptSource
 
-# %%% from rules.py:
-# All rules, on one script.
-
+__all__ = ["Level", "ScriptFinding", "check_source"]
 _WORDS = ("DistributedDataParallel", "init_process_group", "DistributedSampler", "destroy_process_group")
 
 
@@ -32,9 +30,3 @@ def _is_parallel(source: ScriptSource) -> bool:
     imported = {name.rpartition(".")[2] for name in source.imported.values()}
     attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
     return bool({*names, *imported, *attributes} & set(_WORDS))
-
-
-# %%% from __init__.py:
-# (the main part)
-
-__all__ = ["Level", "ScriptFinding", "check_source"]

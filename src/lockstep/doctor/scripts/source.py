@@ -1,4 +1,4 @@
-"""A script as rules see it: its syntax tree, what names stand for, and what only some ranks run."""
+"""A script as rules see it (its syntax tree, what names stand for, what only some ranks run), and what they report."""
 
 import ast
 import re
@@ -18,10 +18,26 @@ _RANK_CALLS: Final = re.compile(
 _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
 
 
+class Level(Enum):
+    MISTAKE = "mistake"
+    """It trains something else than meant, fails, or waits for ever."""
+    NOTE = "note"
+    """It works, and is seldom meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFinding:
+    rule: str
+    level: Level
+    line: int
+    """The line, counted from 1."""
+    text: str
+    mended: str
+    """The line as it should be, or the line to add."""
+
+
 @final
 class ScriptSource:
-    """The syntax tree of a script, with what rules ask of it."""
-
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
         self.lines = text.split("\n")  # as Python counts them: a form feed begins no line
@@ -179,7 +195,6 @@ def last_name(node: ast.expr) -> str:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the value of a keyword argument; None if it is not given."""
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 
@@ -210,28 +225,3 @@ def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | 
                 _note(found, each, value)
     elif name := last_name(target):
         found.setdefault(name, []).append(value)
-
-
-# %%% from finding.py:
-# What a rule reports.
-
-
-class Level(Enum):
-    """How much a finding matters."""
-
-    MISTAKE = "mistake"
-    """It trains something else than meant, fails, or waits for ever."""
-    NOTE = "note"
-    """It works, and is seldom meant."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptFinding:
-    rule: str
-    level: Level
-    line: int
-    """The line, counted from 1."""
-    text: str
-    """What is wrong there, and what comes of it."""
-    mended: str
-    """The line as it should be, or the line to add."""
