@@ -19,7 +19,7 @@ from lockstep.channel.table import Message
 from lockstep.launch.membership import Changes, Generation, Stop, Wishes, WorkerLimits, next_generation, planned_changes
 
 _FRESH_SECONDS = 3.0
-"""How long ago a new worker may have been heard of that is to join now."""
+"""How long ago a new worker may have been heard of that is to join now; it is asked every second (`Fencing`)."""
 _LOSS_SECONDS = 1.0
 """After a worker has reported that it lost another: how long until the launcher must have seen that one end."""
 
@@ -31,7 +31,6 @@ class EndedWorker:
     worker: int
     pid: int
     reason: str
-    """How it ended, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class WorkerReports:
     alive: dict[int, Answer] = field(default_factory=dict)
     """The last answer of each."""
     heard_at: dict[int, float] = field(default_factory=dict)
-    """When each has reported anything last."""
 
 
 @final
@@ -121,7 +119,6 @@ class Continuation:
             self._server.send(worker, {"event": "over"})
 
     def refuse_leave(self, worker: int) -> None:
-        """Tell a worker that has asked to leave that it cannot."""
         self._server.send(worker, {"event": "stay"})
 
     @property
@@ -130,10 +127,7 @@ class Continuation:
         return self._limits(self.generation.workers)
 
     def arrived(self) -> tuple[int, ...]:
-        """Return the new workers that wait to join, but none that was silent for some time: it may be stopped.
-
-        Who waits is asked every second (`Fencing`).
-        """
+        """Return the new workers that wait to join, but none that was silent for some time: it may be stopped."""
         earliest = self._clock() - _FRESH_SECONDS
         return tuple(worker for worker in self.reports.waiting if self.reports.heard_at[worker] >= earliest)
 
@@ -233,7 +227,6 @@ class Continuation:
         lost: Collection[dict[str, object]] = (),
         leaving: tuple[int, ...] = (),
     ) -> None:
-        """Send the members, and those that leave, the next generation."""
         message = {
             "event": "generation",
             "number": decided.number,

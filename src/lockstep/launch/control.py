@@ -46,8 +46,6 @@ class Watched(Protocol):
 
 
 class Control(Protocol):
-    """What is told of changes."""
-
     def tell(self) -> None:
         """Tell those that wait how the change has ended, if it has."""
 
@@ -57,8 +55,6 @@ class Control(Protocol):
 
 @final
 class NobodyAsks:
-    """The control of a launch that nobody can ask."""
-
     def tell(self) -> None:
         """Tell nobody."""
 
@@ -70,15 +66,11 @@ NOBODY = NobodyAsks()
 
 
 class WhenReadable(Protocol):
-    """What is called when a descriptor can be read."""
-
     def __call__(self) -> bool:
         """Return whether to go on."""
 
 
 class Answerer(Protocol):
-    """Carries out requests."""
-
     def begin(self, request: Message) -> str:
         """Begin to carry out a request; return what it will do, or a question's answer. `RefusedError` if it cannot."""
 
@@ -88,8 +80,6 @@ class Answerer(Protocol):
 
 @dataclass(slots=True)
 class _Client:
-    """A program that has connected."""
-
     socket: socket.socket
     reader: LineReader = field(default_factory=LineReader)
     num_bytes: int = 0
@@ -120,7 +110,6 @@ class ControlSocket:
         events.watch(self._listener.fileno(), self._accept)
 
     def tell(self) -> None:
-        """Tell those that wait how the change has ended, if it has."""
         waiting = [client for client in self._clients if client.waits]
         if not waiting:
             return
@@ -229,7 +218,6 @@ def short_path(folder: Path) -> Iterator[str]:
 
 
 def read_user(connected: socket.socket) -> int:
-    """Return the user of the process at the other end."""
     if not hasattr(socket, "SO_PEERCRED"):  # macOS: the file's mode alone decides who may connect
         return os.geteuid()
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -12,7 +12,6 @@ _NUM_SPARE = 16
 
 
 def check_descriptors(num_workers: int, num_per_worker: int) -> None:
-    """Check that this process may open what it needs for its workers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
     if limit != resource.RLIM_INFINITY and needed > limit:

@@ -1,4 +1,11 @@
-"""The environment of a script's worker: torchrun's variables, and which GPUs it sees. Pure."""
+"""What a worker finds in its environment: torchrun's variables, its GPUs, the drop-in, IPython's functions.
+
+The drop-in puts Lockstep's classes in place of torch's by a folder in PYTHONPATH. Python imports `sitecustomize` when
+it starts. The folder contains one, which waits for the import of torch and then imports `lockstep.drop_in`. So every
+Python process that inherits the variable has the same classes: data-loading processes, those of `mp.spawn`, and scripts
+that a script starts. This is here, and not in `lockstep.drop_in`, because `lockstep run` starts its workers without
+importing torch.
+"""
 
 import builtins
 import os
@@ -9,11 +16,18 @@ from typing import Any
 
 from lockstep.devices import Placement
 
+STARTUP_FOLDER = str(Path(__file__).parents[1] / "drop_in" / "startup")
+NOTICE = (
+    "lockstep: drop-in: torch's DistributedDataParallel, DataParallel, DistributedSampler, SyncBatchNorm and "
+    "init_process_group are Lockstep's in this run. Everything else is torch's, FSDP for example. To restore torch's: "
+    "lockstep.drop_in.undo()."
+)
+"""The line that is printed once, at the start."""
+_MODULE = "lockstep.drop_in"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunSettings:
-    """The values of torchrun's variables for one worker."""
-
     rank: int
     world_size: int
     """How many there are, all on this host."""
@@ -30,7 +44,6 @@ class TorchrunSettings:
 
 
 def world_variables(settings: TorchrunSettings) -> dict[str, str]:
-    """Return the variables that torchrun sets."""
     rank, world_size = str(settings.rank), str(settings.world_size)
     return {
         "RANK": rank,
@@ -61,27 +74,7 @@ def share_cores(num_cores: int, num_workers: int) -> int:
     return max(num_cores // num_workers, 1)
 
 
-# %%% from drop_in.py:
-# How a Python process starts with Lockstep's classes in place of torch's: a folder in PYTHONPATH.
-#
-# Python imports `sitecustomize` when it starts. The folder contains one, which waits for the import of torch and then
-# imports `lockstep.drop_in`. So every Python process that inherits the variable has the same classes: data-loading
-# processes, those of `mp.spawn`, and scripts that a script starts. This module is here, and not in `lockstep.drop_in`,
-# because `lockstep run` starts its workers without importing torch.
-
-_MODULE = "lockstep.drop_in"
-STARTUP_FOLDER = str(Path(__file__).parents[1] / "drop_in" / "startup")
-"""The folder that contains `sitecustomize.py`."""
-NOTICE = (
-    "lockstep: drop-in: torch's DistributedDataParallel, DataParallel, DistributedSampler, SyncBatchNorm and "
-    "init_process_group are Lockstep's in this run. Everything else is torch's, FSDP for example. To restore torch's: "
-    "lockstep.drop_in.undo()."
-)
-"""The line that is printed once, at the start."""
-
-
 def has_drop_in(python_path: str | None) -> bool:
-    """Return whether a process with this PYTHONPATH starts with the drop-in."""
     return STARTUP_FOLDER in (python_path or "").split(os.pathsep)
 
 
@@ -117,20 +110,16 @@ def _flags(word: str) -> list[str]:
     return [] if word == "-" else [word]
 
 
-# %%% from notebook.py:
-# The functions that IPython adds to Python's built-in ones, for functions of notebook cells.
-#
-# A worker has no IPython shell. There `display` prints its objects, as IPython's own does without a shell, and
-# `get_ipython` returns None.
-
-
 def is_in_ipython() -> bool:
     """Return whether this process is a shell of IPython, as the kernel of a notebook is."""
     return hasattr(builtins, "__IPYTHON__")
 
 
 def add_ipython_functions() -> None:
-    """Add IPython's functions to the built-in ones of a worker."""
+    """Add IPython's functions to the built-in ones of a worker, for functions of notebook cells.
+
+    A worker has no IPython shell. There `display` prints its objects, as IPython's own does without a shell.
+    """
     vars(builtins).update(display=_display, get_ipython=_get_ipython)
 
 

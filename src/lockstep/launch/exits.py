@@ -1,4 +1,4 @@
-"""Describing how workers ended. Pure: exit codes and text come in, text goes out."""
+"""Describing how workers ended. Pure, but for `read_oom_kills`: exit codes and text come in, text goes out."""
 
 import re
 import signal
@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
+from lockstep.processes.user_line import LIBRARIES
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
+_EARLIER_THAN_KILL_SECONDS = 0.05
+_ROOT_CAUSE_SECONDS = 5.0
 _MOST_OF_REASON = 500
 _MOST_OF_TRACEBACK = 20_000
 """So many characters of what a user's exception says are shown: it may hold a whole tensor."""
@@ -27,6 +31,7 @@ _RANK = re.compile(r"\[rank\d+\]: ")
 """What torch puts before each line of a traceback, where there is a group."""
 _PLACE = re.compile(r'  File ".*", line \d+')
 _FRAME = re.compile(r'  File "(.*)", line \d+, in ')
+_COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def exit_status(code: int) -> int:
@@ -47,6 +52,25 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -
     if name == "SIGKILL" and killer:
         return f"killed by {name}, {killer}"
     return f"killed by {name} at {place}" if place else f"killed by {name}"
+
+
+class FailedProcess(Protocol):
+    exit_code: int | None
+
+    def is_consequence(self) -> bool:
+        """Return whether it has failed because another worker has."""
+        ...
+
+
+def patience_after(failed: Sequence[FailedProcess], usual: float) -> float:
+    """Return how long to wait, after these failures, for one that happened before them (seconds).
+
+    Little where one was killed by SIGKILL, because no failure of another worker leads to that; long while each is a
+    consequence of another worker's, which is not known yet.
+    """
+    if any(worker.exit_code == -signal.SIGKILL for worker in failed):
+        return _EARLIER_THAN_KILL_SECONDS
+    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else usual
 
 
 def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = False) -> str:
@@ -84,7 +108,6 @@ def describe_waiting(message: str) -> str:
 
 
 def _shorten(text: str, most: int) -> str:
-    """Return a text, or its beginning and its end."""
     left_out = len(text) - most
     return text if left_out <= 0 else f"{text[: most // 2]} ... ({left_out} characters) ... {text[-most // 2 :]}"
 
@@ -109,23 +132,19 @@ def _last_error(traceback: str) -> str:
     return errors[-1] if errors else ""
 
 
-def users_part(traceback: str, libraries: Sequence[str]) -> str:
-    """Return a traceback from the user's first frame on, or its last frame if it has none of the user's.
-
-    `libraries` are beginnings of the file names of code that is not the user's.
-    """
+def users_part(traceback: str, libraries: tuple[str, ...] = LIBRARIES) -> str:
+    """Return a traceback from the user's first frame on, or its last frame if it has none of the user's."""
     kept: list[str] = []
     for block in _blocks(traceback.splitlines()):
         starts = [number for number, line in enumerate(block) if _FRAME.match(line)]
-        own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(tuple(libraries))]  # type: ignore[index]
+        own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(libraries)]  # type: ignore[index]
         kept += block[: starts[0]] + block[(own or starts[-1:])[0] :] if starts else block
     return "\n".join(kept)
 
 
-def has_users_frame(traceback: str, libraries: Sequence[str]) -> bool:
-    """Return whether a line of the user's code is in a traceback; `libraries` as for `users_part`."""
+def has_users_frame(traceback: str, libraries: tuple[str, ...] = LIBRARIES) -> bool:
     frames = filter(None, map(_FRAME.match, traceback.splitlines()))
-    return any(not frame[1].startswith(tuple(libraries)) for frame in frames)
+    return any(not frame[1].startswith(libraries) for frame in frames)
 
 
 def _blocks(lines: Sequence[str]) -> list[list[str]]:
@@ -177,12 +196,6 @@ def _is_connected(lines: Sequence[str]) -> bool:
     """Whether these lines, up to the next header, end with the text that Python puts between chained exceptions."""
     texts = [line for line in lines if line.strip(" |")]
     return bool(texts) and texts[-1].strip(" |") in _CONNECTORS
-
-
-# %%% from out_of_memory.py:
-# Whether the kernel's out-of-memory killer has killed processes during a launch: its counters before and after.
-
-_COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,6 @@ def _uses_accelerator(devices: DeviceRequest | Placement) -> bool:
 
 
 def _check_request(workers: int | None, devices: DeviceRequest | Placement, world_size: int, launcher: str) -> None:
-    """Check that the call asks for the workers and devices that the other launcher has started."""
     started = f"{launcher} started {counted(world_size, 'worker')} already"
     if workers is not None and workers != world_size:
         raise DeviceError(

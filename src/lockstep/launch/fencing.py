@@ -42,8 +42,6 @@ _RECENT_QUESTIONS = 3
 
 @dataclass(slots=True)
 class _Seen:
-    """What a member has answered, and since when."""
-
     answer: Answer
     since: float
 
@@ -80,7 +78,6 @@ class Fencing:
         return self._clock() + _FIRST_LOOK_SECONDS - continuation.decided_for if continuation.absent else math.inf
 
     def advance(self) -> None:
-        """Ask, and end workers that hang."""
         now = self._clock()
         watched = self._watched()
         if not watched or now < self._next_look:

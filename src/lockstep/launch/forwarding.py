@@ -22,8 +22,6 @@ _MOST_UNSENT_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """One side of a connection that is passed on."""
-
     socket: socket.socket
     other: "_Side | None" = None
     unsent: bytearray = field(default_factory=bytearray)

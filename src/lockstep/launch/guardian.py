@@ -20,7 +20,6 @@ _MAX_PASSES = 100
 
 
 def main() -> None:
-    """Read until the launcher has ended, then kill the sessions that are left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     source = int(sys.argv[1])

@@ -223,7 +223,6 @@ def _exit_quickly_after_failure(kind: type[BaseException] | None, *_error: objec
 
 
 def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, settings: LaunchSettings) -> list[Report]:
-    """Wait for the workers, and start those that join later."""
     continuation = Continuation(server, {number: worker.pid for number, worker in pool.workers.items()})
 
     def start(device: Device) -> StartedWorker:

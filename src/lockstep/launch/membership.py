@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One set of workers."""
-
     number: int
     """Counted from 0."""
     workers: tuple[int, ...]
@@ -52,18 +50,12 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The run cannot continue."""
-
     reason: str
     """Why, and what to do."""
 
 
 def next_generation(current: Generation, changes: Changes, limits: WorkerLimits) -> Generation | Stop:
-    """Return the workers with which a run continues; the same generation if nothing changes for it.
-
-    Workers that stay keep their order and come first, so that rank 0 has the state of the run. New workers come
-    after them, as many as there are shards for; the others wait for a later generation.
-    """
+    """Return the workers with which a run continues; the same generation if nothing changes for it."""
     gone = {*changes.lost, *changes.leaving}
     staying = tuple(worker for worker in current.workers if worker not in gone)
     if not staying:

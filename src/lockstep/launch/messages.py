@@ -42,8 +42,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTask:
-    """What the launcher sends to a worker: the function, and how to set the worker up."""
-
     worker: int
     """Number of the worker; no other worker of the launch has it."""
     rank: int
@@ -51,16 +49,12 @@ class WorkerTask:
     world_size: int
     """How many there are at first; 1 for a worker that joins later."""
     is_joiner: bool = False
-    """Whether it joins a run that has begun."""
     device: str
     master_port: int
     """A loopback port that the launcher has reserved, for a store of the function's own."""
     threads: int
-    """CPU threads for torch's operators."""
     seed: int
-    """Seed of the global generators when the function begins."""
     parent_pid: int
-    """Process id of the launcher."""
     argv: tuple[str, ...]
     """The launcher's `sys.argv`."""
     is_from_ipython: bool

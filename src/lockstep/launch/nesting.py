@@ -34,12 +34,9 @@ _WAITING = frozenset({psutil.STATUS_SLEEPING, psutil.STATUS_IDLE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchActivity:
-    """What the processes of a launch do at one moment."""
-
     is_every_worker_waiting: bool
     """Whether each worker has processes of multiprocessing without connections, and all processes sleep."""
     processes: frozenset[int]
-    """Their process ids."""
     cpu_seconds: float
     num_refused: int
     """How many connections were refused on this host."""

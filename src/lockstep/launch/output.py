@@ -2,7 +2,7 @@
 
 Each pipe has a thread. A blocked terminal blocks the workers that write, as it would without a launcher. It does not
 block the launcher, which must react to signals and failures. No buffer grows: output that cannot be written yet stays
-in the pipe.
+in the pipe. `LineCutter` and `Tail` are pure: bytes and times come in.
 """
 
 import contextlib
@@ -17,15 +17,19 @@ from typing import BinaryIO, Literal, final
 from lockstep.errors import UsageError
 from lockstep.launch.signals import wait_to_read, wait_to_write
 
-# %%% from lines.py:
-# Cutting a worker's output into lines, and keeping the end of it. Pure: bytes and times come in.
-
+Stream = Literal["stdout", "stderr"]
 MAX_LINE_BYTES = 1 << 20
 """A longer line is printed in parts, so that it does not fill the memory."""
 PROGRESS_SECONDS = 1.0
 """How often a progress bar, which overwrites its line, is printed."""
 TAIL_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
+_CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""At least the capacity of a pipe. If more comes after all workers have ended, another process has written it."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+"""A full disk, to which the user has redirected the output, is no reason to stop the workers."""
+_TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
 @final
@@ -42,7 +46,6 @@ class LineCutter:
         self._shown_at = float("-inf")
 
     def feed(self, chunk: bytes, now: float) -> bytes:
-        """Return the lines that this chunk completes."""
         *lines, rest = (self._pending + chunk).split(b"\n")
         done = [_last_version(line) for line in lines]
         # A carriage return at the very end may be the first half of a line break.
@@ -59,7 +62,6 @@ class LineCutter:
         return b"".join(self._prefix + line + b"\n" for line in done)
 
     def finish(self) -> bytes:
-        """Return what is left, as a line."""
         rest, self._pending = _last_version(self._pending), b""
         return self._prefix + rest + b"\n" if rest else b""
 
@@ -90,22 +92,8 @@ def _last_version(line: bytes) -> bytes:
     return next((version for version in reversed(line.split(b"\r")) if version), b"")
 
 
-# %%% from output.py:
-# (the main part)
-
-Stream = Literal["stdout", "stderr"]
-_CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20
-"""At least the capacity of a pipe. If more comes after all workers have ended, another process has written it."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-"""A full disk, to which the user has redirected the output, is no reason to stop the workers."""
-_TARGETS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
-
-
 @final
 class Relays:
-    """Forwards the output of all workers of a launch."""
-
     def __init__(self, *, has_prefix: bool, cuts_lines: bool, log_dir: Path | None) -> None:
         self._has_prefix = has_prefix
         self._cuts_lines = cuts_lines

@@ -31,14 +31,11 @@ _NO_FILE = "<sent separately>"
 
 
 class Writable(Protocol):
-    """A stream that a pickle is written to."""
-
     def write(self, data: bytes, /) -> object:
         """Write the next bytes."""
 
 
 def pack(value: object) -> bytes:
-    """Pickle a value for another process of the launch."""
     stream = io.BytesIO()
     pack_into(stream, value)
     return stream.getvalue()
@@ -50,8 +47,6 @@ def pack_into(stream: Writable, value: object) -> None:
 
 @final
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, with our rules before its own."""
-
     def reducer_override(self, obj: Any) -> Any:
         reduced = _reduce(obj)
         return super().reducer_override(obj) if reduced is None else reduced

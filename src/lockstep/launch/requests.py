@@ -31,7 +31,6 @@ class ScaleRequests:
         self._find_devices = find_devices
 
     def begin(self, request: Message) -> str:
-        """Begin to carry out a request; return what it will do, or for a question the answer."""
         what = request.get("op")
         if what == "describe":
             return self.describe()
@@ -43,7 +42,6 @@ class ScaleRequests:
         raise RefusedError(f"The request {str(request)[:80]} is none that this version of Lockstep knows. (LS603)")
 
     def result(self) -> str | None:
-        """Return how the last change has ended; None while it goes on."""
         if self._scaling.problem:
             raise RefusedError(f"{self._scaling.problem} The run goes on: {self.describe()}. (LS603)")
         return self.describe() if self._scaling.is_reached else None

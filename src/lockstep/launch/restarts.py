@@ -55,7 +55,6 @@ def run_with_restarts(job: ScriptJob, tell: Tell) -> Ending:
 
 
 def describe_restart(number: int, max_restarts: int, reason: str) -> str:
-    """Return the line that is printed before a restart."""
     return f"Starting all workers again (restart {number} of at most {max_restarts}). {reason}"
 
 

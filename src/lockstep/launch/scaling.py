@@ -75,7 +75,6 @@ class Scaling:
 
     @property
     def num_new(self) -> int:
-        """How many new workers there are that have not joined."""
         return len(self._new)
 
     @property
@@ -132,7 +131,6 @@ class Scaling:
             self.num_wanted = max(self.num_wanted - 1, 1)
 
     def finish(self) -> None:
-        """End the new workers: the run is over."""
         for worker in self._new.values():
             self._pool.kill(worker, "by its launcher, because the run is over")
         self._new.clear()

@@ -16,7 +16,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Send the guardian this process id, ask the kernel to end this process with its parent, become the script."""
     launcher, guardian, *command = sys.argv[1:]
     with contextlib.suppress(OSError):  # the guardian was killed; the kernel still ends this process, see below
         os.write(int(guardian), b"+%d\n" % os.getpid())

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from lockstep.launch.exits import (
     exit_status,
     find_traceback,
     name_killer,
+    patience_after,
     read_oom_kills,
     says_another_failed,
 )
@@ -60,10 +61,6 @@ GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
 _EARLIER_FAILURE_SECONDS = 0.3
 """After the launcher notices a first failure: how long it waits for one that happened before it."""
-_EARLIER_THAN_KILL_SECONDS = 0.05
-"""The same where one was killed by SIGKILL. No failure of another worker leads to that."""
-_ROOT_CAUSE_SECONDS = 5.0
-"""The same while every failure that it has seen is a consequence of another worker's."""
 _TRACEBACK_SECONDS = 5.0
 """If a worker ends later than this after its last traceback, it is assumed to have caught that exception."""
 _DRAIN_SECONDS = 1.0
@@ -114,7 +111,6 @@ class ScriptJob:
         return read_settings().num_threads() or str(share_cores(count_cores(), self.world_size))
 
     def describe(self) -> str:
-        """Return a line that describes devices and threads."""
         threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
         hint = f"\nhint: {self.placement.hint}" if self.placement.hint else ""
         notice = f"\n{NOTICE}" if self.drop_in else ""
@@ -123,8 +119,6 @@ class ScriptJob:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a launch ended."""
-
     exit_code: int
     """The exit code of the command: 0 for success; the exit code of the worker that failed first, or 128 + N if signal
     N ended it; 75 if all workers have exited with 75 after a signal to the launcher."""
@@ -162,8 +156,6 @@ def run_script(job: ScriptJob) -> Ending:
 
 @final
 class _ScriptWorker:
-    """One started process, as the launcher sees it."""
-
     def __init__(self, rank: int, process: subprocess.Popen[bytes], stderr: Tail | None) -> None:
         self.rank = rank
         self.process = process
@@ -195,8 +187,6 @@ class _ScriptWorker:
 
 @final
 class _ScriptWorkerPool:
-    """The workers of one launch of a script."""
-
     def __init__(
         self, job: ScriptJob, server: ChannelServer, recorder: WorkerRecorder, variables: Mapping[str, str]
     ) -> None:
@@ -279,7 +269,8 @@ class _ScriptWorkerPool:
                     break
             if failed := [worker for worker in self._workers if worker.has_failed()]:
                 failed_at = min(failed_at, now)
-                deadline = failed_at + _patience(failed)  # again: what a worker wrote may come after its end
+                # Asked for again: what a worker wrote may come after its end.
+                deadline = failed_at + patience_after(failed, _EARLIER_FAILURE_SECONDS)
                 if time.monotonic() >= deadline:
                     break
         return None
@@ -343,13 +334,6 @@ class _ScriptWorkerPool:
             self._relays.finish()
 
 
-def _patience(failed: Sequence[_ScriptWorker]) -> float:
-    """Return how long to wait, after these failures, for one that happened before them."""
-    if any(worker.exit_code == -Signals.SIGKILL for worker in failed):
-        return _EARLIER_THAN_KILL_SECONDS
-    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else _EARLIER_FAILURE_SECONDS
-
-
 def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) -> dict[str, str]:
     """Return all variables of a worker: those of the launch, else the user's, else our defaults."""
     devices = device_variables(job.placement, settings.rank, own_card_only=settings.own_card_only)
@@ -377,5 +361,4 @@ def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> Worke
 
 
 def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:
-    """Return the command that starts a Python script, or a module, as a user would."""
     return (sys.executable, "-m", script) if is_module else (sys.executable, script)

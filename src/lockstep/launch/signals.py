@@ -1,4 +1,7 @@
-"""Waiting for signals, and delaying them, so that a launcher reacts to a signal at one place only."""
+"""Waiting for signals, delaying and forwarding them, so that a launcher reacts to a signal at one place only.
+
+Also: waiting for descriptors, and where the main thread of a worker stands.
+"""
 
 import contextlib
 import os
@@ -17,33 +20,22 @@ from typing import Self, final
 from lockstep.errors import WorkerFailedError
 from lockstep.processes.host import StackLine, stack_of_thread
 
-# %%% from readiness.py:
-# Waiting until a descriptor can be read or written. Not with select(), which supports no descriptor above 1023.
-
-
-def wait_to_read(*descriptors: int, seconds: float | None = None) -> set[int]:
-    """Wait until a descriptor can be read or is at its end, and return those that are; none after `seconds`."""
-    return _wait(descriptors, selectors.EVENT_READ, seconds)
-
-
-def wait_to_write(descriptor: int) -> None:
-    _wait((descriptor,), selectors.EVENT_WRITE, None)
-
-
-def _wait(descriptors: tuple[int, ...], event: int, seconds: float | None) -> set[int]:
-    # poll(), because epoll() needs a file descriptor itself.
-    with selectors.PollSelector() as selector:
-        for descriptor in descriptors:
-            selector.register(descriptor, event)
-        return {key.fd for key, _ in selector.select(seconds)}
-
-
-# %%% from signals.py:
-# (the main part)
-
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
 _ROOM_BYTES = 4096
+_SAME_SECONDS = 1.0
+"""Signals within this time after the first are the same request: `timeout` and Slurm send several."""
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
+_WAITING = (
+    f"{_OURS}comm{os.sep}",
+    f"{_OURS}channel{os.sep}",
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+)
+"""Whoever is in code of these folders waits for another worker, or will in a moment."""
+_REDUCING = f"{_OURS}reduce{os.sep}"
+"""The same, where it is the innermost code: a callback of the user's may be called from there."""
+_RETURNED = "_wait_for_others"
+"""The function of `worker.py` in which a worker is that makes no calls any more."""
 
 
 @final
@@ -60,7 +52,6 @@ class SignalPipe:
         self._undo.callback(os.close, self._written)
 
     def __enter__(self) -> Self:
-        """Collect signals from now on."""
         os.set_blocking(self._source, False)
         os.set_blocking(self._written, False)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._written, warn_on_full_buffer=False))
@@ -72,7 +63,6 @@ class SignalPipe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put back how signals were handled."""
         self._undo.close()
 
     def wait(self, seconds: float | None) -> signal.Signals | None:
@@ -84,6 +74,23 @@ class SignalPipe:
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the interpreter has written the number into the pipe."""
+
+
+def wait_to_read(*descriptors: int, seconds: float | None = None) -> set[int]:
+    """Wait until a descriptor can be read or is at its end, and return those that are; none after `seconds`."""
+    return _wait(descriptors, selectors.EVENT_READ, seconds)
+
+
+def wait_to_write(descriptor: int) -> None:
+    _wait((descriptor,), selectors.EVENT_WRITE, None)
+
+
+def _wait(descriptors: tuple[int, ...], event: int, seconds: float | None) -> set[int]:
+    # Not select(), which supports no descriptor above 1023, nor epoll(), which needs a descriptor itself.
+    with selectors.PollSelector() as selector:
+        for descriptor in descriptors:
+            selector.register(descriptor, event)
+        return {key.fd for key, _ in selector.select(seconds)}
 
 
 @contextlib.contextmanager
@@ -120,20 +127,13 @@ def signals_blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# %%% from signal_forwarding.py:
-# Forwarding SIGTERM from a process that has launched workers to the workers.
-#
-# The launcher sends the first SIGTERM on to every worker. A worker without a handler ends by it; then the launcher ends
-# by SIGTERM too. A worker with a handler that saves and stops returns from its function; then `launch` returns. A
-# second SIGTERM, a second later or more, ends the launcher and all workers at once.
-
-_SAME_SECONDS = 1.0
-"""Signals within this time after the first are the same request: `timeout` and Slurm send several."""
-
-
 @final
 class SignalForwarding:
     """A context in which SIGTERM is forwarded, after `begin` was called. Workers must have ended when it exits.
+
+    The launcher sends the first SIGTERM on to every worker. A worker without a handler ends by it; then the launcher
+    ends by SIGTERM too. A worker with a handler that saves and stops returns from its function; then `launch` returns.
+    A second SIGTERM, a second later or more, ends the launcher and all workers at once.
 
     It does nothing where the user has installed a handler, or outside the main thread.
     """
@@ -145,7 +145,6 @@ class SignalForwarding:
 
     @property
     def is_requested(self) -> bool:
-        """Whether SIGTERM has come."""
         return self._first is not None
 
     def begin(self, forward: Callable[[], None], died_of_signal: Callable[[], bool]) -> None:
@@ -188,22 +187,6 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# %%% from main_thread.py:
-# Where the main thread of this worker stands: it waits for other workers, or it does something of its own.
-
-_OURS = f"{Path(__file__).parent.parent}{os.sep}"
-_WAITING = (
-    f"{_OURS}comm{os.sep}",
-    f"{_OURS}channel{os.sep}",
-    f"{os.sep}torch{os.sep}distributed{os.sep}",
-)
-"""Whoever is in code of these folders waits for another worker, or will in a moment."""
-_REDUCING = f"{_OURS}reduce{os.sep}"
-"""The same, where it is the innermost code: a callback of the user's may be called from there."""
-_RETURNED = "_wait_for_others"
-"""The function of `worker.py` in which a worker is that makes no calls any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stand:
     waits: bool
@@ -213,7 +196,7 @@ class Stand:
 
 
 def look_at_main_thread(stack_of: Callable[[int | None], Sequence[StackLine]] = stack_of_thread) -> Stand:
-    """Return where the main thread stands (local; in any thread)."""
+    """Return where the main thread stands, in wait for other workers or in something of its own (in any thread)."""
     stack = stack_of(threading.main_thread().ident)
     if not stack:
         return Stand(waits=False, place="no line of Python")

@@ -107,7 +107,6 @@ class StartedWorker:
 
     @property
     def end(self) -> End:
-        """How it stands with its function."""
         if self.report is not None:
             if self.report.has_left:
                 return End.LEFT
@@ -120,11 +119,9 @@ class StartedWorker:
 
     @property
     def has_returned(self) -> bool:
-        """Whether its function has returned a result."""
         return self.report is not None and self.report.result is not None
 
     def is_consequence(self) -> bool:
-        """Return whether the worker reported an error that says that another worker failed."""
         return self.report is not None and is_consequence(self.report)
 
     def describe_failure(self) -> tuple[float, WorkerFailure]:

@@ -28,8 +28,6 @@ class LostAtStartError(WorkerFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
-    """When all workers of a launch are started again, because some were lost before the first step."""
-
     min_workers: int
     """With fewer the launch fails."""
     is_unchanged: Callable[[], bool]

@@ -31,7 +31,6 @@ class Rendezvous:
     """The address at which the workers of a launch find their store."""
 
     port: int
-    """Its port on loopback."""
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
     was_found: threading.Event = field(default_factory=threading.Event)
@@ -128,11 +127,8 @@ class GuardedStore:
         return self._guard.connect()
 
     def _open(self) -> PortGuard:
-        """Open the store.
-
-        torch's store makes a connection to itself, so its port can be guarded only after that. If another one was made
-        in between, this store is not used: it would be seen among the connections, or by a key that it has set.
-        """
+        # torch's store makes a connection to itself, so its port can be guarded only after that. If another one was
+        # made in between, this store is not used: it would be seen among the connections, or by a key that it has set.
         from torch.distributed import TCPStore
 
         for _ in range(_NUM_ATTEMPTS):

@@ -11,13 +11,13 @@ What ends, and what follows from it ([Note: what is a loss] in `started_worker.p
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import final
 
 from lockstep.launch.continuation import Continuation, EndedWorker
 from lockstep.launch.control import Control
+from lockstep.launch.exits import patience_after
 from lockstep.launch.fencing import Fencing
 from lockstep.launch.messages import Report
 from lockstep.launch.results import failed_error
@@ -27,11 +27,6 @@ from lockstep.launch.starting import LostAtStartError
 from lockstep.launch.worker_pool import WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
-_ROOT_CAUSE_SECONDS = 5.0
-"""Like EARLIER_FAILURE_SECONDS, while every reported failure is a consequence of another worker's failure."""
-
-_EARLIER_THAN_KILL_SECONDS = 0.05
-"""The same where one was killed by SIGKILL. No failure of another worker leads to that."""
 
 
 @final
@@ -126,7 +121,7 @@ class Supervision:
         else:
             own = [worker for worker in needed if not worker.has_returned]
         if own:
-            self._deadline = min(self._deadline, time.monotonic() + patience_after(own))
+            self._deadline = min(self._deadline, time.monotonic() + patience_after(own, EARLIER_FAILURE_SECONDS))
         for worker in done:
             self._gone.add(worker.number)
             if worker.exit_code is None:  # a new worker that has failed to join, and has not ended yet
@@ -156,10 +151,7 @@ class Supervision:
         )
 
     def _error(self) -> Exception:
-        """Return the error of the launch.
-
-        It names also those without which the others have continued: what fails now may be a consequence of that.
-        """
+        """Return the error, also with those without which the others continued: what fails may be a consequence."""
         ends = {End.FAILED, End.LOST}
         failed = [worker for worker in self._ever() if worker.end in ends]
         failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in failed]
@@ -174,7 +166,6 @@ class Supervision:
         return LostAtStartError(error, frozenset(worker.number for worker in lost), described)
 
     def _tell_of_missing_results(self) -> None:
-        """Name in one line the workers that were lost before they have returned."""
         ever = self._ever()
         lost = [worker for worker in ever if worker.end is End.LOST]
         if lost:
@@ -183,13 +174,6 @@ class Supervision:
             )
             counts = f"{sum(worker.has_returned for worker in ever)} of {len(ever)}"
             _LOGGER.warning("%s workers have returned a result: %s. (LS601)", counts, names)
-
-
-def patience_after(failed: Sequence[StartedWorker]) -> float:
-    """Return how long to wait, after these failures, for one that happened before them."""
-    if any(worker.exit_code == -signal.SIGKILL for worker in failed):
-        return _EARLIER_THAN_KILL_SECONDS
-    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else EARLIER_FAILURE_SECONDS
 
 
 def _describe(worker: StartedWorker) -> str:

@@ -17,12 +17,9 @@ _LOCAL, _REMOTE, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSocket:
-    """One socket of this host, as the kernel lists it."""
-
     local: str
     """Its own address, as `kernel_address` writes it."""
     remote: str
-    """The address of the other end."""
     state: int
     user: int
     """The id of the user who made it; 0 also for one that is closed."""

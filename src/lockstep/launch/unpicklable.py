@@ -28,7 +28,6 @@ class Unpicklable:
     error: Exception
 
     def describe(self) -> str:
-        """Return location, type and reason."""
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return f"{self.location} is of type {name}: {self.error}"
@@ -58,12 +57,10 @@ def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, 
 
 
 def find_in_result(result: object) -> Unpicklable | None:
-    """Return the value in a function's result that cannot be pickled; None if each can."""
     return _Search("").first([(_Location("the", "result"), result)])
 
 
 def name_of(value: object) -> str:
-    """Return the name of a function, or the like, for a message."""
     return getattr(value, "__name__", None) or repr(value)
 
 
@@ -119,8 +116,6 @@ class _Search:
 
 
 class _Nowhere:
-    """A stream that discards everything."""
-
     def write(self, data: bytes, /) -> object:
         return len(data)
 

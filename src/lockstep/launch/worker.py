@@ -24,6 +24,7 @@ from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_
 from lockstep.launch.pickling import pack
 from lockstep.launch.signals import look_at_main_thread
 from lockstep.processes.ending import die_with_parent, exit_quickly
+from lockstep.processes.forking import call_in_children
 from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators
 from lockstep.recording import open_recorder, own_recorder
@@ -111,7 +112,7 @@ def _keep_from_children(*descriptors: int) -> None:
             with contextlib.suppress(OSError):  # closed already
                 os.close(descriptor)
 
-    os.register_at_fork(after_in_child=close)
+    call_in_children(close)
 
 
 def _watch_launcher(launcher_pipe: int, may_exit: threading.Event) -> None:

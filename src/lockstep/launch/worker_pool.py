@@ -152,12 +152,10 @@ class WorkerPool:
                 self._look(self.workers[number])
 
     def ask_to_stop(self) -> None:
-        """Send every worker the signal that requests it to save and stop."""
         self.is_stopping = True
         self._signal(FORWARDED_SIGNAL)
 
     def terminate(self) -> None:
-        """Send SIGTERM to every worker."""
         self.is_stopping = self.is_terminating = True
         self._refuse_to_leave()
         self._signal(signal.SIGTERM)
